@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
-from archon.models.vision.images import PackedImages
+from archon.models.vision.images import PackedImages, Picture
 from archon.parallel.comm import all_gather_replicated
 from archon.schema.errors import BatchError
 
@@ -201,6 +201,13 @@ class BaseArchonModel(nn.Module):
         if images is not None:
             raise BatchError(f"{self.model_class.__name__} sees no images; expected a batch of text")
         return self.tok_embeddings(tokens)
+
+    def see(self, pictures: Sequence[Picture], device: torch.device) -> list[Tensor]:
+        """Returns of each picture the rows [M, dim] that replace its placeholders, for `PackedImages.of_rows`.
+
+        Raises BatchError: this is a text model.
+        """
+        raise BatchError(f"{self.model_class.__name__} sees no images; expected text")
 
     def hidden_states(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from archon.models.args import ImageFormat
@@ -18,7 +19,7 @@ from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_5_text import Qwen35TextModelArgs
 from archon.models.spec import family_spec
 from archon.models.vision.config import read_vision_config
-from archon.models.vision.images import PackedImages
+from archon.models.vision.images import PackedImages, Picture
 from archon.models.vision.names import VISION_HF_MAP
 from archon.models.vision.tower import VisionSpec
 from archon.schema.errors import ConfigError
@@ -118,9 +119,17 @@ class Qwen35Model(BaseArchonModel):
         hidden = self.tok_embeddings(tokens)
         if images is None:
             return hidden
-        merged = self.visual(images.patches, images.grids).to(hidden.dtype)
+        computed = self.visual(images.patches, images.grids) if images.computed is None else images.computed
+        merged = computed.to(hidden.dtype)
         merged = merged if images.merged is None else merged.index_select(0, images.merged)
         return hidden.index_copy(0, images.rows, merged)
+
+    def see(self, pictures: Sequence[Picture], device: torch.device) -> list[Tensor]:
+        """See `BaseArchonModel.see`."""
+        patches = torch.cat([picture.pixel_values for picture in pictures]).to(device)
+        merged = self.visual(patches, tuple(picture.size for picture in pictures))
+        square = self.visual.spec.merge_size**2
+        return list(merged.split([len(picture.pixel_values) // square for picture in pictures]))
 
     def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """See `BaseArchonModel.initializers`."""

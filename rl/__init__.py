@@ -18,7 +18,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "compat.areal.datasets": ("get_custom_dataset",),
         "compat.areal.short_forms": ("InteractionWithTokenLogpReward",),
         "episode_context": ("workflow_context",),
-        "workflows": ("MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow", "register_workflow"),
+        "workflows": (
+            "MultiTurnWorkflow",
+            "RLVRWorkflow",
+            "RolloutWorkflow",
+            "VisionRLVRWorkflow",
+            "register_workflow",
+        ),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn", "register_reward"),
         "archon.data": (
             "VALID_DATASETS",
@@ -32,6 +38,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "get_gsm8k_sft_dataset",
             "get_hh_rlhf_dpo_dataset",
             "get_hh_rlhf_rw_dataset",
+            "get_shapes_rl_dataset",
+            "get_shapes_sft_dataset",
             "get_torl_data_rl_dataset",
             "get_torl_data_sft_dataset",
             "register_dataset",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from archon.checkpoint.hf_io import load_tokenizer
+from archon.data.picture_rows import open_reader
+from archon.data.pictures import PROCESSOR_FILE, PictureReader
 from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
 from archon.models import get_model_spec
+from archon.models.args import ImageFormat
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.evaluation import evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Rollout
 from archon.rl.weight_sync import in_process, weights_of
-from archon.rl.workflows import RLVRWorkflow
+from archon.rl.workflows import RLVRWorkflow, VisionRLVRWorkflow
 from archon.schema.config import EngineConfig, derived_engine
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
@@ -35,6 +39,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PICTURE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_PARTS = (
+    "{%- macro parts(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content %}"
+    "{%- if part.type == 'image' %}{{- '" + "".join(PICTURE) + "' }}{%- else %}{{- part.text }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{%- endmacro %}"
+)
+"""For templates of tokenizers with images: the text of a message's content, which may have parts."""
 
 CHAT_TEMPLATES = {
     "plain": (
@@ -71,7 +82,7 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
     """
     from transformers import PreTrainedTokenizerFast
 
-    special = [PAD, START, END]
+    special = [PAD, START, END, *(PICTURE if recipe.images else ())]
     if recipe.kind == "characters":
         alphabet = sorted({*recipe.alphabet, *("\n" if recipe.chat_template == "chatml" else "")})
         tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *alphabet])}))
@@ -91,12 +102,10 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        chat_template=CHAT_TEMPLATES[recipe.chat_template],
-    )
+    template = CHAT_TEMPLATES[recipe.chat_template]
+    if recipe.images:
+        template = _PARTS + re.sub(r"(\{\{-|\+) message\.content", r"\1 parts(message.content)", template)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=template)
 
 
 def ensure_checkpoint(
@@ -190,7 +199,7 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         probe = None
         if config.target is not None:
             reward = stack.enter_context(AsyncRewardWrapper(config.target.reward))
-            probe = RewardProbe(config.target, reward, load_tokenizer(model.path), model.seed)
+            probe = RewardProbe(config.target, reward, load_tokenizer(model.path), model.seed, open_reader(model))
         SFTTrainer(sft, runner, probe).train()
     # A signal after the last step's check may have reached some of the ranks only.
     return runner.world.all_reduce_max(runner.stop_number)
@@ -199,14 +208,25 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
 class RewardProbe:
     """Measures the reward of sampled held-out answers during a warm-up, until it reaches the target."""
 
-    def __init__(self, config: WarmupTarget, reward: AsyncRewardWrapper, tokenizer: Any, seed: int) -> None:
+    def __init__(
+        self,
+        config: WarmupTarget,
+        reward: AsyncRewardWrapper,
+        tokenizer: Any,
+        seed: int,
+        reader: PictureReader | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self._seed = seed
-        rows = load_rows(config.eval_data, "rl", tokenizer)
+        rows = load_rows(config.eval_data, "rl", tokenizer, reader)
         self._prompts = [Prompt(i, row) for i, row in enumerate(rows)]
         gconfig = GenerationHyperparameters(max_new_tokens=config.max_new_tokens)
-        self._workflow = RLVRWorkflow(reward, gconfig, tokenizer)
+        self._workflow = (
+            RLVRWorkflow(reward, gconfig, tokenizer)
+            if reader is None
+            else VisionRLVRWorkflow(reward, gconfig, tokenizer, reader)
+        )
         self._generator: InProcessEngine | None = None
 
     def __call__(self, engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
@@ -223,7 +243,10 @@ class RewardProbe:
 def write_blank(config: BootstrapConfig, path: Path) -> None:
     """Writes config.json, generation_config.json and the tokenizer, without weights."""
     from transformers import AutoConfig, GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     spec = get_model_spec(config.model_type)  # raises for an unknown family
     recipe = config.tokenizer
@@ -235,17 +258,44 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
         texts = [text for row in rows for text in (row["prompt"], str(row["answer"]))]
     tokenizer = make_tokenizer(recipe, texts)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    values = {"vocab_size": len(tokenizer), "architectures": architectures, "dtype": "float32"} | ids | config.hf_config
+    sizes = {"vocab_size": len(tokenizer)} | ids
+    if recipe.images:
+        values = {"architectures": [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]], "dtype": "float32"}
+        begin, image, end = tokenizer.convert_tokens_to_ids([*PICTURE])
+        values |= {"vision_start_token_id": begin, "image_token_id": image, "vision_end_token_id": end}
+        values |= config.hf_config | {"text_config": sizes | config.hf_config.get("text_config", {})}
+    else:
+        architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        values = {"architectures": architectures, "dtype": "float32"} | sizes | config.hf_config
     try:
         hf_config = AutoConfig.for_model(config.model_type, **values)
     except Exception as error:  # transformers raises its own errors for wrong types
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"bootstrap: hf_config is not a config of {config.model_type}: {reason}") from error
     try:
-        spec.model_args_class.from_hf_config(hf_config)
+        image = spec.model_args_class.from_hf_config(hf_config).image_format
     except ConfigError as error:
         raise ConfigError(f"bootstrap: hf_config: {error}") from None
+    if recipe.images != (image is not None):
+        raise ConfigError(
+            f"bootstrap: tokenizer.images is {json.dumps(recipe.images)}, and {config.model_type} has "
+            f"{'no' if image is None else 'a'} vision tower; expected both or neither"
+        )
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if image is not None:
+        (path / PROCESSOR_FILE).write_text(json.dumps(_image_processor(image), indent=2) + "\n")
+
+
+def _image_processor(image: ImageFormat) -> dict[str, Any]:
+    """Returns the settings of Qwen's image processor for pictures of one square of patches to a million pixels."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": image.patch_size,
+        "temporal_patch_size": image.temporal_patch_size,
+        "merge_size": image.merge_size,
+        "size": {"shortest_edge": (image.patch_size * image.merge_size) ** 2, "longest_edge": 2**20},
+        "image_mean": [0.5] * image.channels,
+        "image_std": [0.5] * image.channels,
+    }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from archon.data import RowLoader
 from archon.data.registry import load_rows
+from archon.engine.batch import IMAGES
 from archon.rl.config import DemonstrationsConfig
 from archon.rl.trajectories import concat_padded_tensors, join_groups
 
@@ -46,7 +47,7 @@ class Demonstrations:
 
 
 def with_demonstrations(
-    batch: Mapping[str, Tensor], rows: Mapping[str, Tensor], score: Callable[[str, Mapping[str, Tensor]], Tensor]
+    batch: Mapping[str, Any], rows: Mapping[str, Any], score: Callable[[str, Mapping[str, Any]], Tensor]
 ) -> dict[str, Tensor]:
     """Returns a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.
 
@@ -55,7 +56,7 @@ def with_demonstrations(
         rows: demonstrations, as `Demonstrations.take` returns them.
         score: returns the logprobs of rows by the model that a column is of.
     """
-    added = {**rows, "logprobs": torch.zeros(rows["input_ids"].shape)}
+    added: dict[str, Any] = {**rows, "logprobs": torch.zeros(rows["input_ids"].shape)}
     # Nobody sampled them: the ratio is taken to the policy before the update.
     added["logprobs"] = score("logprobs", added)
     if "prox_logprobs" in batch:
@@ -65,6 +66,8 @@ def with_demonstrations(
     for name, value in {"advantages": 0.0, "policy_weights": 1.0, "temperatures": 0.0}.items():
         if name in batch:
             added[name] = torch.full(rows["input_ids"].shape, value, dtype=batch[name].dtype)
+    if IMAGES in batch:
+        added[IMAGES] = [[] for _ in rows["input_ids"]]
     both = [{**batch, "demonstrations": torch.zeros_like(batch["loss_mask"])}]
     both.append({**added, "demonstrations": rows["loss_mask"]})
     return join_groups(both)

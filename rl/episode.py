@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from archon.engine.batch import IMAGES
+from archon.models.vision.images import Picture
 from archon.rl.algorithms.advantages import Groups
 from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode_context import EpisodeContext
@@ -91,7 +93,10 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
     for place, episode in episodes.items():
         context, lists = episode.context, dict[str, Any]()
         for key, value in (episode.trajectories or {}).items():
-            if isinstance(value, Tensor):
+            if key == IMAGES:
+                lists[key], pixels = pack_pictures(value)
+                tensors |= {f"{place}.{key}.{number}": each for number, each in enumerate(pixels)}
+            elif isinstance(value, Tensor):
                 # A copy, as safetensors refuses tensors that share memory.
                 tensors[f"{place}.{key}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             else:
@@ -128,13 +133,32 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
         if not item["empty"]:
             prefix = f"{item['place']}."
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            episode.trajectories = own | item["lists"]
+            lists = item["lists"]
+            if IMAGES in lists:
+                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(lists[IMAGES]["grids"]))]
+                lists[IMAGES] = unpack_pictures(lists[IMAGES], pixels)
+            episode.trajectories = own | lists
         episode.filtered = item["filtered"]
         context.drops = Counter(item["drops"])
         context.numbers.update(item["numbers"])
         context.first_errors = {kind: RemoteError(*error) for kind, error in item["first_errors"].items()}
         if item["error"] is not None:
             episode.error = RemoteError(*item["error"])
+
+
+def pack_pictures(rows: Sequence[Sequence[Picture]]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Returns the pictures of rows as plain data, and the pixels of the distinct ones."""
+    distinct = {picture.digest: picture for pictures in rows for picture in pictures}
+    numbers = {digest: number for number, digest in enumerate(distinct)}
+    places = [[numbers[picture.digest] for picture in pictures] for pictures in rows]
+    plain = {"grids": [list(picture.grid) for picture in distinct.values()], "rows": places}
+    return plain, [picture.pixel_values.clone() for picture in distinct.values()]
+
+
+def unpack_pictures(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[Picture]]:
+    """Returns what `pack_pictures` packed."""
+    pictures = [Picture(each, (t, h, w)) for each, (t, h, w) in zip(pixels, plain["grids"], strict=True)]
+    return [[pictures[number] for number in row] for row in plain["rows"]]
 
 
 def _pack_error(error: BaseException) -> tuple[str, str, bool, str]:

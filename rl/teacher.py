@@ -52,6 +52,8 @@ class TeacherServer:
         self._client = openai.OpenAI(base_url=config.url, **_key())
 
     def __call__(self, documents: Documents) -> Tensor:
+        if any(documents.get("images", ())):
+            raise RolloutError(f"teacher.url {self._config.url}: only tokens are sent to servers, not images")
         rows = zip(documents["input_ids"], documents["attention_mask"], strict=True)
         prompts = [ids[attended.bool()].tolist() for ids, attended in rows]
         with ThreadPoolExecutor(self._config.max_concurrent) as pool:

@@ -14,6 +14,9 @@ from torch import Tensor
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
 from archon.data.config import DatasetConfig
+from archon.data.picture_files import save_pictures
+from archon.data.picture_rows import open_reader
+from archon.data.pictures import PictureReader
 from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
@@ -51,7 +54,7 @@ from archon.training.loop import (
     run_until_stopped,
     timed,
 )
-from archon.training.metrics import read_jsonl
+from archon.training.metrics import PICTURES_FOLDER, read_jsonl
 from archon.training.runner import Runner
 
 Result = TypeVar("Result")
@@ -79,6 +82,7 @@ class RLTrainer(BaseTrainer):
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
+        self.reader: PictureReader | None = None  # of pictures; None for a model of text
         self._raw = False  # whether rows hold those of their source
         self._monitor: Monitor | None = None
         self._newest: dict[str, float] = {}  # of the last step, for the monitor
@@ -194,7 +198,10 @@ class RLTrainer(BaseTrainer):
         if self.runner is None:
             return
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
-        lost = write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
+        write = None
+        if self.reader is not None and self.runner.world.is_main:
+            write = partial(save_pictures, self.runner.directory.path / PICTURES_FOLDER, self.reader)
+        lost = write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer, write)
         metrics["rollout/dump_lost"] = float(lost)
 
     def rollout_batch(self) -> RolloutBatch:
@@ -283,6 +290,7 @@ class RLTrainer(BaseTrainer):
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
+            self.reader = open_reader(config.actor)
             workflow = workflow or config.workflow
             self._raw = reads_raw_rows(workflow)
             self._open_data(reward)
@@ -292,6 +300,7 @@ class RLTrainer(BaseTrainer):
                 "reward_fn": reward,
                 "gconfig": config.gconfig,
                 "tokenizer": self.tokenizer,
+                "processor": self.reader,
                 "train_data": config.train_data,
             }
             arguments = config.workflow_args if workflow_kwargs is None else workflow_kwargs
@@ -322,7 +331,9 @@ class RLTrainer(BaseTrainer):
         configured: DatasetConfig | None = getattr(self.config, section)
         if configured is None:
             return []
-        return load_rows(configured.model_copy(update={"raw": True}) if self._raw else configured, "rl", self.tokenizer)
+        if self._raw:
+            configured = configured.model_copy(update={"raw": True})
+        return load_rows(configured, "rl", self.tokenizer, self.reader)
 
     def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config

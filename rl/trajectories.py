@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.engine.batch import IMAGES
 from archon.generation.expert_record import padded
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
@@ -135,7 +136,7 @@ def trajectory_tensors(
     answers: Sequence[ModelResponse] | Sequence[TokenRecord],
     rewards: Sequence[float],
     trajectory_ids: Sequence[int] | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Returns one group, trajectories of the same prompt, as batch-first tensors padded on the right.
 
     Args:
@@ -145,7 +146,8 @@ def trajectory_tensors(
 
     Returns:
         The documented keys of a trajectory, `truncated` bool [G], whether the engine stopped at a length limit, and
-        `routed_experts` [G, S, L, k] of an engine that records them.
+        `routed_experts` [G, S, L, k] of an engine that records them, and where a prompt has pictures `images`, of each
+        row a list of them.
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
@@ -158,29 +160,32 @@ def trajectory_tensors(
     if trajectory_ids is not None:
         columns["trajectory_ids"] = torch.tensor(trajectory_ids)
     experts = padded([record.routed_experts for record in records], size)
-    return {
+    group: dict[str, Any] = {
         **columns,
         **({} if experts is None else {FIELD: experts}),
         "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.tensor([record.truncated for record in records]),
     }
+    images = [record.images for record in records]
+    return group | {IMAGES: images} if any(images) else group
 
 
 def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns groups of trajectories as `concat_padded_tensors`; one without the column `temperatures` that another has
-    gets its zeros, the run's own temperature, and one without `routed_experts` gets unknown ones."""
+    gets its zeros, the run's own temperature, one without `routed_experts` unknown ones, and one without `images` none.
+    """
     if any("temperatures" in group for group in groups):
         groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
     if (recorded := next((group[FIELD] for group in groups if FIELD in group), None)) is not None:
         sizes, fill = recorded.shape[2:], unknown(recorded.dtype)
         groups = [{FIELD: recorded.new_full((*group["input_ids"].shape, *sizes), fill), **group} for group in groups]
+    if any(IMAGES in group for group in groups):
+        groups = [{IMAGES: [[] for _ in group["rewards"]], **group} for group in groups]
     return concat_padded_tensors(groups)
 
 
-def with_temperatures(
-    group: dict[str, Tensor], records: Sequence[TokenRecord], temperature: float
-) -> dict[str, Tensor]:
+def with_temperatures(group: dict[str, Any], records: Sequence[TokenRecord], temperature: float) -> dict[str, Any]:
     """Returns a group of trajectories with the column `temperatures`, float [B, S], where an answer was sampled at
     another one than the run's `temperature`. A token's 0 stands for the run's."""
     if all(value in (0.0, temperature) for record in records for value in record.temperatures):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
 from archon.rl.demonstrations import with_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
-from archon.training.batch_sharding import score_sharded, shard_batch
+from archon.training.batch_sharding import score_sharded, shard_batch, take_rows
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
+"""Tensors [B, …], and lists of B."""
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
-OPTIONAL_FIELDS = ("temperatures",)
+OPTIONAL_FIELDS = ("temperatures", "images")
 """Of the tokens that every model scores; `routed_experts` are the policy's alone."""
 
 
@@ -65,12 +67,12 @@ class PolicyUpdate:
         self._objective = PolicyObjective(self.algorithm)
         self._value_objective = ValueObjective(self.algorithm)
 
-    def logprob_difference(self, trajectories: Mapping[str, Tensor]) -> float:
+    def logprob_difference(self, trajectories: Mapping[str, Any]) -> float:
         """Returns mean |log π_trainer − log π_generator| over the loss tokens of a new batch."""
         logprobs = self._logprobs(self.engine, trajectories)
         return mean_logprob_difference(logprobs, trajectories["logprobs"], trajectories["loss_mask"])
 
-    def prepare(self, trajectories: Mapping[str, Tensor], step: int) -> tuple[Batch, dict[str, float]]:
+    def prepare(self, trajectories: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:
         """Returns all inputs of the optimizer steps, computed before the first of them, and metrics.
 
         Args:
@@ -119,12 +121,12 @@ class PolicyUpdate:
             }
         return batch, metrics
 
-    def mix(self, batch: Batch, demonstrations: Mapping[str, Tensor], step: int) -> tuple[Batch, dict[str, float]]:
+    def mix(self, batch: Batch, demonstrations: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:
         """Returns the result of `prepare` with demonstrations as further rows, weighed for step `step`, and metrics."""
         settings = self.algorithm.policy_loss
         assert isinstance(settings, MixedLoss)
 
-        def score(column: str, rows: Mapping[str, Tensor]) -> Tensor:
+        def score(column: str, rows: Mapping[str, Any]) -> Tensor:
             model = self.reference if column == "ref_logprobs" else self.engine
             assert model is not None
             return self._logprobs(model, rows)
@@ -135,7 +137,7 @@ class PolicyUpdate:
         mixed["policy_weights"] = mixed.get("policy_weights", torch.ones_like(mixed["advantages"])) * weights
         return mixed, {"demonstrations": float(given.sum()), "demonstrations_weight": mu}
 
-    def train(self, batch: Mapping[str, Tensor], step: int) -> dict[str, float]:
+    def train(self, batch: Mapping[str, Any], step: int) -> dict[str, float]:
         """Runs `ppo_epochs` passes of `minibatches` optimizer steps each.
 
         Args:
@@ -161,7 +163,7 @@ class PolicyUpdate:
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
-    def _rewards(self, trajectories: Mapping[str, Tensor], step: int, metrics: dict[str, float]) -> Tensor:
+    def _rewards(self, trajectories: Mapping[str, Any], step: int, metrics: dict[str, float]) -> Tensor:
         """Returns the rewards, float [B], with the overlong penalty, and shuffled for the control."""
         rewards = trajectories["rewards"]
         if self.algorithm.overlong.penalty > 0:
@@ -180,13 +182,13 @@ class PolicyUpdate:
         """The column with the logprobs of the policy before the update."""
         return "prox_logprobs" if self.algorithm.recomputes else "logprobs"
 
-    def _steps(self, trajectories: Mapping[str, Tensor]) -> tuple[Step, ...]:
+    def _steps(self, trajectories: Mapping[str, Any]) -> tuple[Step, ...]:
         if not self.algorithm.advantage.needs_steps:
             return ()
         given = {name: trajectories[name] for name in ("input_ids", "attention_mask", "loss_mask", "group_ids")}
         return split_steps(**given, turn_ids=trajectories.get("turn_ids"))
 
-    def _token_rewards(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+    def _token_rewards(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Returns the KL penalty of each token, float [B, S]; None where it is not part of the reward."""
         config = self.algorithm
         if self.reference is None or config.kl.place != "reward":
@@ -195,7 +197,7 @@ class PolicyUpdate:
         penalty = config.kl.coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl.kind)
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
-    def _policy_weights(self, batch: Mapping[str, Tensor], metrics: dict[str, float]) -> Tensor:
+    def _policy_weights(self, batch: Mapping[str, Any], metrics: dict[str, float]) -> Tensor:
         """Returns the weight of each token's policy loss, float [B, S], from the mismatch of trainer and generator."""
         config, mask = self.algorithm, batch["loss_mask"]
         log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
@@ -210,7 +212,7 @@ class PolicyUpdate:
             weights = weights * kept
         return weights
 
-    def _logprobs(self, engine: Reference, batch: Mapping[str, Tensor]) -> Tensor:
+    def _logprobs(self, engine: Reference, batch: Mapping[str, Any]) -> Tensor:
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
@@ -219,7 +221,7 @@ class PolicyUpdate:
     def _scored(
         self,
         engine: Reference,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
         score: Callable[[Batch], Tensor],
         also: tuple[str, ...] = (),
     ) -> Tensor:
@@ -227,7 +229,7 @@ class PolicyUpdate:
         documents = _trained_fields(batch, also)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
-    def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
+    def _minibatches(self, batch: Mapping[str, Any], step: int) -> Iterator[Batch]:
         size, count = len(batch["input_ids"]), self.algorithm.minibatches
         for epoch in range(self.algorithm.ppo_epochs):
             if count == 1:
@@ -235,10 +237,10 @@ class PolicyUpdate:
                 continue
             order = torch.randperm(size, generator=_generator(self.seed, step, 2 + epoch))
             for rows in order.chunk(min(count, size)):
-                yield {name: value[rows.sort().values] for name, value in batch.items()}
+                yield take_rows(batch, rows.sort().values.tolist())
 
 
-def _trained_fields(batch: Mapping[str, Tensor], also: tuple[str, ...]) -> Batch:
+def _trained_fields(batch: Mapping[str, Any], also: tuple[str, ...]) -> Batch:
     optional = [name for name in (*OPTIONAL_FIELDS, *also) if name in batch]
     return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
 

@@ -60,6 +60,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# What makes pixels of pictures.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -340,12 +342,13 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
 
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
-    """Copy the generation config and the tokenizer's files of `assets` to `folder`; `tokenizer` replaces the latter."""
+    """Copy the generation config and the files of tokenizer and image processor from `assets` to `folder`; `tokenizer`
+    replaces those of the tokenizer."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if assets is None:
         return
-    names = (GENERATION_CONFIG_FILE, *(() if tokenizer is not None else TOKENIZER_FILES))
+    names = (GENERATION_CONFIG_FILE, *PROCESSOR_FILES, *(() if tokenizer is not None else TOKENIZER_FILES))
     for name in names:
         if (assets / name).is_file():
             shutil.copyfile(assets / name, folder / name)
@@ -357,7 +360,7 @@ def _check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise CheckpointError(f"{target}: it is a file; expected a folder to export to")
-    exported = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES}
+    exported = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES}
     for entry in sorted(target.iterdir()):
         is_shard = entry.match("model-*-of-*.safetensors")
         if entry.name not in exported and not is_shard:

@@ -134,6 +134,7 @@ def make_server(
     from archon.checkpoint.adapter_export import read_adapters
     from archon.checkpoint.hf_io import load_model, load_tokenizer
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.data.picture_rows import open_reader
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
@@ -169,6 +170,7 @@ def make_server(
         model=model_name,
         token=token,
         tool_call_parser=config.tool_call_parser,
+        reader=open_reader(path),
         adapter_folders=(
             None if adapter_root is None else AdapterFolders(adapter_root, lambda folder: read_adapters(folder, names))
         ),

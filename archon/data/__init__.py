@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "pairs": ("get_hh_rlhf_dpo_dataset", "get_hh_rlhf_rw_dataset", "pair_dataset"),
         "registry": ("VALID_DATASETS", "get_custom_dataset", "register_dataset"),
         "rows": ("RowDataset",),
+        "shapes": ("get_shapes_rl_dataset", "get_shapes_sft_dataset"),
         "sources": ("data_folder", "read_rows"),
     },
 )

@@ -1,7 +1,8 @@
-"""The text of datasets with images: geometry3k and clevr_count_70k.
+"""Datasets with images: geometry3k and clevr_count_70k.
 
 Each takes `(path, split, tokenizer, max_length)` as the other named datasets do, and a multimodal `processor` in the
-tokenizer's place. Rows are the text alone, and a warning says how many had images.
+tokenizer's place. With the `PictureReader` of a model that sees as `processor` or `reader`, rows have their pictures;
+else they are the text alone, and a warning says how many had images.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from archon.data.mapping import require_column, rl_dataset, sft_dataset
 from archon.data.named_datasets import GSM8K_INSTRUCTION, named_rows, required_tokenizer
+from archon.data.picture_rows import IMAGE
+from archon.data.pictures import PictureReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
@@ -20,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 CLEVR_INSTRUCTION = "Put the number alone in brackets, as in [7]."
 _KEYS: dict[str, Any] = {"prompt_key": "problem", "response_key": "answer"}
-_IMAGE = "<image>"  # where an image stands in the text
 
 
 def get_geometry3k_rl_dataset(
@@ -33,12 +35,12 @@ def get_geometry3k_rl_dataset(
     instruction: str | None = GSM8K_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows of the text of geometry problems (Lu et al. 2021, arXiv:2105.04165); images are left out.
+    """Returns RL rows of geometry problems (Lu et al. 2021, arXiv:2105.04165).
 
     Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
     """
-    options |= {"max_length": max_length, "instruction": instruction}
-    return _rl_rows("geometry3k", path, split, _tokenizer_of(processor, tokenizer), options)
+    options |= {"max_length": max_length, "instruction": instruction, **_reading(processor, tokenizer, options)}
+    return _rl_rows("geometry3k", path, split, options)
 
 
 def get_geometry3k_sft_dataset(
@@ -50,9 +52,9 @@ def get_geometry3k_sft_dataset(
     processor: Any = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: the text of the problem, then the answer, which is trained; images are left out."""
-    options |= {"max_length": max_length}
-    return _sft_rows("geometry3k", path, split, _tokenizer_of(processor, tokenizer), options)
+    """Returns SFT rows: the problem, then the answer, which is trained."""
+    options |= {"max_length": max_length, **_reading(processor, tokenizer, options)}
+    return _sft_rows("geometry3k", path, split, options)
 
 
 def get_clevr_count_70k_rl_dataset(
@@ -65,12 +67,12 @@ def get_clevr_count_70k_rl_dataset(
     instruction: str | None = CLEVR_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows of the text of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
+    """Returns RL rows of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
 
-    Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images, which are left out.
+    Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images.
     """
-    options |= {"max_length": max_length, "instruction": instruction}
-    return _rl_rows("clevr_count_70k", path, split, _tokenizer_of(processor, tokenizer), options)
+    options |= {"max_length": max_length, "instruction": instruction, **_reading(processor, tokenizer, options)}
+    return _rl_rows("clevr_count_70k", path, split, options)
 
 
 def get_clevr_count_70k_sft_dataset(
@@ -82,33 +84,38 @@ def get_clevr_count_70k_sft_dataset(
     processor: Any = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: the text of the question, then the answer, which is trained; images are left out."""
-    options |= {"max_length": max_length}
-    return _sft_rows("clevr_count_70k", path, split, _tokenizer_of(processor, tokenizer), options)
+    """Returns SFT rows: the question, then the answer, which is trained."""
+    options |= {"max_length": max_length, **_reading(processor, tokenizer, options)}
+    return _sft_rows("clevr_count_70k", path, split, options)
 
 
-def _rl_rows(name: str, path: str | Path | None, split: str, tokenizer: Any, options: dict[str, Any]) -> RowDataset:
-    source = _text_of(name, path, split)
-    return rl_dataset(source, f"{name}[{split}]", tokenizer=tokenizer, **_KEYS, **options)
+def _rl_rows(name: str, path: str | Path | None, split: str, options: dict[str, Any]) -> RowDataset:
+    source = _rows_of(name, path, split, options["reader"])
+    return rl_dataset(source, f"{name}[{split}]", **_KEYS, **options)
 
 
-def _sft_rows(name: str, path: str | Path | None, split: str, tokenizer: Any, options: dict[str, Any]) -> RowDataset:
-    tokenizer = required_tokenizer(tokenizer, name)
-    source = _text_of(name, path, split)
-    return sft_dataset(source, f"{name}[{split}]", tokenizer=tokenizer, **_KEYS, **options)
+def _sft_rows(name: str, path: str | Path | None, split: str, options: dict[str, Any]) -> RowDataset:
+    required_tokenizer(options["tokenizer"], name)
+    source = _rows_of(name, path, split, options["reader"])
+    return sft_dataset(source, f"{name}[{split}]", **_KEYS, **options)
 
 
-def _tokenizer_of(processor: Any, tokenizer: Any) -> Any:
-    """Returns the tokenizer, or that of a multimodal processor in its place."""
+def _reading(processor: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns tokenizer and reader: `processor` is a reader of pictures, or a multimodal one whose tokenizer stands for
+    the other."""
+    if isinstance(processor, PictureReader):
+        return {"tokenizer": tokenizer, "reader": processor}
     given = tokenizer if processor is None else processor
-    return getattr(given, "tokenizer", given)
+    return {"tokenizer": getattr(given, "tokenizer", given), "reader": options.get("reader")}
 
 
-def _text_of(name: str, path: str | Path | None, split: str) -> list[SourceRow]:
-    """Returns the rows of a dataset with images without these, and without their places in the text."""
+def _rows_of(name: str, path: str | Path | None, split: str, reader: PictureReader | None) -> list[SourceRow]:
+    """Returns the rows of a dataset with images; without a reader also without these, and their places in the text."""
     source = named_rows(name, path, split)
+    if reader is not None:
+        return source
     if n_images := sum(bool(row.data.get("images")) for row in source):
-        logger.warning("%s[%s]: the images of %d rows are left out; archon trains on text", name, split, n_images)
+        logger.warning("%s[%s]: the images of %d rows are left out: the model sees none", name, split, n_images)
     return [SourceRow(row.where, _without_images(row)) for row in source]
 
 
@@ -117,4 +124,4 @@ def _without_images(row: SourceRow) -> dict[str, Any]:
     if not isinstance(text, str):
         raise DatasetError(f"{row.where}: 'problem' is a {type(text).__name__}; expected a string")
     kept = {key: value for key, value in row.data.items() if key not in ("images", "image")}
-    return kept | {"problem": text.replace(_IMAGE, "").strip()}
+    return kept | {"problem": text.replace(IMAGE, "").strip()}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from archon.data.encoding import Message, encode_prompt, encode_sft, plain_prompt, sft_text
+from archon.data.picture_rows import SFTExpander, encode_pictured, require_places, sources_of, with_pictures
+from archon.data.pictures import PictureReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
@@ -27,6 +29,7 @@ def rl_dataset(
     plain_end: str = "\n",
     tokenizer: Any = None,
     max_length: int | None = None,
+    reader: PictureReader | None = None,
 ) -> RowDataset:
     """Returns RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
@@ -37,6 +40,8 @@ def rl_dataset(
         instruction: Appended to the last user message, on a new line.
         plain_end: Text between prompt and answer in plain text.
         max_length: Drop prompts of more tokens; needs `tokenizer`.
+        reader: Of a model that sees: the column `images` has pictures, and `messages` their places (`<image>` in the
+            text). Without one the column is like any other.
 
     Raises:
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
@@ -49,13 +54,19 @@ def rl_dataset(
             answer = str(answer)
         if isinstance(answer, str):
             _require_text(answer, response_key, row.where)
+        prompt = plain_prompt(messages, plain_end)
+        if reader is not None and (sources := sources_of(row.data)):
+            messages = with_pictures(messages, len(sources), row.where)
         others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
-        rows.append({**others, "messages": messages, "prompt": plain_prompt(messages, plain_end), "answer": answer})
+        rows.append({**others, "messages": messages, "prompt": prompt, "answer": answer})
     if max_length is None:
         return RowDataset(name, rows)
     if tokenizer is None:
         raise DatasetError(f"max_length is {max_length} for dataset {name}, in tokens; pass a tokenizer too")
-    return drop_long_rows(name, rows, [len(encode_prompt(tokenizer, row)) for row in rows], max_length)
+    lengths = [
+        len(encode_pictured(tokenizer, row, reader)[0] if reader else encode_prompt(tokenizer, row)) for row in rows
+    ]
+    return drop_long_rows(name, rows, lengths, max_length)
 
 
 def sft_dataset(
@@ -69,6 +80,7 @@ def sft_dataset(
     instruction: str | None = None,
     plain_end: str = "\n",
     max_length: int | None = None,
+    reader: PictureReader | None = None,
 ) -> RowDataset:
     """Returns SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
@@ -81,17 +93,27 @@ def sft_dataset(
         response_key: Column with the response; None if the prompt column holds full conversations.
         system_prompt: As in `rl_dataset`; so are `instruction` and `plain_end`.
         max_length: Drop examples of more tokens.
+        reader: Of a model that sees: rows with a column `images` keep it, and have a placeholder for each of the rows
+            that their pictures become.
     """
     if all(column in source[0].data for column in ENCODED):
         rows = encoded_rows(source)
     else:
-        examples = []
+        examples, pictures = [], []
         for row in source:
             messages = conversation(row, prompt_key, system_prompt, instruction)
+            pictures.append(sources_of(row.data) if reader else [])
+            if pictures[-1]:
+                require_places(tokenizer, row.where)
+                messages = with_pictures(messages, len(pictures[-1]), row.where)
             if response_key is not None:
                 messages.append(assistant_message(row, response_key))
             examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
         rows = encode_sft(tokenizer, examples)
+        if reader is not None:
+            found = zip(rows, pictures, source, strict=True)
+            expander = SFTExpander(reader)
+            rows = [expander.expand(row, images, origin.where) for row, images, origin in found]
     if max_length is None:
         return RowDataset(name, rows)
     return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)

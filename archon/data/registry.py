@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from archon.data import image_datasets, named_datasets, pairs
+from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.config import DatasetConfig
 from archon.data.environments import EnvironmentName, environment_part, parse_environment
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
+from archon.data.pictures import PictureReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
@@ -42,10 +43,15 @@ _BUILT_IN: dict[str, dict[str, Loader]] = {
     "gsm8k": {"rl": named_datasets.get_gsm8k_rl_dataset, "sft": named_datasets.get_gsm8k_sft_dataset},
     "hh-rlhf": _HH_RLHF,
     "hh_rlhf": _HH_RLHF,
+    "shapes": {"rl": shapes.get_shapes_rl_dataset, "sft": shapes.get_shapes_sft_dataset},
     "torl_data": {"rl": named_datasets.get_torl_data_rl_dataset, "sft": named_datasets.get_torl_data_sft_dataset},
 }
 _NAMED: NamedObjects[dict[str, Loader]] = NamedObjects("dataset", "archon.datasets", _BUILT_IN)
 VALID_DATASETS = _NAMED.names
+MADE = ("arithmetic", "shapes")
+"""Datasets that are made from a seed, and read from no files."""
+PICTURED = ("clevr_count_70k", "geometry3k", "shapes")
+"""Datasets with pictures."""
 
 
 def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
@@ -75,9 +81,12 @@ def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]
     return add
 
 
-def load_rows(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> RowDataset:
-    """Returns the rows of a dataset's configuration, at most `limit` of them."""
-    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, **config.model_dump(exclude={"limit"}))
+def load_rows(
+    config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: PictureReader | None = None
+) -> RowDataset:
+    """Returns the rows of a dataset's configuration, at most `limit` of them; `reader` is that of a model that sees."""
+    options = config.model_dump(exclude={"limit"})
+    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, **options)
     return replace(dataset, rows=dataset.rows[: config.limit])
 
 
@@ -96,6 +105,7 @@ def get_custom_dataset(
     data_dir: str | Path | None = None,
     seed: int = 0,
     raw: bool = False,
+    reader: PictureReader | None = None,
 ) -> RowDataset:
     """Returns rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
     environment.
@@ -115,9 +125,10 @@ def get_custom_dataset(
         max_length: Drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
         subset: The configuration of a hub dataset that has several; not for other sources.
         data_dir: The folder of a named dataset's files.
-        seed: Determines the split of the arithmetic dataset, and what an environment generates.
+        seed: Determines the split of the datasets arithmetic and shapes, and what an environment generates.
         raw: RL rows also hold the source's row, under `raw_task`. Rows of a file or a hub dataset without the two
             columns then hold nothing else, and are not dropped by length.
+        reader: Of a model that sees: rows keep their pictures, see `rl_dataset` and `sft_dataset`.
 
     Raises:
         DatasetError: missing, empty or malformed data; names the file, the line and the key.
@@ -130,10 +141,10 @@ def get_custom_dataset(
     if raw and kind != "rl":
         raise DatasetError(f"raw is true, but the rows are of kind {kind!r}; expected 'rl': leave raw out")
     named = _NAMED.find(str(path))
-    if data_dir is not None and (named is None or str(path) == "arithmetic"):
+    if data_dir is not None and (named is None or str(path) in MADE):
         raise DatasetError(
             f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected one that is read from files, of "
-            f"{', '.join(name for name in VALID_DATASETS if name != 'arithmetic')}: leave data_dir out"
+            f"{', '.join(name for name in VALID_DATASETS if name not in MADE)}: leave data_dir out"
         )
     environment = parse_environment(str(path))
     if subset is not None and (named is not None or environment is not None or Path(path).expanduser().exists()):
@@ -144,12 +155,14 @@ def get_custom_dataset(
     if named is not None:
         if data_dir is not None:
             shared["path"] = data_dir
-        loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, **shared})
+        loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, **shared}, reader)
         return replace(loaded, rows=[{**row, "raw_task": row} for row in loaded]) if raw else loaded
     name = f"{path}[{split}]"
     source = read_rows(path, split, subset) if environment is None else _generated(environment, name, split, seed)
     if environment is not None and "prompt" not in source[0].data:
         return _episodes(source, name, kind, {**shared, "raw": raw or None})
+    if kind in ("rl", "sft"):
+        shared["reader"] = reader
     if raw:
         source = [SourceRow(row.where, {**row.data, "raw_task": row.data}) for row in source]
         if any(key not in row.data for row in source for key in (prompt_key, response_key)):
@@ -182,12 +195,20 @@ def _episodes(source: Sequence[SourceRow], name: str, kind: DatasetKind, options
     return RowDataset(name, [row.data for row in source])
 
 
-def _load_named(name: str, kind: DatasetKind, loaders: Mapping[str, Loader], options: dict[str, Any]) -> RowDataset:
+def _load_named(
+    name: str,
+    kind: DatasetKind,
+    loaders: Mapping[str, Loader],
+    options: dict[str, Any],
+    reader: PictureReader | None,
+) -> RowDataset:
     """Returns the rows of a named dataset. A user's loader is called with those options that it names."""
     if kind not in loaders:
         raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
-    if name != "arithmetic":
+    if name not in MADE:
         del options["seed"]
+    if name in PICTURED and kind in ("rl", "sft"):
+        options["reader"] = reader
     if name in _BUILT_IN:
         rows = loaders[kind](**options)
         assert isinstance(rows, RowDataset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from archon.checkpoint.adapter_export import Adapters
 from archon.engine import heap
 from archon.generation.adapters import AdapterTable
 from archon.generation.expert_record import ExpertRecord, Experts, Recorder
+from archon.generation.pictures import PictureRows, PromptPictures
 from archon.generation.requests import answer_limit, stop_ids
 from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
@@ -26,6 +27,7 @@ from archon.generation.types import ModelRequest
 from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
+from archon.models.vision.images import Picture
 from archon.schema.errors import NotFiniteError, RolloutError
 
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
@@ -179,6 +181,7 @@ class Generator:
         self.scheduler = self._new_scheduler()
         self.adapters = AdapterTable(model)
         self.recorder: Recorder | None = None
+        self.picture_rows = PictureRows(model, cache.device)
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -204,8 +207,6 @@ class Generator:
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         vocab_size = self.model.args.vocab_size
         limit = answer_limit(request, vocab_size, self.max_seq_len, "the engine's max_seq_len")
-        if request.image_data:
-            raise RolloutError(f"request {request.rid}: image_data was given to a text model")
         sequence = Sequence(
             request=request,
             limit=limit,
@@ -215,6 +216,7 @@ class Generator:
             on_done=on_done,
             adapter=adapter,
             experts=None if self.recorder is None else ExpertRecord(),
+            pictures=self.pictures_of(prompt, request.image_data or (), f"request {request.rid}"),
         )
         pages = self.scheduler.pages_for(sequence.max_cached)
         if pages > self.cache.n_pages:
@@ -227,8 +229,23 @@ class Generator:
         self.submitted += 1
         if adapter is not None:
             self.adapters.begin(adapter, len(prompt))
+        if sequence.pictures is not None:
+            self.picture_rows.begin(sequence.pictures.pictures)
         self.scheduler.submit(sequence)
         return sequence
+
+    def pictures_of(self, tokens: list[int], pictures: Collection[Picture], what: str) -> PromptPictures | None:
+        """Returns the pictures of a prompt; None for one of text.
+
+        Raises RolloutError, which begins with `what`, for pictures that are not those of its placeholders or of this
+        model.
+        """
+        image = self.model.args.image_format
+        if image is None:
+            if pictures:
+                raise RolloutError(f"{what}: image_data was given to a text model")
+            return None
+        return PromptPictures.of(tokens, [*pictures], image, what) if pictures or image.token in tokens else None
 
     def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
         if not request.gconfig.stop:
@@ -277,28 +294,35 @@ class Generator:
         decode, duplicates, duplicate_rows = _dedupe_rows(sorted(step.decode, key=_adapter_key))
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
-        prefill_chunks = []
+        prefill_chunks, pictured = [], []
         for chunk in chunks:
             sequence = chunk.sequence
+            pictured.append((sequence.pictures, chunk.start, chunk.stop, len(tokens)))
             tokens += sequence.tokens(chunk.start, chunk.stop)
             prefill_chunks.append(
                 PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total, sequence.state)
             )
+            if sequence.pictures is not None:
+                prefill_chunks[-1].positions = sequence.pictures.positions_of(chunk.start, chunk.stop)
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
         width = self.scheduler.pages_for(int(lengths.max(initial=1)))
+        states = [np.array([sequence.state for sequence in some], dtype=np.int64) for some in (decode, duplicates)]
         decode_rows = DecodeRows(
             self._pages(decode, width),
             lengths,
             self._pages(duplicates, width),
             np.array(duplicate_rows),
-            *(np.array([sequence.state for sequence in some], dtype=np.int64) for some in (decode, duplicates)),
+            states[0],
+            states[1],
+            np.array([0 if s.pictures is None else s.pictures.offset for s in decode], dtype=np.int64),
         )
         meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
         spans = [(sequence, 1) for sequence in decode]
         spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
         meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
-        hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
+        images = self.picture_rows.packed(pictured)
+        hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta, images)
 
         if self.recorder is not None:
             read = [*zip(range(len(decode)), decode, strict=True), *zip(duplicate_rows, duplicates, strict=True)]
@@ -347,7 +371,7 @@ class Generator:
         self.stats.shared_prompts += len(forks)
 
     def _sample(self, sampled: _SampleBatch) -> None:
-        head = self.model.output
+        head, image = self.model.output, self.model.args.image_format
         assert head is not None
         hidden = torch.cat(sampled.hidden)
         logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
@@ -362,6 +386,8 @@ class Generator:
             for sequence, row, token, logprob in drawn:
                 sequence.append(token, logprob, (sequence.adapter or self).version)
                 sequence.drawn = (self.stats.steps, row, token)
+                if image is not None and token == image.token:  # of no picture: nothing can be computed after it
+                    sequence.stop_reason = "abort"
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
 
@@ -381,6 +407,8 @@ class Generator:
         if sequence.adapter is not None:
             sequence.adapter.answer_tokens += len(sequence.output)
             self.adapters.end(sequence.adapter)
+        if sequence.pictures is not None:
+            self.picture_rows.end(sequence.pictures.pictures)
         sequence.on_done(sequence)
 
     @property
@@ -418,4 +446,5 @@ class Generator:
         weights, so that the following tokens are sampled from exactly the new policy.
         """
         self.scheduler.restart()
+        self.picture_rows.forget()
         self.version = version

@@ -29,6 +29,7 @@ from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
+from archon.models.vision.images import Picture
 from archon.schema.errors import ContextOverflowError, ExhaustedError, RolloutError, UserError
 from archon.schema.exhausted import resource_error_message
 
@@ -271,9 +272,14 @@ class InProcessEngine:
         return [sequence.response() for sequence in sequences]
 
     def prompt_logprobs(
-        self, ids: SequenceOf[int], temperature: float = 1.0, adapter: str | None = None
+        self,
+        ids: SequenceOf[int],
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        images: SequenceOf[Picture] = (),
     ) -> list[float]:
-        """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it.
+        """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it and
+        the pictures of its placeholders.
 
         Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read, and for
         an adapter that is not loaded.
@@ -284,9 +290,15 @@ class InProcessEngine:
                 f"logprobs of {len(tokens)} tokens; expected 2 to {args.max_seq_len} ids from 0 to "
                 f"{args.vocab_size - 1}"
             )
-        return self.score_prompt(tokens, temperature, adapter).logprobs
+        return self.score_prompt(tokens, temperature, adapter, images).logprobs
 
-    def score_prompt(self, tokens: list[int], temperature: float = 1.0, adapter: str | None = None) -> PromptScores:
+    def score_prompt(
+        self,
+        tokens: list[int],
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        images: SequenceOf[Picture] = (),
+    ) -> PromptScores:
         """Returns the scores of given tokens under the current weights, without sampling and without the cache.
 
         Raises RolloutError for tokens that the model does not have, for more than it can read, and for an adapter that
@@ -306,7 +318,8 @@ class InProcessEngine:
             raise RolloutError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
         owner = None if adapter is None else generator.adapters.find(adapter)
         adapters = generator.adapters.rows([(owner, len(tokens))], len(tokens))
-        return score_prompt(generator.model, tokens, temperature, adapters)
+        pictures = generator.pictures_of(tokens, images, "the prompt")
+        return score_prompt(generator.model, tokens, temperature, adapters, pictures)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from archon.generation.pictures import PromptPictures
 from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import BaseArchonModel
+from archon.models.vision.images import PackedImages
 
 _MAX_LOGITS = 1 << 24
 """Elements of logits that are computed at once."""
@@ -30,9 +32,13 @@ class PromptScores:
 
 @torch.inference_mode()
 def score_prompt(
-    model: BaseArchonModel, tokens: list[int], temperature: float = 1.0, adapters: AdapterRows | None = None
+    model: BaseArchonModel,
+    tokens: list[int],
+    temperature: float = 1.0,
+    adapters: AdapterRows | None = None,
+    pictures: PromptPictures | None = None,
 ) -> PromptScores:
-    """Returns the scores of `tokens`, which may have `adapters`, as one document, without a cache."""
+    """Returns the scores of `tokens`, which may have `adapters` and pictures, as one document, without a cache."""
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:
@@ -41,7 +47,12 @@ def score_prompt(
     boundaries = torch.tensor([0, n], dtype=torch.int32, device=device)
     attention = PackedAttention(boundaries, n, model.args.attn_type)
     attention.adapters = adapters
-    hidden = model.hidden_states(ids, torch.arange(n, device=device), attention)[:-1]
+    positions, images = torch.arange(n, device=device), None
+    if pictures is not None:
+        positions, image = torch.from_numpy(pictures.positions).to(device), model.args.image_format
+        assert image is not None
+        images = PackedImages.of_pictures(torch.tensor(tokens), pictures.pictures, image).to(device)
+    hidden = model.hidden_states(ids, positions, attention, images)[:-1]
     assert model.output is not None, "an engine generates with an actor"
     block = max(1, _MAX_LOGITS // model.args.vocab_size)
     for rows, labels in zip(hidden.split(block), ids[1:].split(block), strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from archon.generation.expert_record import Experts, joined
 from archon.generation.types import ModelResponse
+from archon.models.vision.images import Picture
 from archon.schema.errors import RolloutError
 
 
@@ -43,9 +44,10 @@ def check_answer(response: ModelResponse) -> None:
 class TokenRecord:
     """The tokens of a trajectory so far: prompts, observations and the model's answers, turn by turn.
 
-    All lists have one entry per token. A temperature is 0 on tokens that were not sampled, and on answers whose
-    temperature is not known. `turns` is the number of answers so far. `routed_experts` are those of the first tokens,
-    where the engine records them: of each token in the first answer that it was read for.
+    All lists but `images`, the pictures of its placeholders, have one entry per token. A temperature is 0 on tokens
+    that were not sampled, and on answers whose temperature is not known. `turns` is the number of answers so far.
+    `routed_experts` are those of the first tokens, where the engine records them: of each token in the first answer
+    that it was read for.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class TokenRecord:
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    images: list[Picture] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
     routed_experts: Experts | None = None
@@ -88,6 +91,12 @@ class TokenRecord:
                 f"turn {self.turns}: the engine answered a prompt of {len(response.input_tokens)} tokens; expected the "
                 f"{len(self.input_ids)} tokens of this trajectory so far",
             )
+        if not begins_with(response.images, self.images):
+            raise UnusableAnswerError(
+                "other_prompt",
+                f"turn {self.turns}: the engine answered a prompt with other pictures than those of this trajectory",
+            )
+        self.images = [*response.images]
         n = response.output_len
         self.input_ids += response.output_tokens
         self.loss_mask += [1] * n
@@ -98,3 +107,8 @@ class TokenRecord:
         self.turns += 1
         self.truncated = response.stop_reason == "length"
         self.routed_experts = joined(self.routed_experts, response.routed_experts)
+
+
+def begins_with(pictures: Sequence[Picture], first: Sequence[Picture]) -> bool:
+    """Returns whether `first` are the first of `pictures`."""
+    return [each.digest for each in pictures[: len(first)]] == [each.digest for each in first]

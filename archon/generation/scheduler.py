@@ -98,7 +98,7 @@ class Scheduler:
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.prompts: dict[tuple[ServedAdapter | None, tuple[int, ...]], SharedPrompt] = {}
+        self.prompts: dict[tuple[ServedAdapter | None, tuple[int | str, ...]], SharedPrompt] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
         # Row `slot` starts with the pages of the sequence in that slot; columns are added for longer sequences.
         self.page_table = np.zeros((max_slots, 8), dtype=np.int64)

@@ -10,6 +10,7 @@ from typing import Any
 from archon.generation.adapters import ServedAdapter
 from archon.generation.detokenizer import Detokenizer
 from archon.generation.expert_record import ExpertRecord
+from archon.generation.pictures import PromptPictures
 from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
 
@@ -37,6 +38,7 @@ class Sequence:
     stop_strings: StopStrings | None
     on_done: Callable[[Sequence], None]
     adapter: ServedAdapter | None = None
+    pictures: PromptPictures | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -53,13 +55,16 @@ class Sequence:
     drawn: tuple[int, int, int] | None = None
     experts: ExpertRecord | None = None  # of its tokens, where they are recorded
 
+    prompt_key: tuple[ServedAdapter | None, tuple[int | str, ...]] = field(init=False)  # of prompts that are the same
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
 
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
-        # Keys and values depend on the adapter; another one of the same name is another object.
+        # Keys and values depend on the pictures and the adapter; another one of the same name is another object.
         self.prompt_key = (self.adapter, tuple(self.prompt))
+        if self.pictures is not None:
+            self.prompt_key = (self.adapter, (*self.prompt, *self.pictures.key))
         self.total = len(self.prompt)  # tokens so far, prompt and answer
         self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
         g = self.request.gconfig
@@ -115,6 +120,7 @@ class Sequence:
             ttft=(self.first_token or now) - self.submitted,
             adapter=self.request.adapter,
             routed_experts=None if self.experts is None or not self.experts.length else self.experts.first(self.total),
+            images=self.pictures.pictures if self.pictures else (),
         )
 
 

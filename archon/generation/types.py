@@ -6,7 +6,7 @@ Names follow AReaL's documented rollout interface, so that a workflow written fo
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from archon.models.vision.images import Picture
 from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
 
@@ -87,6 +88,8 @@ class ModelRequest:
         input_ids: token ids. Anything else raises RolloutError, in particular the mapping that transformers 5 returns
             from `apply_chat_template` by default.
         adapter: name of the loaded adapter that answers; None for the model itself.
+        image_data: the pictures of a prompt, in the order of their placeholders, of which `input_ids` has one for each
+            row that a picture becomes; `archon.data.pictures.PictureReader` makes both.
         rid: names the request for `abort`; several requests may share one.
         on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
         sampling_checked: whether a server has applied the trainer's policy to the sampling values already.
@@ -97,7 +100,7 @@ class ModelRequest:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokenizer: Any = None
     adapter: str | None = None
-    image_data: list[Any] | None = None
+    image_data: Sequence[Picture] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     on_token: Callable[[int, float], None] | None = None
     sampling_checked: bool = False
@@ -135,8 +138,9 @@ class ModelResponse:
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
     token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `adapter`
-    is the request's. `routed_experts`, of an engine that records them, are those of the first tokens of prompt and
-    answer, uint8 or uint16 [n, L, k] (see `archon.models.routed_experts`); the last token was not read, and has none.
+    and `images` are the request's. `routed_experts`, of an engine that records them, are those of the first tokens of
+    prompt and answer, uint8 or uint16 [n, L, k] (see `archon.models.routed_experts`); the last token was not read, and
+    has none.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -148,6 +152,7 @@ class ModelResponse:
     ttft: float = 0.0
     adapter: str | None = None
     routed_experts: np.ndarray | None = None
+    images: Sequence[Picture] = ()
 
     @property
     def input_len(self) -> int:

@@ -45,7 +45,7 @@ def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fields = {
         "title": html.escape(title),
-        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "data": _json_for_html(data),
         "script": script,

@@ -11,7 +11,7 @@ from typing import Any
 
 from archon.report.sampled_trajectories import SampledTrajectories, sample
 from archon.schema.errors import ConfigError
-from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
+from archon.training.metrics import METRICS_FILE, PICTURES_FOLDER, TRAJECTORIES_FILE, read_jsonl
 
 NOT_SERIES = {"step", "time"}
 LARGEST_DRAWN = 1e300  # beyond it the length of an axis overflows
@@ -113,7 +113,7 @@ def load_run(run_dir: str | Path) -> RunData:
     return RunData(
         path=path,
         series=series,
-        sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else []),
+        sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else [], path / PICTURES_FOLDER),
         seconds=times[-1] - times[0] if times else 0.0,
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from archon.report.tokens import readable
 
 MAX_GROUPS = 300
 MAX_ANSWERS = 64  # per group
+MAX_IMAGES = 16  # per answer
 MAX_TOKENS = 4096  # per answer
 MAX_CHARACTERS = 20_000  # per prompt or answer
 MAX_SIZE = 6_000_000  # of all groups together, in characters as `_size` counts them
 TOKEN_SIZE = 14  # approximate characters of a token in the page
+MAX_PICTURES = 6_000_000  # of all pictures together, in bytes of their files
 MAX_DEPTH = 20  # of nested lists and mappings
 LARGEST_LOGPROB = 1e300
 
 SHOWN = ("step", "split", "prompt", "answer", "completion", "reward", "rewards", "advantage", "length", "stop_reason")
-SHARED = ("prompt", "answer")  # equal within a group; stored only with its first answer
+SHARED = ("prompt", "answer", "images")  # equal within a group; stored only with its first answer
 
 TrajectoryGroup = list[dict[str, Any]]
 
@@ -32,8 +37,11 @@ class SampledTrajectories:
     selection: str
 
 
-def sample(records: Iterable[dict[str, Any]]) -> SampledTrajectories:
-    """Returns as many groups as the limits allow, evenly spaced, including the first and the last."""
+def sample(records: Iterable[dict[str, Any]], pictures: Path | None = None) -> SampledTrajectories:
+    """Returns as many groups as the limits allow, evenly spaced, including the first and the last.
+
+    `pictures` is the folder of the files that records name in `images`, which become data URLs.
+    """
     by_prompt: dict[tuple[int, str, str], TrajectoryGroup] = {}
     for record in records:
         split, group = (str(_plain(record.get(name))) for name in ("split", "group"))
@@ -45,7 +53,33 @@ def sample(records: Iterable[dict[str, Any]]) -> SampledTrajectories:
         count = max(2, count * 4 // 5)
     chosen = [groups[i] for i in _evenly(len(groups), count)]
     shown = [_shown_group(group[:MAX_ANSWERS]) for group in chosen]
+    _show_pictures(shown, pictures)
     return SampledTrajectories(shown, _selection(shown, chosen, groups))
+
+
+def _show_pictures(groups: list[TrajectoryGroup], folder: Path | None) -> None:
+    """Replaces the names of pictures by data URLs of their files; null for one that is missing or too many."""
+    left, known = MAX_PICTURES, dict[str, str | None]()
+    for record in [record for group in groups for record in group if "images" in record]:
+        for name in record["images"]:
+            if name not in known:
+                data = _png(folder, name, left)
+                left -= len(data or b"")
+                known[name] = None if data is None else f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        record["images"] = [known[name] for name in record["images"]]
+
+
+def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
+    """Returns the bytes of a picture of a run; None for another name, a file that is no PNG, and one above `limit`."""
+    if folder is None or re.fullmatch(r"[0-9a-f]{1,64}\.png", name) is None:
+        return None
+    try:
+        if (folder / name).stat().st_size > limit:
+            return None
+        data = (folder / name).read_bytes()
+    except OSError:
+        return None
+    return data if data.startswith(b"\x89PNG") else None
 
 
 def _selection(shown: list[TrajectoryGroup], chosen: list[TrajectoryGroup], groups: list[TrajectoryGroup]) -> str:
@@ -84,6 +118,8 @@ def _shown_group(group: TrajectoryGroup) -> TrajectoryGroup:
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of an answer that the page shows, with its tokens if the record has a logprob for each."""
     shown = {name: _plain(record[name]) for name in SHOWN if name in record}
+    if _is_column(record.get("images"), str):
+        shown["images"] = record["images"][:MAX_IMAGES]
     if type(record.get("version")) is int:
         shown["version"] = record["version"]
     tokens: Any = record.get("tokens")

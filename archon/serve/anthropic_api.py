@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from archon.serve import protocol
 from archon.serve.answer_text import Delta
+from archon.serve.content import ImageBlock, template_content
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -31,7 +32,7 @@ class ToolUseBlock(protocol.RequestModel):
 class ToolResultBlock(protocol.RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: protocol.Content = ""
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
     is_error: bool | None = Field(None, description="without effect; describe the error in the content")
     cache_control: dict[str, Any] | None = None
 
@@ -44,7 +45,7 @@ class ThinkingBlock(protocol.RequestModel):
     signature: str = ""
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class AnthropicMessage(protocol.RequestModel):
@@ -56,19 +57,20 @@ class AnthropicMessage(protocol.RequestModel):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
-        texts, calls, thoughts = [], [], []
+        shown: list[TextBlock | ImageBlock] = []
+        calls, thoughts = [], []
         for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
+            if isinstance(block, TextBlock | ImageBlock):
+                shown.append(block)
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
                 calls.append(protocol.template_call(block.id, block.name, block.input, where))
             else:
-                result = {"content": protocol.text_of(block.content), "tool_call_id": block.tool_use_id}
+                result = {"content": template_content(block.content), "tool_call_id": block.tool_use_id}
                 messages.append({"role": "tool", **result})
-        if texts or calls or thoughts:
-            message: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+        if shown or calls or thoughts:
+            message: dict[str, Any] = {"role": self.role, "content": template_content(shown)}
             if thoughts:
                 message |= protocol.with_thinking_names({"reasoning_content": "".join(thoughts)})
             messages.append(message | {"tool_calls": calls} if calls else message)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from archon.data.pictures import PictureReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.sessions import Caller, ModelChoice
@@ -53,8 +54,16 @@ class CompletionsHandler(protocol.ProtocolHandler):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat) -> None:
-        super().__init__(body, caller, tokenizer, model, format)
+    def __init__(
+        self,
+        body: Any,
+        caller: Caller,
+        tokenizer: Any,
+        model: ModelChoice,
+        format: AnswerFormat,
+        reader: PictureReader | None = None,
+    ) -> None:
+        super().__init__(body, caller, tokenizer, model, format, reader)
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
         self._created = int(time.time())
 

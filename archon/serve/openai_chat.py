@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from archon.data.pictures import PictureReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.content import SeenContent, template_content
 from archon.serve.openai_base import CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
@@ -47,7 +49,7 @@ class AssistantMessage(_Message):
 
 class InputMessage(_Message):
     role: Literal["system", "developer", "user", "tool"]
-    content: protocol.Content
+    content: SeenContent
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
@@ -64,7 +66,7 @@ ChatMessage = Annotated[
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    converted: dict[str, Any] = {"role": role, "content": protocol.text_of(message.content)}
+    converted: dict[str, Any] = {"role": role, "content": template_content(message.content)}
     if message.tool_calls:
         converted["tool_calls"] = [
             protocol.template_call(call.id, call.function.name, call.function.arguments, where)
@@ -156,9 +158,15 @@ class ChatApi(CompletionsHandler):
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+        self,
+        body: ChatBody,
+        caller: Caller,
+        tokenizer: Any,
+        model: ModelChoice,
+        format: AnswerFormat,
+        reader: PictureReader | None = None,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format)
+        super().__init__(body, caller, tokenizer, model, format, reader)
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
     def _prompt(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from archon.data.encoding import encode_prompt
+from archon.data.pictures import PictureReader
 from archon.generation.prompt_scores import PromptScores
 from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.schema.errors import RolloutError
@@ -98,9 +99,15 @@ class CompletionApi(CompletionsHandler):
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
     def __init__(
-        self, body: CompletionBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+        self,
+        body: CompletionBody,
+        caller: Caller,
+        tokenizer: Any,
+        model: ModelChoice,
+        format: AnswerFormat,
+        reader: PictureReader | None = None,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format)
+        super().__init__(body, caller, tokenizer, model, format, reader)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
         self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
 

@@ -15,11 +15,14 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from archon.data.encoding import has_chat_template, render, tokenize
+from archon.data.pictures import PictureReader
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
+from archon.models.vision.images import Picture
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, DatasetError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
+from archon.serve.pictures import read_pictures, take_sources
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall, load_json, template_text
 
@@ -143,22 +146,25 @@ class Conversation(RequestModel):
             return options  # the model never thinks
         raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
 
-    def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """Returns the conversation with the generation prompt, in tokens.
+    def prompt(self, tokenizer: Any, reader: PictureReader | None) -> tuple[list[int], list[Picture]]:
+        """Returns the conversation with the generation prompt, in tokens, and its pictures.
 
-        Raises `RolloutError` if there is no template, one that leaves tools out, or one without a variable that is
-        set; `DatasetError` for a conversation that the template rejects.
+        Raises `RolloutError` if there is no template, one that leaves tools or pictures out, or one without a variable
+        that is set; `DatasetError` for a conversation that the template rejects; `PictureError` for a picture that
+        cannot be used.
         """
         if not has_chat_template(tokenizer):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
         messages, tools = self.template_messages(), self.template_tools()
+        pictures = read_pictures(take_sources(messages), reader)
         options = {"add_generation_prompt": True, **self.template_options(tokenizer)}
         text = _render_calls(tokenizer, messages, options)
         if tools:
             without, text = text, _render_calls(tokenizer, messages, {**options, "tools": tools})
             if text == without:
                 raise RolloutError("tools were given, and the model's chat template has no place for them")
-        return [list(tokenize(tokenizer, text, "messages")["input_ids"])]
+        tokens = list(tokenize(tokenizer, text, "messages")["input_ids"])
+        return (tokens if reader is None else reader.expand(tokens, pictures)), pictures
 
 
 def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -282,6 +288,7 @@ class ProtocolHandler(ABC):
 
     Args:
         body: the request's body, a `Conversation` or one with a method `prompts`.
+        reader: reads pictures; None for a model that sees none.
         caller: its sampling values are the defaults.
         tokenizer: renders prompts.
         model: what answers, and the name to answer with.
@@ -292,10 +299,24 @@ class ProtocolHandler(ABC):
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat) -> None:
+    def __init__(
+        self,
+        body: Any,
+        caller: Caller,
+        tokenizer: Any,
+        model: ModelChoice,
+        format: AnswerFormat,
+        reader: PictureReader | None = None,
+    ) -> None:
         self.body, self._caller, self._tokenizer = body, caller, tokenizer
         self._model, self._adapter = model
-        self.prompts, self.gconfig = body.prompts(tokenizer), caller.sampling(body.gconfig(caller.gconfig))
+        self.gconfig = caller.sampling(body.gconfig(caller.gconfig))
+        self._pictures: list[Picture] = []
+        if isinstance(body, Conversation):
+            prompt, self._pictures = body.prompt(tokenizer, reader)
+            self.prompts = [prompt]
+        else:
+            self.prompts = body.prompts(tokenizer)
         self.tools, self._format, self._inside_thinking = [], None, False
         if isinstance(body, Conversation):
             self.tools, self._format = body.template_tools(), format
@@ -345,6 +366,7 @@ class ProtocolHandler(ABC):
                 one.model_copy(update={"seed": seed}),
                 tokenizer=self._tokenizer,
                 adapter=self._adapter,
+                image_data=self._pictures,
                 sampling_checked=self._caller.policy is not None,
             )
             tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from archon.data.pictures import PictureReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.content import SeenContent, template_content
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
@@ -23,7 +25,7 @@ class _Item(protocol.RequestModel):
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: protocol.Content
+    content: SeenContent
     phase: str | None = None
 
 
@@ -37,7 +39,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: protocol.Content
+    output: SeenContent
 
 
 class ReasoningText(protocol.RequestModel):
@@ -128,15 +130,15 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
                 messages.append(
-                    {"role": "tool", "content": protocol.text_of(item.output), "tool_call_id": item.call_id}
+                    {"role": "tool", "content": template_content(item.output), "tool_call_id": item.call_id}
                 )
             elif (
                 item.role == "assistant" and thought and messages[-1] == {"role": "assistant", "content": "", **thought}
             ):
-                messages[-1]["content"] = protocol.text_of(item.content)
+                messages[-1]["content"] = template_content(item.content)
             else:
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": protocol.text_of(item.content)})
+                messages.append({"role": role, "content": template_content(item.content)})
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
@@ -220,9 +222,15 @@ class ResponsesApi(protocol.ProtocolHandler):
     _thought: OutputReasoning | None = None  # the same, of thinking
 
     def __init__(
-        self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+        self,
+        body: ResponsesBody,
+        caller: Caller,
+        tokenizer: Any,
+        model: ModelChoice,
+        format: AnswerFormat,
+        reader: PictureReader | None = None,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format)
+        super().__init__(body, caller, tokenizer, model, format, reader)
         gconfig = self.gconfig
         self._response = OpenAIResponse(
             id=self.id,

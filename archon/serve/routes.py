@@ -156,7 +156,9 @@ Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any, stack: AsyncExitStack) -> Any:
     service = await _service(request)
-    api = api_class(body, request.state.caller, service.tokenizer, service.choose(body.model), service.format)
+    api = api_class(
+        body, request.state.caller, service.tokenizer, service.choose(body.model), service.format, service.reader
+    )
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
         first = await while_connected(request.receive, anext(items))
@@ -251,7 +253,7 @@ async def message(request: Request, body: MessagesBody, stack: Stack) -> Any:
 async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
     """Count the tokens of a conversation's prompt."""
     service.choose(body.model)
-    return {"input_tokens": len(body.prompts(service.tokenizer)[0])}
+    return {"input_tokens": len(body.prompt(service.tokenizer, service.reader)[0])}
 
 
 class Model(ResponseModel):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from archon.data.pictures import PictureReader
 from archon.generation.adapters import ServedAdapter
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.schema.errors import ConfigError
@@ -57,6 +58,7 @@ class Service:
         limits: of a request and of the server.
         tool_call_parser: name of the format of tool calls; None: that of the chat template.
         training: takes rated sessions; None keeps them for `export`.
+        reader: reads the pictures of requests; None for a model that sees none.
         adapter_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
         pushed: the engine's weights, where a trainer may push others, with the server's token.
 
@@ -77,13 +79,14 @@ class Service:
         training: Training | None = None,
         adapter_folders: AdapterFolders | None = None,
         pushed: PushedWeights | None = None,
+        reader: PictureReader | None = None,
     ) -> None:
         if adapter_folders is not None and token is None:
             raise ConfigError("adapters are loaded with the server's token, and it has none: set one with --token")
         if pushed is not None and token is None:
             raise ConfigError("weights are pushed with the server's token, and it has none: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
-        self.training, self.pushed = training, pushed
+        self.training, self.pushed, self.reader = training, pushed, reader
         self.format = AnswerFormat.of(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, NamedTuple, SupportsFloat
 
-from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer
+from archon.generation.record import TokenRecord, UnusableAnswerError, begins_with, check_answer
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.schema.errors import ConfigError, RewardError, RolloutError
@@ -186,7 +186,9 @@ class Session(Caller):
         prefixes = [
             node
             for node in self.interactions
-            if node.response.adapter == response.adapter and response.input_tokens[: len(node.tokens)] == node.tokens
+            if node.response.adapter == response.adapter
+            and response.input_tokens[: len(node.tokens)] == node.tokens
+            and begins_with(response.images, node.response.images)
         ]
         parent = max(reversed(prefixes), key=lambda node: len(node.tokens), default=None)
         interaction = Interaction(completion, choice, response, gconfig or self.gconfig, parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,33 @@ def shard_indices(lengths: Sequence[int], dp: Group) -> list[int]:
     return sorted(by_length[dp.rank :: dp.size])
 
 
-def _shard_of(batch: Mapping[str, Tensor], dp: Group) -> list[int]:
+def _shard_of(batch: Mapping[str, Any], dp: Group) -> list[int]:
     return shard_indices(batch["attention_mask"].sum(1).tolist(), dp)
 
 
-def shard_batch(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Returns some rows of every column, a tensor [B, …] or a list of B."""
+    return {
+        name: value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
+        for name, value in batch.items()
+    }
+
+
+def shard_batch(batch: Mapping[str, Any], dp: Group) -> dict[str, Any]:
     """Returns this rank's documents of a padded batch [B, S].
 
     A rank without a document gets a copy of the first one, with an all-zero loss mask.
     """
     rows = _shard_of(batch, dp)
     if rows:
-        return {name: value[rows] for name, value in batch.items()}
-    spare = {name: value[:1].clone() for name, value in batch.items()}
+        return take_rows(batch, rows)
+    spare = take_rows(batch, [0])
     spare["loss_mask"].zero_()
     return spare
 
 
 def score_sharded(
-    score: Callable[[dict[str, Tensor]], Tensor], batch: Mapping[str, Tensor], dp: Group, device: torch.device
+    score: Callable[[dict[str, Any]], Tensor], batch: Mapping[str, Any], dp: Group, device: torch.device
 ) -> Tensor:
     """Returns `score` of every document, [B, S] on the CPU of every rank, each computed on one rank.
 

@@ -120,6 +120,7 @@ class TokenizerRecipe(StrictModel):
     alphabet: str = Field("0123456789+-*/=() ", description="the characters of kind `characters`")
     vocab_size: int = Field(2048, ge=260, description="tokens of kind `bpe`, the special ones included")
     train_data: DatasetConfig | None = Field(None, description="what kind `bpe` is trained on")
+    images: bool = Field(False, description="tokens and a chat template for pictures, as Qwen has them")
     chat_template: Literal["plain", "chatml"] = Field(
         "chatml", description="plain: question then answer, nothing between; chatml: Qwen's form with roles and tools"
     )

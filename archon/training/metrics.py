@@ -19,6 +19,7 @@ from archon.schema.errors import DatasetError
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
+PICTURES_FOLDER = "pictures"  # of those in trajectories
 
 
 class JsonlWriter:
@@ -96,9 +97,10 @@ class TrajectoryWriter(JsonlWriter):
         Args:
             group: identifies the prompt, whose answers the report shows side by side.
             extra: any JSON values. The report shows `length` (tokens of the answer), `stop_reason`, `answer` (the
-                expected one), `advantage`, `rewards` (parts of the reward by name), `split` (`"train"` or `"eval"`) and
-                `version` (of the weights), and the `tokens` (as in the vocabulary) with one each of `logprobs` (null
-                for a token that was not sampled), `turn_ids` and `versions` (-1 for a token that was not sampled).
+                expected one), `advantage`, `rewards` (parts of the reward by name), `split` (`"train"` or `"eval"`),
+                `version` (of the weights) and `images` (names of PNG files in the folder `pictures` next to this file),
+                and the `tokens` (as in the vocabulary) with one each of `logprobs` (null for a token that was not
+                sampled), `turn_ids` and `versions` (-1 for a token that was not sampled).
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
         try:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import RowDataset, RowLoader
+from archon.data.picture_rows import open_reader
+from archon.data.pictures import PictureReader
 from archon.data.registry import DatasetKind, load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
@@ -25,8 +27,9 @@ from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.runner import Runner
 
 
-def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Returns SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some."""
+def padded_batch(rows: Sequence[dict[str, Any]], reader: PictureReader | None = None) -> dict[str, Any]:
+    """Returns SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some, and the
+    pictures of each row for a model that sees, whose `reader` reads them."""
     width = max(len(row["input_ids"]) for row in rows)
 
     def column(name: str) -> Tensor:
@@ -34,9 +37,11 @@ def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = torch.arange(width) < lengths.unsqueeze(1)
-    batch = {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
+    batch: dict[str, Any] = {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
     if "adapter" in rows[0]:
         batch["adapter"] = torch.tensor([row["adapter"] for row in rows])
+    if reader is not None:
+        batch["images"] = [[reader.read(source) for source in row.get("images", ())] for row in rows]
     return batch
 
 
@@ -62,6 +67,8 @@ class SFTTrainer(BaseTrainer):
     held_out: RowDataset | None
     held_out_of: Mapping[str, RowDataset]
     """Held-out rows of several adapters, by name."""
+    reader: PictureReader | None = None
+    """Reads pictures; None for a model of text."""
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
         super().__init__(config, runner)
@@ -87,13 +94,14 @@ class SFTTrainer(BaseTrainer):
     def rows_of(self, section: str, tokenizer: Any) -> RowDataset | None:
         """Returns the rows of `train_data` or `eval_data`; None where it is not configured."""
         configured = getattr(self.config, section)
-        return load_rows(configured, self.kind, tokenizer) if configured else None
+        return load_rows(configured, self.kind, tokenizer, self.reader) if configured else None
 
     def open(self) -> None:
         """Load tokenizer, rows and model, and with `resume` the newest checkpoint."""
         config = self.config
         require_exportable(config.model, "model")
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
+        self.reader = open_reader(config.model)
         rows = self.rows_of("train_data", tokenizer)
         assert rows is not None  # the configuration requires it
         self.held_out = self.rows_of("eval_data", tokenizer)
@@ -126,8 +134,10 @@ class SFTTrainer(BaseTrainer):
             data, own, size = (config.adapter_data or {}).get(name), rows, config.batch_size
             evaluated = self.held_out
             if data is not None:
-                own = load_rows(data.train_data, self.kind, tokenizer)
-                evaluated = load_rows(data.eval_data, self.kind, tokenizer) if data.eval_data else None
+                own = load_rows(data.train_data, self.kind, tokenizer, self.reader)
+                evaluated = None
+                if data.eval_data is not None:
+                    evaluated = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
                 size = data.batch_size or size
                 require_same_rows(own, data.train_data.path)
                 require_documents(size, ranks, f"adapter_data.{name}.batch_size")
@@ -169,10 +179,10 @@ class SFTTrainer(BaseTrainer):
             self.engine.step_lr_scheduler()
         return metrics | {"tokens_per_second": metrics["tokens"] / seconds["seconds/step"]} | seconds
 
-    def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns this rank's documents of a batch."""
         own = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
-        return padded_batch([rows[index] for index in own])
+        return padded_batch([rows[index] for index in own], self.reader)
 
     def evaluate(self) -> dict[str, float]:
         """Returns `eval/loss`, a mean over all trained tokens of the held-out rows, and the loss's metrics; {} without

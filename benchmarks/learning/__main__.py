@@ -5,7 +5,8 @@
 
 A line of the record is one run: held-out reward of sampled answers before and after, the highest and lowest between,
 seconds from nothing to the export (the warm-up included), and whether it did what is expected. A task begins at or
-below 0.5 and ends at least 0.3 above where it began, in six minutes; its control, with rewards shuffled over the batch
+below 0.5 and ends at least 0.3 above where it began, in six minutes (`shapes`, whose tower is made first, at 0.85 or
+more, in ten); its control, with rewards shuffled over the batch
 (for DPO every pair turned by a coin), never rises by more than 0.1 and ends within 0.1 of where it began; that of
 `distillation`, whose teacher has random weights, may end below. `staleness` also ends within 0.05 of `synchronous`. The
 command ends with 1 where one did not.
@@ -46,7 +47,7 @@ class Task:
 
     `module` has the command. `measure`, where it is given, finds the held-out rewards of a run directory that has none
     in its metrics. `teacher` makes the checkpoint `teacher` next to the run directory before the run, and one of random
-    weights, `untaught`.
+    weights, `untaught`. `reach` is the least held-out reward that it ends with, `seconds` the time it may take.
     """
 
     config: Path
@@ -56,6 +57,8 @@ class Task:
     module: str = "archon"
     measure: Callable[[Path], list[float]] | None = None
     teacher: Path | None = None
+    reach: float = 0.0
+    seconds: float = SECONDS
 
 
 def preferred_of(run_dir: Path) -> list[float]:
@@ -123,6 +126,7 @@ TASKS = {
         control=("teacher.path=${run_dir}/../untaught",),
         teacher=HERE / "teacher_bootstrap.yaml",
     ),
+    "shapes": Task(ROOT / "rl" / "recipes" / "shapes_cpu.yaml", reach=0.85, seconds=600),
     "online": Task(HERE / "online.yaml", module="benchmarks.learning.online"),
     "dpo": Task(
         HERE / "preferences.yaml",
@@ -160,8 +164,8 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
     if control:
         kept = task.teacher is not None or rewards[-1] >= rewards[0] - FLAT
         return found | {"reached": max(rewards) <= rewards[0] + FLAT and kept}
-    learned = rewards[0] <= START and rewards[-1] >= rewards[0] + RISE
-    return found | {"reached": learned and found["seconds"] <= SECONDS}
+    learned = rewards[0] <= START and rewards[-1] >= max(rewards[0] + RISE, task.reach)
+    return found | {"reached": learned and found["seconds"] <= task.seconds}
 
 
 def main() -> None:

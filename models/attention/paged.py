@@ -36,6 +36,7 @@ class DecodeRows:
     duplicate_rows: np.ndarray | None = None  # int64 [C], the row that each duplicate copies
     states: np.ndarray | None = None  # int64 [B], the slot of each sequence's state
     duplicate_states: np.ndarray | None = None  # int64 [C], that of each duplicate's
+    offsets: np.ndarray | None = None  # int64 [B], what positions differ from tokens counted, after images
 
 
 @dataclass
@@ -47,6 +48,7 @@ class PrefillChunk:
     pages: Sequence[int]  # the sequence's pages, enough for start + length tokens
     document_length: int  # length of the full prompt, which dynamic and LongRoPE frequencies depend on
     state: int = -1  # slot of the sequence's state
+    positions: np.ndarray | None = None  # int64 [3, length], time, row and column, where there are images
 
 
 class PagedAttention(AttentionMeta):
@@ -93,8 +95,21 @@ class PagedAttention(AttentionMeta):
 
     @property
     def positions(self) -> Tensor:
-        """int64 [T], position of every token of this forward in its sequence; 0 for padding."""
-        return torch.from_numpy(np.pad(self._positions, (0, self._n_padding))).to(self.device)
+        """int64 [T], position of every token of this forward in its sequence; 0 for padding.
+
+        [3, T], time, row and column, where a chunk's prompt has images.
+        """
+        positions = self._positions.copy()
+        if self.decode.offsets is not None:
+            positions[: self.n_decode] += self.decode.offsets
+        if any(chunk.positions is not None for chunk in self.chunks):
+            positions, first = np.tile(positions, (3, 1)), self.n_decode
+            for chunk in self.chunks:
+                if chunk.positions is not None:
+                    positions[:, first : first + chunk.length] = chunk.positions
+                first += chunk.length
+        padding = [(0, 0)] * (positions.ndim - 1) + [(0, self._n_padding)]
+        return torch.from_numpy(np.pad(positions, padding)).to(self.device)
 
     def prepare(self, hidden: Tensor) -> None:
         if self._packed is not None:

@@ -63,12 +63,19 @@ class PackedImages:
         grids: the size of each image; P is the sum of rows times columns.
         rows: int64 [M], the token that each merged patch replaces.
         merged: int64 [M], which merged patches these are, where a rank has but some of the tokens; None for all.
+        computed: [M, dim], what the tower makes of them, where that is known; patches are then none.
     """
 
     patches: Tensor
     grids: tuple[Grid, ...]
     rows: Tensor
     merged: Tensor | None = None
+    computed: Tensor | None = None
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, computed: Tensor) -> PackedImages:
+        """Returns merged patches that the tower has computed before, [M, dim], for the tokens `rows` [M]."""
+        return cls(computed[:0], (), rows, computed=computed)
 
     @classmethod
     def of(

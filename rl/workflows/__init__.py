@@ -11,5 +11,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "online": ("OnlineWorkflow",),
         "resolve": ("WorkflowLike", "reads_raw_rows", "register_workflow", "resolve_workflow"),
         "rlvr": ("RLVRWorkflow",),
+        "vision_rlvr": ("VisionRLVRWorkflow",),
     },
 )

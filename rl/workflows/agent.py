@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from archon.data.pictures import PictureReader
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
@@ -100,6 +101,7 @@ class AgentWorkflow(SamplingWorkflow):
         timeout_seconds: limit of one run of the agent.
         tool_call_parser: name of the format in which the model calls tools, such as `hermes`; None: that of its chat
             template.
+        processor: reads the pictures that the agent sends; None for a model that sees none.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class AgentWorkflow(SamplingWorkflow):
         turn_discount: float = 1.0,
         timeout_seconds: float = 600.0,
         tool_call_parser: str | None = None,
+        processor: PictureReader | None = None,
     ) -> None:
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1 or not timeout_seconds > 0:
             raise ConfigError(
@@ -123,7 +126,7 @@ class AgentWorkflow(SamplingWorkflow):
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
         tool_format(tokenizer, tool_call_parser)  # refuses an unknown name before the run starts
-        self._serving = Serving(tokenizer, tool_call_parser)
+        self._serving = Serving(tokenizer, tool_call_parser, processor)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
@@ -229,8 +232,10 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
 class Serving:
     """A server that all running episodes share; it is closed when the last of them ends."""
 
-    def __init__(self, tokenizer: Any, tool_call_parser: str | None = None) -> None:
-        self._tokenizer, self._tool_call_parser = tokenizer, tool_call_parser
+    def __init__(
+        self, tokenizer: Any, tool_call_parser: str | None = None, reader: PictureReader | None = None
+    ) -> None:
+        self._tokenizer, self._tool_call_parser, self._reader = tokenizer, tool_call_parser, reader
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._users = 0
@@ -263,5 +268,5 @@ class Serving:
         n = 1_000_000
         limits = Limits(body_bytes=1 << 30, sessions=n, calls_per_session=n, requests=n, session_idle_seconds=math.inf)
         token, parser = secrets.token_urlsafe(), self._tool_call_parser
-        server = AgentServer(self._tokenizer, token=token, limits=limits, tool_call_parser=parser)
+        server = AgentServer(self._tokenizer, token=token, limits=limits, tool_call_parser=parser, reader=self._reader)
         return server, await server.start()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from archon.data.pictures import PictureReader
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.clients import require_package
@@ -54,7 +55,7 @@ class OnlineWorkflow(SamplingWorkflow):
         max_age: versions by which a session's oldest token may be behind.
         group_timeout: seconds within which all sessions of a group must be rated, counted from the first.
         eval_agent: an agent for evaluations, as `AgentWorkflow` takes it.
-        tool_call_parser: see `AgentWorkflow`.
+        tool_call_parser, processor: see `AgentWorkflow`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class OnlineWorkflow(SamplingWorkflow):
         group_timeout: float = 1800.0,
         eval_agent: str | None = None,
         tool_call_parser: str | None = None,
+        processor: PictureReader | None = None,
     ) -> None:
         super().__init__(gconfig, tokenizer)
         if max_age < 0:
@@ -83,7 +85,7 @@ class OnlineWorkflow(SamplingWorkflow):
         self._reward_fn, self._host, self._port = reward_fn, host, port
         self._style: ExportStyle = style
         self._turn_discount, self._max_age, self._tool_call_parser = turn_discount, max_age, tool_call_parser
-        self._group_timeout, self._eval_agent = group_timeout, eval_agent
+        self._group_timeout, self._eval_agent, self._processor = group_timeout, eval_agent, processor
         self.url: str | None = None  # once the server listens
         self._rated: asyncio.Queue[list[Session]] = asyncio.Queue()  # complete groups, and those whose time is up
         self._waiting: dict[str, list[Session]] = {}  # rated sessions of incomplete groups
@@ -93,7 +95,13 @@ class OnlineWorkflow(SamplingWorkflow):
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         if self._eval_agent is not None:
-            return AgentWorkflow(self._eval_agent, gconfig, self.tokenizer, tool_call_parser=self._tool_call_parser)
+            return AgentWorkflow(
+                self._eval_agent,
+                gconfig,
+                self.tokenizer,
+                tool_call_parser=self._tool_call_parser,
+                processor=self._processor,
+            )
         return RLVRWorkflow(self._reward_fn, gconfig, self.tokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
@@ -177,6 +185,7 @@ class OnlineWorkflow(SamplingWorkflow):
             self.gconfig.model_copy(update={"n_samples": 1}),
             token=os.environ.get("ARCHON_TOKEN"),
             tool_call_parser=self._tool_call_parser,
+            reader=self._processor,
             training=Training(self._finish, policy, needs_group=self.gconfig.n_samples > 1),
         )
         self.url = await server.start(self._host, self._port)

@@ -11,6 +11,7 @@ from torch import Tensor
 from archon.data import encode_prompt
 from archon.generation.record import check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
+from archon.models.vision.images import Picture
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
@@ -41,16 +42,20 @@ class RLVRWorkflow(SamplingWorkflow):
         self.template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.reward_fn = wrapped_reward(reward_fn)
 
+    def encoded(self, data: dict[str, Any]) -> tuple[list[int], list[Picture]]:
+        """Returns the tokens of a row's prompt, and its pictures, of which there are none here."""
+        return encode_prompt(self.tokenizer, data, **self.template_options), []
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
 
         Raises the first failure where all of them fail.
         """
-        prompt_ids = encode_prompt(self.tokenizer, data, **self.template_options)
+        prompt_ids, pictures = self.encoded(data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         responses = await asyncio.gather(
             *(
-                engine.agenerate(ModelRequest(input_ids=prompt_ids, gconfig=one, tokenizer=self.tokenizer))
+                engine.agenerate(ModelRequest(prompt_ids, one, tokenizer=self.tokenizer, image_data=pictures))
                 for _ in range(self.gconfig.n_samples)
             )
         )

@@ -112,5 +112,5 @@ def test_what_a_call_lacks_is_said(tmp_path: Path) -> None:
 
 
 def test_datasets_have_the_names_they_promise() -> None:
-    names = ["arithmetic", "clevr_count_70k", "geometry3k", "gsm8k", "hh-rlhf", "hh_rlhf", "torl_data"]
+    names = ["arithmetic", "clevr_count_70k", "geometry3k", "gsm8k", "hh-rlhf", "hh_rlhf", "shapes", "torl_data"]
     assert list(VALID_DATASETS) == names

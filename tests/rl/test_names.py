@@ -8,11 +8,12 @@ import pytest
 
 NAMES = """
     GenerationHyperparameters ModelRequest ModelResponse InferenceEngine concat_padded_tensors
-    RolloutWorkflow RLVRWorkflow MultiTurnWorkflow InteractionWithTokenLogpReward workflow_context
+    RolloutWorkflow RLVRWorkflow VisionRLVRWorkflow MultiTurnWorkflow InteractionWithTokenLogpReward workflow_context
     WORKFLOWS Workflow Task ModelWrapper Experience MathWorkflow TextEnvWorkflow ReActWorkflow
     get_reward_fn VALID_REWARD_FN AsyncRewardWrapper VALID_DATASETS get_custom_dataset
     get_gsm8k_sft_dataset get_gsm8k_rl_dataset get_torl_data_sft_dataset get_torl_data_rl_dataset
     get_hh_rlhf_rw_dataset get_hh_rlhf_dpo_dataset get_arithmetic_sft_dataset get_arithmetic_rl_dataset
+    get_shapes_sft_dataset get_shapes_rl_dataset
 """
 
 

@@ -215,7 +215,11 @@ function trajectories() {
     const prompt = String(shared(item, "prompt") ?? "");
     const heading = make("summary", {}, `prompt (${number(prompt.length)} characters)`);
     const box = make("details", { class: "prompt" }, heading, make("div", { class: "text", tabindex: 0 }, prompt));
-    box.open = promptOpen ?? prompt.length <= 800;
+    const pictures = (shared(item, "images") ?? []).map((url, i) => url === null
+      ? make("div", { class: "label" }, `picture ${i + 1} is not shown`)
+      : make("img", { class: "picture", src: url, alt: `picture ${i + 1} of the prompt` }));
+    if (pictures.length) box.append(make("div", { class: "pictures" }, ...pictures));
+    box.open = promptOpen ?? (prompt.length <= 800 || pictures.length > 0);
     heading.addEventListener("click", () => { promptOpen = !box.open; });
     const answer = shared(item, "answer");
     if (answer !== undefined && answer !== null) {

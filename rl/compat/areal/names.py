@@ -56,7 +56,7 @@ def missing(module: str, names: str, note: str) -> Iterator[Name]:
         yield Name(f"{module}.{name}", note=note)
 
 
-_IMAGES = "the text alone; a warning says how many rows had images"
+_IMAGES = "with images for a model that sees (`processor`: a `PictureReader`); else the text alone, with a warning"
 _OWN_CONFIG = "with archon's keys, which rl/README.md lists next to AReaL's"
 _ONE_RUN = "a run is one program under torchrun: there are no controllers, schedulers or servers to start"
 _RANKS = "the engine does this for every layout; nothing is called by hand"
@@ -101,13 +101,18 @@ NAMES: tuple[Name, ...] = (
     *missing("areal.api.cli_args", "SGLangConfig vLLMConfig SchedulerConfig", _ONE_RUN),
     *missing("areal.api.engine_api", "LossReduction LossTerm", "a loss is an object, see archon.engine.loss"),
     *missing("areal.api.io_struct", "get_versioned_lora_name", _LORA),
-    *missing("areal.api.io_struct", "detect_image_mime", "images are not trained on"),
+    *missing("areal.api.io_struct", "detect_image_mime", "Pillow reads what an image is"),
     # -- areal.workflow
     *works(
         "areal.workflow.rlvr", "RLVRWorkflow", "archon.rl.workflows", "returns the group; thinking as the template's"
     ),
     *works("areal.workflow.multi_turn", "MultiTurnWorkflow", "archon.rl.workflows", "stays in token space"),
-    *missing("areal.workflow.vision_rlvr", "VisionRLVRWorkflow", "images are not trained on"),
+    *works(
+        "areal.workflow.vision_rlvr",
+        "VisionRLVRWorkflow",
+        "archon.rl.workflows",
+        "`processor`: the checkpoint's folder",
+    ),
     *missing("areal.workflow.self_adaptation", "SelfAdaptationWorkflow", "write it as a workflow"),
     *missing("areal.workflow.openenv", "OpenEnvWorkflow", "archon.rl.TextEnvWorkflow is its nearest"),
     *spelled(
@@ -130,7 +135,11 @@ NAMES: tuple[Name, ...] = (
     *works("areal.dataset.hhrlhf", "get_hhrlhf_rw_dataset get_hhrlhf_dpo_dataset", f"{_HERE}.datasets"),
     *works("areal.dataset.torl_data", "get_torl_data_rl_dataset", "archon.data"),
     *spelled("areal.dataset.dapo_math_17k", "get_dapo_math_17k_rl_dataset", "get_custom_dataset with `prompt_key`"),
-    *missing("areal.dataset.virl39k", "get_virl39k_rl_dataset", "images are not trained on"),
+    *missing(
+        "areal.dataset.virl39k",
+        "get_virl39k_rl_dataset",
+        "read it by its columns: `prompt_key`, `response_key`, `images`",
+    ),
     # -- areal.reward
     *works("areal.reward", "VALID_REWARD_FN get_reward_fn", "archon.rl.rewards", "grows with `register_reward`"),
     *works("areal.reward", "get_custom_reward_fn", f"{_HERE}.rewards"),

@@ -139,6 +139,12 @@ def rlvr(here: Here) -> None:
     assert episode(here, made)["rewards"].shape == (2,)
 
 
+def vision_rlvr(here: Here) -> None:
+    gconfig = areal.GenerationHyperparameters(n_samples=2, max_new_tokens=3)
+    with pytest.raises(ConfigError, match="its model sees no images"):
+        areal.VisionRLVRWorkflow(count_digits, gconfig, here.tokenizer, str(here.blank))
+
+
 def multi_turn(here: Here) -> None:
     gconfig = areal.GenerationHyperparameters(n_samples=2, max_new_tokens=2)
     made = areal.MultiTurnWorkflow(count_digits, gconfig, here.tokenizer, max_turns=2, turn_discount=0.9)
@@ -304,6 +310,7 @@ USES: dict[str, Callable[[Here], None]] = {
     "RolloutWorkflow": rollout_workflow,
     "WorkflowLike": workflow_like,
     "RLVRWorkflow": rlvr,
+    "VisionRLVRWorkflow": vision_rlvr,
     "MultiTurnWorkflow": multi_turn,
     "VALID_DATASETS": valid_datasets,
     "get_custom_dataset": custom_dataset,

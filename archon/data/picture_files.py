@@ -1,0 +1,47 @@
+"""Pictures as files for a person to look at: what the model saw, from its pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from archon.data.pictures import PictureReader
+from archon.models.vision.images import Picture
+
+LARGEST_SIDE = 384
+"""Pixels of a written picture's longer side, at most."""
+
+
+def as_png(picture: Picture, reader: PictureReader) -> bytes:
+    """Returns the bytes of a PNG file of what a model saw, made smaller where it is large."""
+    from PIL import Image
+
+    image, (height, width) = reader.image_format, picture.size
+    merge, side = image.merge_size, image.patch_size
+    patches = picture.pixel_values.view(
+        height // merge, width // merge, merge, merge, image.channels, image.temporal_patch_size, side, side
+    )[..., 0, :, :]
+    # Rows and columns of squares, of patches in a square, and of pixels in a patch.
+    pixels = patches.permute(0, 2, 5, 1, 3, 6, 4).reshape(height * side, width * side, image.channels)
+    mean, deviation = (torch.tensor(getattr(reader.processor, name)) for name in ("image_mean", "image_std"))
+    colors = ((pixels * deviation + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    made = Image.fromarray(colors.numpy())
+    made.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    file = io.BytesIO()
+    made.save(file, "PNG")
+    return file.getvalue()
+
+
+def save_pictures(folder: Path, reader: PictureReader, pictures: Sequence[Picture]) -> list[str]:
+    """Writes pictures to a folder, each once, and returns the names of their files."""
+    names = []
+    for picture in pictures:
+        name = f"{picture.digest[:16]}.png"
+        if not (folder / name).exists():
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(as_png(picture, reader))
+        names.append(name)
+    return names

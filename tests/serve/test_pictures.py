@@ -1,0 +1,146 @@
+"""Pictures in requests: OpenAI's and Anthropic's forms, read as the trainer reads them; nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.data.pictures import PictureReader
+from archon.data.shapes import scenes
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters
+from archon.serve import AgentServer
+from tests.small_sight import write_sight
+
+PNG = scenes("test")[0][0].picture()
+OTHER = scenes("test")[1][0].picture()
+
+
+def url_of(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+class Sight:
+    """A server over a small model that sees, and without one of its parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.reader = PictureReader(folder)
+        self.engine = InProcessEngine.from_model(load_model(folder), self.tokenizer, max_slots=8, page_size=8)
+
+    def server(self, **options: Any) -> AgentServer:
+        gconfig = GenerationHyperparameters(max_new_tokens=6, greedy=True, ignore_eos=True)
+        return AgentServer(self.tokenizer, self.engine, gconfig, reader=self.reader, **options)
+
+
+@pytest.fixture(scope="module")
+def sight(tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    return Sight(write_sight(tmp_path_factory.mktemp("sight")))
+
+
+@pytest.fixture
+async def post(sight: Sight) -> AsyncIterator[Any]:
+    """Posts to the server; returns the response."""
+    server = sight.server()
+    url = await server.start()
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        yield lambda path, **body: client.post(f"{url}/{path}", json={"model": "", **body})
+    await server.close()
+
+
+def chat(*urls: str, text: str = "how many?") -> dict[str, Any]:
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
+
+
+async def test_every_protocol_sees_the_same_picture(post: Any, sight: Sight) -> None:
+    body = chat(url_of(PNG)) | {"return_token_ids": True, "temperature": 0}
+    said = (await post("chat/completions", **body)).json()
+    picture = sight.reader.read(PNG)
+    image = sight.reader.image_format
+    assert said["prompt_token_ids"].count(image.token) == len(picture.pixel_values) // image.merge_size**2
+    wanted = said["choices"][0]["message"]["content"]
+    answer = said["choices"][0]["token_ids"]
+    scores = sight.engine.score_prompt(said["prompt_token_ids"] + answer, images=[picture])
+    assert scores.best_tokens[-len(answer) :] == answer  # the most likely after this picture
+
+    parts = [{"type": "input_image", "image_url": url_of(PNG)}, {"type": "input_text", "text": "how many?"}]
+    responses = (await post("responses", input=[{"role": "user", "content": parts}], temperature=0)).json()
+    assert responses["output"][0]["content"][0]["text"] == wanted
+    content = [block(PNG), {"type": "text", "text": "how many?"}]
+    messages = [{"role": "user", "content": content}]
+    anthropic = (await post("messages", messages=messages, max_tokens=6, temperature=0)).json()
+    assert anthropic["content"][0]["text"] == wanted
+    counted = (await post("messages/count_tokens", messages=messages)).json()
+    assert counted["input_tokens"] == anthropic["usage"]["input_tokens"] == said["usage"]["prompt_tokens"]
+
+    result = [{"type": "tool_result", "tool_use_id": "1", "content": [block(PNG)]}, block(OTHER)]
+    several = (await post("messages/count_tokens", messages=[{"role": "user", "content": result}])).json()
+    assert several["input_tokens"] > counted["input_tokens"]
+
+
+async def test_what_cannot_be_seen_is_refused_in_one_line(post: Any, sight: Sight) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (9000, 9000)).save(file, "PNG")
+    for urls, text, problem in (
+        (["http://127.0.0.1:9/x.png"], "?", "is not fetched"),
+        (["file:///etc/hostname"], "?", "is not fetched"),
+        (["/etc/hostname"], "?", "is not fetched"),
+        ([url_of(PNG[: len(PNG) // 2])], "?", "truncated"),
+        (["data:image/png;base64,###"], "?", "not base64"),
+        (["data:text/plain,hello"], "?", "no image in base64"),
+        ([url_of(file.getvalue())], "?", "pixels"),
+        ([url_of(PNG)], "<|image_pad|>?", "2 placeholders"),
+        ([], "<|image_pad|>?", "1 placeholders"),
+    ):
+        response = await post("chat/completions", **chat(*urls, text=text))
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400
+        assert problem in message
+        assert "\n" not in message
+    source = {"type": "url", "url": "http://127.0.0.1:9/x.png"}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    response = await post("messages", max_tokens=4, **body)
+    assert response.status_code == 400
+    assert "is not fetched" in response.json()["error"]["message"]
+
+    blind = AgentServer(sight.tokenizer, sight.engine)
+    url = await blind.start()
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        refused = await client.post(f"{url}/chat/completions", json={"model": "", **chat(url_of(PNG))})
+    await blind.close()
+    assert "this model sees none" in refused.json()["error"]["message"]
+
+
+async def test_a_session_joins_turns_only_where_the_pictures_are_the_same(sight: Sight) -> None:
+    server = sight.server()
+    url = await server.start()
+    session = server.sessions.open(sight.engine, GenerationHyperparameters(max_new_tokens=4, ignore_eos=True))
+    headers = {"Authorization": f"Bearer {session.key}"}
+    async with httpx.AsyncClient(trust_env=False, timeout=60, headers=headers) as client:
+        first = (await client.post(f"{url}/chat/completions", json={"model": "", **chat(url_of(PNG))})).json()
+        for data in (PNG, OTHER):
+            talk = chat(url_of(data))["messages"]
+            talk += [first["choices"][0]["message"], {"role": "user", "content": "why?"}]
+            await client.post(f"{url}/chat/completions", json={"model": "", "messages": talk})
+    await server.close()
+    _, same, other = session.interactions
+    assert other.parent is None
+    assert [each.digest for each in other.response.images] == [sight.reader.read(OTHER).digest]
+    session.set_reward(1.0)
+    for row in session.export("concat"):
+        assert [each.digest for each in row.record.images] == [each.digest for each in other.response.images]
+    assert same.response.images[0].digest == sight.reader.read(PNG).digest

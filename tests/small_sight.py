@@ -1,0 +1,59 @@
+"""The Qwen3.5 with a vision tower that the tests of data, RL and serving use, over lower-case letters and digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from archon.engine.engine import ArchonEngine
+from archon.rl.bootstrap import write_blank
+from archon.schema.config import EngineConfig
+from archon.training.config import BootstrapConfig, TokenizerRecipe
+
+SMALL_SIGHT: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "text_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 20,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 9,
+        "initializer_range": 0.2,
+    },
+}
+RECIPE = TokenizerRecipe(alphabet="abcdefghijklmnopqrstuvwxyz0123456789 ?\n", images=True)
+
+
+def write_sight(folder: Path) -> Path:
+    """Writes a checkpoint with random weights, the same every time. Returns its folder."""
+    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=RECIPE), folder / "blank")
+    engine = ArchonEngine(EngineConfig(path=str(folder / "blank"), init_from_scratch=True, device="cpu"))
+    engine.initialize()
+    engine.save(folder / "made")
+    return folder / "made"
