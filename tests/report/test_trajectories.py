@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from contextlib import closing
@@ -191,3 +192,13 @@ def test_every_class_the_viewer_gives_has_a_style_and_every_surprise_a_color():
     for name in ("row", "list", "prompt", "sample", "token", "given", "turn", "version", "scale", "reading", "chosen"):
         assert f".{name}" in style, name
     assert "prefers-color-scheme: dark" in style and "color-scheme: light dark" in style
+
+
+def test_pictures_of_a_run_are_shown_and_nothing_else_of_the_machine(tmp_path):
+    png = b"\x89PNG\r\n\x1a\n" + b"x" * 20
+    (tmp_path / "0f.png").write_bytes(png)
+    (tmp_path / "ab.png").write_bytes(b"no picture")
+    names = ["0f.png", "ab.png", "../0f.png", "/etc/hostname", "cd.png"]
+    [[first, second]] = sample([answer(images=names), answer(images=names)], tmp_path).groups
+    assert first["images"] == ["data:image/png;base64," + base64.b64encode(png).decode(), None, None, None, None]
+    assert "images" not in second  # stored with the first of them

@@ -1,0 +1,113 @@
+"""The drawn pictures: splits without overlap, right answers, and rows with pictures of every form."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.data.image_datasets import get_clevr_count_70k_sft_dataset, get_geometry3k_rl_dataset
+from archon.data.picture_files import as_png, save_pictures
+from archon.data.picture_rows import encode_pictured
+from archon.data.pictures import PictureReader
+from archon.data.registry import get_custom_dataset
+from archon.data.shapes import CELL, COLORS, SIDE, Scene, scenes
+from archon.rl.bootstrap import write_blank
+from archon.schema.errors import DatasetError, PictureError
+from archon.training.config import BootstrapConfig
+from tests.small_sight import RECIPE, SMALL_SIGHT
+
+PNG = Scene((("red", "square"), None, None, None, ("blue", "circle"), None, None, None, ("red", "circle"))).picture()
+
+
+@pytest.fixture(scope="module")
+def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sight")
+    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=RECIPE), folder)
+    return folder
+
+
+def test_scenes_are_the_same_for_a_seed_and_none_is_in_both_splits() -> None:
+    train, test = scenes("train", 1), scenes("test", 1)
+    assert train == scenes("train", 1) != scenes("train", 2)
+    shown = [scene for scene, _, _ in [*train, *test]]
+    assert len({*shown}) == len(shown) == 4400
+
+
+def test_a_question_has_the_answer_that_the_pixels_have() -> None:
+    for scene, question, answer in scenes("test"):
+        image = Image.open(io.BytesIO(scene.picture()))
+        centers = [(place % SIDE * CELL + CELL // 2, place // SIDE * CELL + CELL // 2) for place in range(SIDE**2)]
+        seen = [image.getpixel(center) for center in centers]
+        if question.startswith("how many"):
+            assert answer == str(seen.count(COLORS[question.split()[2].rstrip("?")]))
+        elif question.startswith("where"):
+            columns = {place % SIDE for place, color in enumerate(seen) if color == COLORS[question.split()[2][:-1]]}
+            assert [answer] == [("left", "middle", "right")[column] for column in columns]
+        else:
+            assert COLORS[answer] in seen
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "base64", "data URL", "PIL", "mapping"])
+def test_a_picture_of_any_form_becomes_the_same_row(blank: Path, tmp_path: Path, form: str) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(PNG)
+    text = base64.b64encode(PNG).decode()
+    forms: dict[str, Any] = {
+        "path": str(file),
+        "bytes": PNG,
+        "base64": text,
+        "data URL": f"data:image/png;base64,{text}",
+        "PIL": Image.open(file),
+        "mapping": {"bytes": PNG, "path": None},
+    }
+    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    row = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}
+    tokens, (picture,) = encode_pictured(tokenizer, row | {"images": [forms[form]]}, reader)
+    assert picture.digest == reader.read(PNG).digest
+    assert tokens.count(reader.image_format.token) == 9
+    assert Image.open(io.BytesIO(as_png(picture, reader))).tobytes() == Image.open(file).tobytes()
+    names = save_pictures(tmp_path / "pictures", reader, [picture, picture])
+    assert len({*names}) == len([*(tmp_path / "pictures").iterdir()]) == 1
+
+
+def test_named_sets_have_their_pictures_for_a_model_that_sees(blank: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"problem": "<image>how many?", "answer": "3", "images": [{"bytes": PNG, "path": "p.png"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    (rl,) = get_geometry3k_rl_dataset(tmp_path, "train", tokenizer, processor=reader, instruction=None)
+    assert rl["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "how many?"}]
+    assert rl["images"][0]["bytes"] == PNG
+    (sft,) = get_clevr_count_70k_sft_dataset(tmp_path, "train", tokenizer, processor=reader)
+    trained = [token for token, mask in zip(sft["input_ids"], sft["loss_mask"], strict=True) if mask]
+    assert tokenizer.decode(trained) == "3<|im_end|>"
+    assert sft["input_ids"].count(reader.image_format.token) == 9
+
+
+def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Path, tmp_path: Path) -> None:
+    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    file = tmp_path / "rows.jsonl"
+    for text, images, problem in (
+        ("<image><image>?", [base64.b64encode(PNG).decode()], "2 places of pictures"),
+        ("<image>?", [base64.b64encode(PNG[:90]).decode()], "truncated|no image"),
+        ("<image>?", ["https://example.org/a.png"], "is a URL"),
+        ("<|image_pad|><image>?", [base64.b64encode(PNG).decode()], "2 placeholders"),
+    ):
+        row = {"prompt": text, "response": "1", "images": images}
+        file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DatasetError, match=problem) as raised:
+            get_custom_dataset(file, kind="sft", tokenizer=tokenizer, reader=reader)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(DatasetError, match="nothing to read them with"):
+        get_custom_dataset("shapes", kind="sft", tokenizer=tokenizer)
+    with pytest.raises(PictureError, match="nothing to read them with"):
+        encode_pictured(tokenizer, {"prompt": "a", "images": [PNG]}, None)
