@@ -98,4 +98,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "widest = next(iter(dtypes))",
         ("tests/checkpoint/test_export.py",),
     ),
+    Mutant(
+        "a sum that overflows makes finite weights infinite",
+        "archon/checkpoint/hf_export.py",
+        "return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())",
+        "return bool(tensor.sum().isfinite())",
+        ("tests/checkpoint/test_export.py::test_finite_weights_whose_sum_is_not_are_exported",),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ENGINE, TRAINING = "tests/remote/test_engine.py", "tests/remote/test_training.py"
+STREAM = "tests/remote/test_weight_stream.py"
 FAILED_PUSH = f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -84,5 +85,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "if server.url in self._leaving and server.failure is None:",
         "if False:",
         ("tests/remote/test_fleet.py::test_servers_join_at_a_push_and_leave_at_once",),
+    ),
+    Mutant(
+        "a broadcast ends before its last bucket",
+        "archon/remote/weight_stream.py",
+        """    if held:
+        yield _packed(held, size, device)
+""",
+        "",
+        (f"{STREAM}::test_buckets_hold_every_bit_in_order_and_share_nothing",),
+    ),
+    Mutant(
+        "the first tensor of a checkpoint is not broadcast",
+        "archon/remote/engine.py",
+        "for bucket in pack(tensors, stream_device(self.transport)):",
+        "for bucket in pack([*tensors][1:], stream_device(self.transport)):",
+        (f"{TRAINING}::test_broadcast_weights_are_those_of_a_checkpoint_and_a_server_that_fails_holds_up_no_other",),
     ),
 )
