@@ -163,6 +163,7 @@ def main() -> None:
         and found["delta_share"] <= MAX_DELTA
         and found["difference"] <= MAX_DIFFERENCE
     )
+    found["seconds"] = {name: [round(value, 3) for value in values] for name, values in found["seconds"].items()}
     if options.record:
         options.record.write_text(json.dumps(found) + "\n")
     say(json.dumps(found, indent=2))
