@@ -21,6 +21,7 @@ from tests.mutants.catalog import (
     layers,
     layouts,
     losses,
+    pictures,
     quantized,
     remote,
     replay,
@@ -37,6 +38,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update, served_adapters, environments, replay, vision,
+    update, served_adapters, environments, replay, vision, pictures,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

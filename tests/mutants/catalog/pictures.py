@@ -1,0 +1,38 @@
+"""Mistakes with the pictures of prompts: generation and requests."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+GENERATED = "tests/generation/test_pictures.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "what is decoded after a picture stands at its number among the tokens",
+        "models/attention/paged.py",
+        "positions[: self.n_decode] += self.decode.offsets",
+        "positions[: self.n_decode] += 0",
+        (f"{GENERATED}::test_sampled_logprobs_are_those_of_a_packed_forward",),
+    ),
+    Mutant(
+        "prompts of equal tokens share their pages whatever their pictures are",
+        "archon/generation/sequence.py",
+        "self.prompt_key = (self.adapter, (*self.prompt, *self.pictures.key))",
+        "self.prompt_key = (self.adapter, (*self.prompt, 0))",
+        (f"{GENERATED}::test_prompts_of_equal_tokens_and_other_pictures_share_nothing",),
+    ),
+    Mutant(
+        "after an update pictures are those of the tower before it",
+        "archon/generation/generator.py",
+        "self.picture_rows.forget()",
+        "pass",
+        (f"{GENERATED}::test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on",),
+    ),
+    Mutant(
+        "a request names a file of the server as its picture",
+        "archon/serve/pictures.py",
+        'if source[:5].lower() != "data:":',
+        'if "://" in source:',
+        ("tests/serve/test_pictures.py::test_what_cannot_be_seen_is_refused_in_one_line",),
+    ),
+)
