@@ -59,7 +59,7 @@ def test_metrics_of_other_names_end_every_rank(
     folder = str(reference(Case(layout)))
     world_size = parse_layout(layout).world_size
     for rank, message in ranks(world_size).run(train_with_other_names, folder, layout, timeout=60.0):
-        assert f"this one loss, tokens, seen_by_{rank}" in message
+        assert f"this one loss, tokens, tokens_computed, seen_by_{rank}" in message
 
 
 def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
