@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from archon.engine.batch import IMAGES
-from archon.models.vision.images import Picture
+from archon.models.vision.images import Picture, are_pictures
 from archon.rl.algorithms.advantages import Groups
 from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode_context import EpisodeContext
@@ -92,9 +92,10 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
         context, lists = episode.context, dict[str, Any]()
+        pictures: dict[str, Any] | None = None
         for key, value in (episode.trajectories or {}).items():
-            if key == IMAGES:
-                lists[key], pixels = pack_pictures(value)
+            if key == IMAGES and are_pictures(value):
+                pictures, pixels = pack_pictures(value)
                 tensors |= {f"{place}.{key}.{number}": each for number, each in enumerate(pixels)}
             elif isinstance(value, Tensor):
                 # A copy, as safetensors refuses tensors that share memory.
@@ -107,6 +108,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
                 "empty": episode.trajectories is None,
                 "filtered": episode.filtered,
                 "lists": lists,
+                "pictures": pictures,
                 "drops": context.drops,
                 "numbers": context.numbers,
                 "first_errors": {kind: _pack_error(error) for kind, error in context.first_errors.items()},
@@ -133,10 +135,10 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
         if not item["empty"]:
             prefix = f"{item['place']}."
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            lists = item["lists"]
-            if IMAGES in lists:
-                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(lists[IMAGES]["grids"]))]
-                lists[IMAGES] = unpack_pictures(lists[IMAGES], pixels)
+            lists, pictures = item["lists"], item["pictures"]
+            if pictures is not None:
+                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(pictures["grids"]))]
+                lists[IMAGES] = unpack_pictures(pictures, pixels)
             episode.trajectories = own | lists
         episode.filtered = item["filtered"]
         context.drops = Counter(item["drops"])
@@ -152,7 +154,8 @@ def pack_pictures(rows: Sequence[Sequence[Picture]]) -> tuple[dict[str, Any], li
     numbers = {digest: number for number, digest in enumerate(distinct)}
     places = [[numbers[picture.digest] for picture in pictures] for pictures in rows]
     plain = {"grids": [list(picture.grid) for picture in distinct.values()], "rows": places}
-    return plain, [picture.pixel_values.clone() for picture in distinct.values()]
+    pixels = [picture.pixel_values.detach().cpu() for picture in distinct.values()]
+    return plain, [each.clone(memory_format=torch.contiguous_format) for each in pixels]
 
 
 def unpack_pictures(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[Picture]]:

@@ -18,6 +18,7 @@ from archon.generation.expert_record import padded
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
 from archon.models.routed_experts import FIELD, unknown
+from archon.models.vision.images import are_pictures
 from archon.rl.episode_context import EpisodeContext
 from archon.schema.errors import RolloutError
 
@@ -86,7 +87,8 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
 
     Raises `RolloutError`, which begins with `source` and names the key and its shape, where a key is missing, a shape
     differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite, a mask
-    holds values other than 0 and 1, or a trained token is not attended to.
+    holds values other than 0 and 1, a trained token is not attended to, or `images` is not a list of pictures for each
+    row.
     """
     if not isinstance(trajectory, Mapping):
         raise RolloutError(f"{source}: got a {type(trajectory).__name__}, expected a dictionary of tensors")
@@ -100,6 +102,11 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
         raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
+    if not _images_fit(checked, shape[0]):
+        raise RolloutError(
+            f"{source}: {IMAGES!r} is not a list of pictures for each of the {shape[0]} rows; expected those of the "
+            "requests, which archon.data.pictures reads, and anything else under another key"
+        )
     for key, dtype in fields.items():
         value = trajectory[key]
         expected = shape[:1] if key in _ROW_FIELDS else shape
@@ -121,6 +128,12 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
+
+
+def _images_fit(trajectory: Mapping[str, Any], rows: int) -> bool:
+    if IMAGES not in trajectory:
+        return True
+    return are_pictures(trajectory[IMAGES]) and len(trajectory[IMAGES]) == rows
 
 
 def _check_experts(experts: Any, shape: tuple[int, ...], source: str) -> None:
@@ -181,7 +194,7 @@ def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sizes, fill = recorded.shape[2:], unknown(recorded.dtype)
         groups = [{FIELD: recorded.new_full((*group["input_ids"].shape, *sizes), fill), **group} for group in groups]
     if any(IMAGES in group for group in groups):
-        groups = [{IMAGES: [[] for _ in group["rewards"]], **group} for group in groups]
+        groups = [{IMAGES: [[] for _ in group["input_ids"]], **group} for group in groups]
     return concat_padded_tensors(groups)
 
 
@@ -244,6 +257,8 @@ def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> d
     if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
         return result  # validate_trajectory raises
     rewards, logprobs, loss_mask = tensors
+    if not _images_fit(result, len(rewards)):
+        return result
     usable = {
         "reward_not_finite": rewards.isfinite(),
         "logprob_not_finite": logprobs.isfinite().all(1),

@@ -400,6 +400,7 @@ class ExportedTrajectory(ResponseModel):
     versions: list[Annotated[int, Field(ge=-1)]]
     turn_ids: list[Annotated[int, Field(ge=-1)]]
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(description="of the sampling; 0 where nothing was")
+    images: list[str] = Field(description="a hash of the pixels of each picture in the prompt, in their order")
     truncated: bool
     reward: float
     answers: list[AnswerPlace] = Field(min_length=1)
@@ -409,6 +410,10 @@ class ExportedTrajectory(ResponseModel):
 class Export(ResponseModel):
     style: ExportStyle
     trajectories: list[ExportedTrajectory] = Field(min_length=1)
+
+
+_RECORDED = ("input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "temperatures", "truncated")
+"""What a row has of its `TokenRecord` as it is."""
 
 
 class ClosedSession(ResponseModel):
@@ -480,7 +485,8 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
     """Export the rows to train on, in tokens."""
     rows = [
         {
-            **{name: value for name, value in vars(row.record).items() if name != "turns"},
+            **{name: getattr(row.record, name) for name in _RECORDED},
+            "images": [picture.digest for picture in row.record.images],
             "reward": row.reward,
             "answers": [{"completion_id": completion, "choice": choice} for completion, choice in row.answers],
             "adapter": row.adapter,

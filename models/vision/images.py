@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,13 @@ class Picture:
         data = hashlib.sha256(f"{self.grid} {pixels.dtype}".encode())
         data.update(pixels.flatten().view(torch.uint8).numpy().tobytes())
         return data.hexdigest()
+
+
+def are_pictures(images: Any) -> bool:
+    """Returns whether these are lists of `Picture`s, one list for each row."""
+    return isinstance(images, list) and all(
+        isinstance(row, list | tuple) and all(isinstance(picture, Picture) for picture in row) for row in images
+    )
 
 
 @dataclass(frozen=True)

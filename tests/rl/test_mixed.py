@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from archon.models.vision.images import Picture
 from archon.rl import RLTrainer
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
@@ -96,6 +98,15 @@ def test_rows_without_a_sampler_get_the_policys_logprobs() -> None:
     assert mixed["advantages"][2].tolist() == [0.0] * 5 and mixed["input_ids"].shape == (3, 5)
     assert mixed["logprobs"][2].tolist() == mixed["prox_logprobs"][2].tolist() == [-2.0] * 5
     assert mixed["ref_logprobs"][2].tolist() == [-3.0] * 5
+
+
+def test_demonstrations_of_text_join_a_batch_with_pictures() -> None:
+    batch: dict[str, Any] = {name: torch.ones(2, 3) for name in ("logprobs", "advantages")}
+    batch |= {name: torch.ones(2, 3).long() for name in ("input_ids", "loss_mask", "attention_mask")}
+    batch["images"] = [[Picture(torch.zeros(4, 6), (1, 2, 2))], []]
+    rows = {name: torch.ones(1, 5).long() for name in ("input_ids", "loss_mask", "attention_mask")}
+    mixed = with_demonstrations(batch, rows, lambda *_: torch.zeros(1, 5))
+    assert mixed["images"] == [*batch["images"], []]
 
 
 @pytest.fixture

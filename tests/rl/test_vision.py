@@ -17,7 +17,7 @@ from archon.rl.episode import Episode, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.logprob_check import check_mismatch, mismatch_limit
 from archon.rl.prompts import Prompt
-from archon.rl.trajectories import join_groups
+from archon.rl.trajectories import checked_group, join_groups
 from archon.rl.workflows import VisionRLVRWorkflow
 from archon.schema.errors import ConfigError, RolloutError
 from archon.training import SFTConfig, SFTTrainer
@@ -112,6 +112,22 @@ def test_pictures_go_from_process_to_process_each_once(opened: RLTrainer) -> Non
     assert len(data) < 2 * pixels  # several rows, one picture
     text = {name: column for name, column in group.items() if name != "images"}
     assert join_groups([text, group])["images"] == [*([] for _ in rows), *group["images"]]
+
+
+@pytest.mark.parametrize("images", [["a", "b"], [["a"], []], [[]], torch.zeros(2, 3), None])
+def test_what_is_no_picture_of_a_row_is_refused_and_goes_from_process_to_process_as_it_is(images: Any) -> None:
+    columns: dict[str, Any] = {
+        name: torch.ones(2, 3).long() for name in ("input_ids", "attention_mask", "loss_mask", "versions")
+    }
+    columns |= {"logprobs": torch.ones(2, 3), "rewards": torch.ones(2), "images": images}
+    back = Episode(Prompt(0, {}), EpisodeContext(0))
+    unpack_episodes(pack_episodes({0: Episode(Prompt(0, {}), EpisodeContext(0), columns)}), [back])
+    assert back.trajectories is not None
+    found = back.trajectories["images"]
+    assert torch.equal(found, images) if torch.is_tensor(images) else found == images
+    for rewards in ([1.0, 2.0], [1.0, float("nan")]):
+        with pytest.raises(RolloutError, match="the workflow: 'images' is not a list of pictures for each of the 2"):
+            checked_group({**columns, "rewards": torch.tensor(rewards)}, EpisodeContext(0), "the workflow")
 
 
 def test_a_workflow_without_sight_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:

@@ -136,8 +136,11 @@ async def test_a_session_joins_turns_only_where_the_pictures_are_the_same(sight:
             talk = chat(url_of(data))["messages"]
             talk += [first["choices"][0]["message"], {"role": "user", "content": "why?"}]
             await client.post(f"{url}/chat/completions", json={"model": "", "messages": talk})
+        await client.post(f"{url}/sessions/{session.id}/reward", json={"reward": 1.0, "finished": False})
+        exported = (await client.get(f"{url}/sessions/{session.id}/export?style=concat")).json()
     await server.close()
     _, same, other = session.interactions
+    assert [row["images"] for row in exported["trajectories"]] == [[sight.reader.read(OTHER).digest]]
     assert other.parent is None
     assert [each.digest for each in other.response.images] == [sight.reader.read(OTHER).digest]
     session.set_reward(1.0)

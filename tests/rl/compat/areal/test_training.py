@@ -20,6 +20,8 @@ from archon.schema.errors import ConfigError, DatasetError
 from archon.training import SFTConfig
 from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide
+from tests.small_sight import write_sight
+from tests.tolerances import FIRST_RATIO_FP32
 
 MakeConfig = Callable[..., RLConfig]
 REWARD = "tests.rl.rewards_for_tests.nearness"
@@ -81,10 +83,22 @@ def test_areals_own_paths_are_those_of_archons_workflows_and_rewards(rl_config: 
         },
     )
     assert metrics["reward"] == 0.0  # no answer is boxed
-    with pytest.raises(ConfigError, match=r"VisionRLVRWorkflow' is AReaL's: .* images are not trained on"):
-        PPOTrainer(rl_config(run_dir=config.run_dir + "2")).train(
-            workflow="areal.workflow.vision_rlvr.VisionRLVRWorkflow"
-        )
+
+
+def test_areals_vision_workflow_trains_a_model_that_sees(rl_config: MakeConfig, tmp_path: Path) -> None:
+    path = str(write_sight(tmp_path / "sight"))
+    shapes = {"path": "shapes", "limit": 12}
+    config = rl_config(total_steps=1, actor={"path": path, "optimizer": {"lr": 1e-3}}, train_data=shapes)
+    vision = "areal.workflow.vision_rlvr.VisionRLVRWorkflow"
+    kwargs = {"reward_fn": REWARD, "gconfig": config.gconfig, "tokenizer": path, "processor": path}
+    trained = PPOTrainer(config).train(workflow=vision, workflow_kwargs=kwargs)
+    assert trained["first_logprob_diff"] < FIRST_RATIO_FP32
+    answers = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
+    assert len(answers) == trained["samples"] > 12  # but those that wrote a placeholder themselves
+    assert {len(row["images"]) for row in answers} == {1}
+    blind = rl_config(run_dir=config.run_dir + "2")
+    with pytest.raises(ConfigError, match="VisionRLVRWorkflow needs what reads pictures, and the model sees none"):
+        PPOTrainer(blind).train(workflow=vision)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
