@@ -31,7 +31,7 @@ def open_reader(model: EngineConfig | str | Path) -> PictureReader | None:
 
 def sources_of(row: Mapping[str, Any]) -> list[Any]:
     """Returns the pictures of a row, as `PictureReader.read` takes them: its column `images`, or `image`."""
-    images = row.get("images", row.get("image"))
+    images = next((row[name] for name in ("images", "image") if row.get(name) is not None), None)
     if images is None:
         return []
     return [*images] if isinstance(images, list | tuple) else [images]

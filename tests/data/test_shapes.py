@@ -14,7 +14,7 @@ from PIL import Image
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data.image_datasets import get_clevr_count_70k_sft_dataset, get_geometry3k_rl_dataset
 from archon.data.picture_files import as_png, save_pictures
-from archon.data.picture_rows import encode_pictured
+from archon.data.picture_rows import encode_pictured, sources_of
 from archon.data.pictures import PictureReader
 from archon.data.registry import get_custom_dataset
 from archon.data.shapes import CELL, COLORS, SIDE, Scene, scenes
@@ -91,6 +91,11 @@ def test_named_sets_have_their_pictures_for_a_model_that_sees(blank: Path, tmp_p
     trained = [token for token, mask in zip(sft["input_ids"], sft["loss_mask"], strict=True) if mask]
     assert tokenizer.decode(trained) == "3<|im_end|>"
     assert sft["input_ids"].count(reader.image_format.token) == 9
+
+
+def test_a_column_without_a_value_hides_no_picture_of_the_other() -> None:
+    assert sources_of({"images": None, "image": "a"}) == sources_of({"images": ["a"], "image": None}) == ["a"]
+    assert sources_of({"images": None}) == sources_of({"images": [], "image": "b"}) == []
 
 
 def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Path, tmp_path: Path) -> None:
