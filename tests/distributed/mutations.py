@@ -61,8 +61,8 @@ def _shared_expert_tp_times(case: Case) -> Any:
     """In the gradient alone: the loss looks normal."""
     forward = MoE.forward
 
-    def mistaken(self: MoE, x: Tensor, valid_mask: Tensor | None = None, adapters: Any = None) -> Any:
-        out, stats = forward(self, x, valid_mask, adapters)
+    def mistaken(self: MoE, x: Tensor, *further: Any) -> Any:
+        out, stats = forward(self, x, *further)
         assert self.shared_experts is not None and self.shared_experts.tp is not None
         extra = self.shared_experts(x) * (self.shared_experts.tp.size - 1)
         return out + extra - extra.detach(), stats
@@ -117,9 +117,7 @@ def _nothing(target: Any, name: str) -> Plant:
 
 def _padding_counted(case: Case) -> Any:
     forward = MoE.forward
-    return mock.patch.object(
-        MoE, "forward", lambda self, x, valid_mask=None, adapters=None: forward(self, x, None, adapters)
-    )
+    return mock.patch.object(MoE, "forward", lambda self, x, valid_mask, *further: forward(self, x, None, *further))
 
 
 def _loss_of_balance_by_rank(case: Case) -> Any:

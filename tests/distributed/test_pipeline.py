@@ -192,8 +192,8 @@ def router_counts(folder: str, case: Case) -> tuple[dict[str, list[float]], dict
     rows = batch(MIXED, seed=3)
     parts = engine._split(rows)[1]
     tokens = engine._runner.tokens
-    most = max(tokens.rows(mb.lengths) for mb in parts)
-    reordered = any(mb.order is not None and tokens.rows(mb.lengths) < most for mb in parts)
+    most = max(tokens.rows(mb) for mb in parts)
+    reordered = any(mb.order is not None and tokens.rows(mb) < most for mb in parts)
     engine.train_batch(rows, loss_of(case), loss_token_count)
     counts = {}
     for load in engine._runner.loads:
