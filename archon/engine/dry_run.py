@@ -143,6 +143,10 @@ def _round_robin(router: Router, args: Any, output: Any) -> Any:
     return weights, choices, stats
 
 
+_MESSAGE = b"{}"
+"""What a control plane receives: another stage's metrics, which are none."""
+
+
 class FakeExecution(CollectiveRecorder):
     """Runs operators of real tensors, below a FakeTensorMode that takes the others; counts collectives."""
 
@@ -192,7 +196,9 @@ def _mirror(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         elif func._opname == "recv_":
             args[0][0].fill_(1)  # stages exchange whether shapes are known
         elif func._opname == "broadcast_" and args[0][0].dtype == torch.uint8:
-            args[0][0].copy_(torch.tensor(list(b"{}".ljust(args[0][0].numel()))))  # another stage's metrics: none
+            args[0][0].copy_(torch.tensor(list(_MESSAGE.ljust(args[0][0].numel()))))
+        elif func._opname == "broadcast_" and args[0][0].dim() == 0:
+            args[0][0].fill_(len(_MESSAGE))  # a control plane sends it before a message
         return result
     x, size = args[0], collective_group(args).size()
     if kind == "all_reduce":
