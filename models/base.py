@@ -67,6 +67,11 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
+def given_inputs(**inputs: Any) -> dict[str, Any]:
+    """Returns the inputs that a batch has, for `hidden_states`: a family's own need not know of the others."""
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
@@ -173,9 +178,7 @@ class BaseArchonModel(nn.Module):
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
             routed_experts = None if routed_experts is None else routed_experts.squeeze(0)
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        # A family's own method need not know of what its batches do not have.
-        further: dict[str, Any] = {"images": images, "routed_experts": routed_experts}
-        further = {name: value for name, value in further.items() if value is not None}
+        further = given_inputs(images=images, routed_experts=routed_experts)
         out: Any = self.hidden_states(tokens, positions, attention, **further)
         if self.score is not None:
             weight = self.score.weight  # wider than the computation where adapters are trained

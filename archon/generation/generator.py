@@ -26,7 +26,7 @@ from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
 from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.paged_cache import PagedCache
-from archon.models.base import BaseArchonModel
+from archon.models.base import BaseArchonModel, given_inputs
 from archon.models.vision.images import Picture
 from archon.schema.errors import NotFiniteError, RolloutError
 
@@ -321,8 +321,8 @@ class Generator:
         spans = [(sequence, 1) for sequence in decode]
         spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
         meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
-        images = self.picture_rows.packed(pictured)
-        hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta, images)
+        ids, images = torch.tensor(tokens, device=self.device), self.picture_rows.packed(pictured)
+        hidden = self.model.hidden_states(ids, meta.positions, meta, **given_inputs(images=images))
 
         if self.recorder is not None:
             read = [*zip(range(len(decode)), decode, strict=True), *zip(duplicate_rows, duplicates, strict=True)]

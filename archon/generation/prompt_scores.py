@@ -9,7 +9,7 @@ import torch
 from archon.generation.pictures import PromptPictures
 from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.meta import PackedAttention
-from archon.models.base import BaseArchonModel
+from archon.models.base import BaseArchonModel, given_inputs
 from archon.models.vision.images import PackedImages
 
 _MAX_LOGITS = 1 << 24
@@ -52,7 +52,7 @@ def score_prompt(
         positions, image = torch.from_numpy(pictures.positions).to(device), model.args.image_format
         assert image is not None
         images = PackedImages.of_pictures(torch.tensor(tokens), pictures.pictures, image).to(device)
-    hidden = model.hidden_states(ids, positions, attention, images)[:-1]
+    hidden = model.hidden_states(ids, positions, attention, **given_inputs(images=images))[:-1]
     assert model.output is not None, "an engine generates with an actor"
     block = max(1, _MAX_LOGITS // model.args.vocab_size)
     for rows, labels in zip(hidden.split(block), ids[1:].split(block), strict=True):
