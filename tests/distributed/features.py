@@ -51,6 +51,7 @@ def _dims(case: Case) -> ArchonParallelDims:
 def _attention_over_ranks(kind: str) -> Callable[[Case], bool]:
     def holds(case: Case) -> bool:
         dims, model = _dims(case), MODELS[case.model]
+        model = model.get("text_config", model)
         heads = model["num_attention_heads"], model["num_key_value_heads"]
         wanted = case.config.get("context_parallel", "auto")
         return dims.cp > 1 and context_parallel_kind(wanted, dims.cp, dims.tp, *heads) == kind
