@@ -16,7 +16,7 @@ def draw(lines: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for name, line in lines.items():
         kind, _, which = name.partition("-")
         if kind not in COLORS or not line.get("curve"):
@@ -27,7 +27,7 @@ def draw(lines: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
         axes.plot(steps, values, style, color=COLORS[kind], marker="o", markersize=3, label=f"{label}, {which}")
     axes.set(xlabel="step", ylabel="held-out reward", ylim=(0, 1), title="SmolLM2-135M-Instruct, two-digit sums")
     if axes.lines:
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
