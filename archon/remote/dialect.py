@@ -59,6 +59,24 @@ class Sampling:
     rid: str
     model: str
 
+    def common_params(self) -> dict[str, Any]:
+        """Returns the parameters that vLLM and SGLang name alike.
+
+        Said in full, since a server may have other defaults, from the model's generation_config.json.
+        """
+        return {
+            "n": 1,
+            "temperature": 0.0 if self.gconfig.greedy else self.gconfig.temperature,
+            "top_p": 1.0 if self.gconfig.greedy else self.gconfig.top_p,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop": self.gconfig.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "skip_special_tokens": False,
+        }
+
 
 @dataclass
 class Answer:

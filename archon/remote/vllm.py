@@ -119,24 +119,13 @@ class VLLM(Dialect):
 
     def request(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         g = sampling.gconfig
-        params: dict[str, Any] = {
-            "n": 1,
+        params: dict[str, Any] = sampling.common_params() | {
             "max_tokens": sampling.limit,
             "min_tokens": min(g.min_new_tokens, sampling.limit),
-            "temperature": 0.0 if g.greedy else g.temperature,
-            "top_p": 1.0 if g.greedy else g.top_p,
             "top_k": 0 if g.greedy or g.top_k is None else g.top_k,
-            # Said in full, since a server may have other defaults, from the model's generation_config.json.
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
             "seed": sampling.seed,
-            "stop": g.stop,
-            "stop_token_ids": sampling.stop_token_ids,
             # The server's own ids may be others than the tokenizer's; those that end an answer are named above.
             "ignore_eos": True,
-            "skip_special_tokens": False,
             "logprobs": 0,
         }
         if self._generates:
