@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from archon.parallel.one_start import open_store
+
 GRACE_SECONDS = 3.0
 """How long a rank may take to exit by itself after another has failed."""
 POLL_SECONDS = 0.5
@@ -41,19 +43,13 @@ class Failure:
     @classmethod
     def connect(cls) -> Failure | None:
         """Connects by torchrun's environment; None for a single process, or where the launcher keeps no store."""
-        env = os.environ
-        if env.get("WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        env, store = os.environ, open_store(timedelta(seconds=10))
+        if store is None:
             return None
-        try:
-            address, port, limit = env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(seconds=10)
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except (KeyError, ValueError, RuntimeError):
-            return None
-        prefix = f"archon/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         rank = int(env["RANK"])
         first = rank - int(env["LOCAL_RANK"])
         neighbors = range(first, first + int(env["LOCAL_WORLD_SIZE"]))
-        return cls(rank, neighbors, dist.PrefixStore(prefix, store))
+        return cls(rank, neighbors, store)
 
     def watch(self) -> None:
         """Start a thread that ends this process when another rank fails or dies."""

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from archon.parallel.control_plane import PATIENT
 from archon.parallel.failure import Failure
 from archon.parallel.gloo import init_process_group
+from archon.parallel.one_start import join_start
 from archon.parallel.torch_groups import all_groups, set_time_limit
 from archon.schema.errors import LayoutError
 
@@ -45,12 +47,15 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
         return
     rank = os.environ.get("RANK", "")
     logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
-    failure = Failure.connect()
-    if failure is not None:
-        failure.watch()
-        atexit.register(failure.done)
+    limit, own = timedelta(seconds=timeout_s), dict[str, Any]()
     try:
-        init_process_group(device_type, timeout=timedelta(seconds=timeout_s))
+        if (store := join_start(int(rank or 0), world_size, limit)) is not None:
+            own = {"store": store, "rank": int(rank), "world_size": world_size}
+        failure = Failure.connect()
+        if failure is not None:
+            failure.watch()
+            atexit.register(failure.done)
+        init_process_group(device_type, timeout=limit, **own)
     except (ValueError, dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0][:200]
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""A short SFT run under torchrun of which one rank goes wrong at a step: `failing.py HOW RANK FOLDER TIMEOUT`."""
+"""A short SFT run under torchrun of which one rank goes wrong: `failing.py HOW RANK FOLDER TIMEOUT [STEPS]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def go_wrong(how: str) -> None:
         raise ArithmeticError("this rank has had enough")
     if how == "mistake":
         raise DatasetError("row 7 is not a row; fix it")
-    if how == "kill":
+    if how == "kill" or (how == "kill once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":
         time.sleep(3600)
@@ -30,7 +30,7 @@ def go_wrong(how: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(how: str, rank: str, folder: str, timeout: str) -> None:
+def main(how: str, rank: str, folder: str, timeout: str, steps: str = "2000") -> None:
     def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
         if step == STEP and os.environ["RANK"] == rank:
             go_wrong(how)
@@ -40,7 +40,8 @@ def main(how: str, rank: str, folder: str, timeout: str) -> None:
         {
             "run_dir": str(Path(folder) / "run"),
             "resume": True,
-            "total_steps": 2000,
+            "total_steps": int(steps),
+            "checkpoint": {"every": 1},
             "batch_size": 8,
             "model": {
                 "path": str(Path(folder) / "blank"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,9 +24,10 @@ GRACE_SECONDS = 30
 """From the last record to the end of torchrun, on a busy machine."""
 
 
-def torchrun(*arguments: str) -> tuple[int, str, float]:
+def torchrun(*arguments: str, restarts: int = 0) -> tuple[int, str, float]:
     """Exit code, output and the time at which it ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "-m"]
     done = subprocess.run(
         [*command, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -62,6 +64,18 @@ def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
     assert "Signal 9 (SIGKILL)" in output  # torchrun's own report
     assert output.count("archon: rank 0") == 1
     assert "rank 1 (process" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_starts_the_ranks_again_after_a_kill_and_they_resume(tmp_path: Path, rank: str) -> None:
+    make_inputs(tmp_path)
+    arguments = ("kill once", rank, str(tmp_path), "60", str(STEP + 2))
+    code, output, _ = torchrun("tests.distributed.failing", *arguments, restarts=1)
+    assert code == 0, output
+    assert "exitcode: -9" in output or "(exitcode: -9)" in output
+    assert re.search(r"resuming after step \d", output), "the second start"
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(1, STEP + 3)]
 
 
 @pytest.mark.slow
