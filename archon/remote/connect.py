@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from archon.remote.config import PushConfig
 from archon.remote.dialect import STREAMED, Dialect, Transport
 from archon.remote.engine import RemoteEngine, spread_tokens
 from archon.remote.http import Http, ServerError
+from archon.remote.own_folder import OwnFolder
 from archon.remote.server import RemoteServer
 from archon.remote.sglang import SGLang
 from archon.remote.vllm import VLLM
@@ -59,7 +59,7 @@ def connect(
         raise ConfigError("rollout.push.transport is nccl, and this trainer has no GPU; set gloo, or disk")
     for server in servers:
         _require_transport(server, transport)
-    folder, cleanup = (Path(), None) if transport in STREAMED else _folder(config, urls)
+    folder, own = (Path(), None) if transport in STREAMED else _folder(config, urls)
 
     def reach(url: str) -> RemoteServer:
         server = _connected(url, tokenizer, log)
@@ -78,8 +78,8 @@ def connect(
         reach=reach,
         **options,
     )
-    if cleanup is not None:
-        engine.close = cleanup.cleanup
+    if own is not None:
+        engine.close = own.close
     return engine
 
 
@@ -123,7 +123,7 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fix}")
 
 
-def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, OwnFolder | None]:
     if config.folder is not None:
         return Path(config.folder).absolute(), None
     if not all(_is_loopback(urlsplit(url).hostname or "") for url in urls):
@@ -131,9 +131,8 @@ def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, tempfile.Tem
             "rollout.push.folder is null, and a server is on another machine; name a folder that the trainer and the "
             "servers see under one path"
         )
-    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    made = tempfile.TemporaryDirectory(prefix="archon-push-", dir=parent)
-    return Path(made.name), made
+    made = OwnFolder(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    return made.path, made
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,10 +7,12 @@ import json
 import shutil
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,14 +88,14 @@ class _Pushed:
 
 @dataclass
 class RemoteStats:
-    """Counts and times since the engine was made.
+    """Counts and times of this rank since the engine was made; a run that is resumed counts anew.
 
     Attributes:
         busy_seconds: with at least one request in flight, until the last time that there was none.
         busy_since: when the first of those in flight came; None: there is none.
         retried: requests that another server was asked again.
         resumed: answers that went on after an interruption.
-        lost: servers that left the fleet.
+        lost: servers that left the fleet, each time that one did.
         returned: of these, those that were brought back between two pushes.
     """
 
@@ -151,7 +153,7 @@ class RemoteEngine:
         self._submitted = self._in_flight = 0
         self._pushing = threading.Lock()
         self._last_push: Push | None = None
-        self._counted: dict[str, int] = {}
+        self._counted, self._lost = Counter[str](), Counter[str]()
         self._joining: list[str] = []
         self._leaving: set[str] = set()
         self._resumed = asyncio.Event()
@@ -281,6 +283,7 @@ class RemoteEngine:
         dtypes = {server.dialect.facts.dtype for server in self.servers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         push = self._stream if self.transport in STREAMED else self._write_and_push
+        out = {server.url: server.failure for server in self.servers}
         pushed = push(meta, version, dtype)
         differences = []
         for server, (model, difference, failure) in zip(self.servers, pushed.results, strict=True):
@@ -288,9 +291,11 @@ class RemoteEngine:
             if failure is None:
                 server.accept(model, version)
                 differences.append(difference)
-            else:
-                self.stats.lost += 1
+            elif out[server.url] is None:
+                self._lose(server)
                 self.log(f"version {version} did not reach a server, which is left out: {failure}")
+            elif out[server.url] != failure:
+                self.log(f"version {version} did not reach a server, which stays out: {failure}")
         self.version = version
         self.push_metrics = {
             "push/difference": max(differences, default=float("nan")),
@@ -298,22 +303,34 @@ class RemoteEngine:
             "push/write_seconds": pushed.seconds,
             "push/seconds": time.perf_counter() - started,
             "push/servers": float(len(differences)),
-            "servers/lost": float(self.stats.lost),
-            "servers/retried": float(self.stats.retried),
-            "servers/resumed": float(self.stats.resumed),
-            "servers/returned": float(self.stats.returned),
-            **self._answers(),
+            **self._counts(),
         }
 
-    def _answers(self) -> dict[str, float]:
-        """Returns how many answers each server gave all ranks since the last push."""
-        own = {server.url: server.answers for server in self.servers}
-        since = {url: count - self._counted.get(url, 0) for url, count in own.items()}
-        self._counted = own
-        everyone = [json.loads(data) for data in self._world.all_gather(json.dumps(since).encode())]
-        return {
-            f"servers/{place}/answers": float(sum(counts.get(server.url, 0) for counts in everyone))
-            for place, server in enumerate(self.servers)
+    def _lose(self, server: RemoteServer) -> None:
+        self.stats.lost += 1
+        self._lost[server.url] += 1
+
+    def _counts(self) -> dict[str, float]:
+        """Returns what happened on all ranks since the last push, or in this one.
+
+        Ranks that lose the same server, each by a request of its own, lose it once.
+        """
+        stats = self.stats
+        totals = Counter(retried=stats.retried, resumed=stats.resumed, returned=stats.returned)
+        totals.update({f"{server.url}/answers": server.answers for server in self.servers})
+        own, lost = totals - self._counted, self._lost
+        self._counted, self._lost = totals, Counter()
+        gathered = self._world.all_gather(json.dumps([own, lost]).encode())
+        everyone, losers = zip(*map(json.loads, gathered), strict=True)
+
+        def summed(name: str) -> float:
+            return float(sum(counts.get(name, 0) for counts in everyone))
+
+        answers = {f"servers/{i}/answers": summed(f"{server.url}/answers") for i, server in enumerate(self.servers)}
+        most = reduce(or_, map(Counter, losers), Counter[str]())
+        return {f"servers/{name}": summed(name) for name in ("retried", "resumed", "returned")} | {
+            "servers/lost": float(most.total()),
+            **answers,
         }
 
     def _change_members(self) -> None:
@@ -449,7 +466,7 @@ class RemoteEngine:
             except ServerError as error:
                 if server.failure is None:
                     server.failure = str(error)
-                    self.stats.lost += 1
+                    self._lose(server)
                     self.log(f"a server is left out until the next push: {error}")
                 self.stats.retried += 1
             finally:

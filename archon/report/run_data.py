@@ -49,7 +49,11 @@ PANELS = (
     Panel("servers", "Servers in the fleet", r"push/servers", "servers", fleet=True),
     Panel("server_load", "Answers of each server", r"servers/\d+/answers", "a step", fleet=True),
     Panel(
-        "server_losses", "Servers lost, requests retried", r"servers/(lost|returned|retried|resumed)", "", fleet=True
+        "server_losses",
+        "Servers lost, requests retried",
+        r"servers/(lost|returned|retried|resumed)",
+        "a step",
+        fleet=True,
     ),
     Panel("push_seconds", "Time of a push", r"push/(write_)?seconds", "seconds", fleet=True),
     Panel("push_bytes", "Size of a push", r"push/bytes", "bytes", fleet=True),

@@ -71,3 +71,27 @@ def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(
     answers = ask(engine, *(request(seed, group=f"new {seed}") for seed in range(4)))
     assert len(first.generated()) > before and engine.stats.returned == 1
     assert all(set(answer.output_versions) == {0} for answer in answers)
+
+
+def test_losses_are_counted_once_and_by_step(fleet: Any, twin: Callable[..., VLLMTwin]) -> None:
+    first, second = twin(), twin()
+    engine, weights = fleet(first, second)
+    counts = ("servers/lost", "servers/retried", "servers/returned", "push/servers")
+
+    def step() -> list[float]:
+        ask(engine, *(request(seed, group=f"{seed} {engine.version}") for seed in range(4)))
+        engine.update_weights(weights)
+        return [engine.push_metrics[name] for name in counts]
+
+    assert step() == [0, 0, 0, 2]
+    first.faults = {"down"}
+    assert step() == [1, 2, 0, 1], "lost by its answers, and not again by its push"
+    assert step() == [0, 0, 0, 1], "it was out"
+    first.faults = set()
+    assert step() == [0, 0, 0, 2]
+    first.faults = {"update"}
+    assert step() == [1, 0, 0, 1], "lost by its push"
+    first.faults = set()
+    assert engine.bring_back(engine.servers[0])
+    assert step() == [0, 0, 1, 2]
+    assert (engine.stats.lost, engine.stats.retried, engine.stats.returned) == (2, 2, 1)

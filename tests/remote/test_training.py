@@ -89,13 +89,14 @@ def test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds(
     with trainer.opened():
         for fault, message in FAILED_PUSHES.items():
             bad.faults = {fault}
-            assert trainer.train_step()["push/servers"] == 1
+            metrics = trainer.train_step()
+            assert metrics["push/servers"] == 1 and metrics["servers/lost"] == (fault == next(iter(FAILED_PUSHES)))
             assert re.search(message, str(trainer.generator.servers[1].failure))
         asked = len(bad.generated())
         bad.faults.clear()
         metrics = trainer.train_step()
         assert len(bad.generated()) == asked + 1, "the probe of the push alone"
-        assert metrics["push/servers"] == 2 and trainer.generator.stats.lost == len(FAILED_PUSHES)
+        assert metrics["push/servers"] == 2 and metrics["servers/lost"] == 0 and trainer.generator.stats.lost == 1
         trainer.train_step()
         assert len(bad.generated()) > asked + 2
         good.faults, bad.faults = {"stale_head"}, {"stale_head"}
