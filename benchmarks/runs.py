@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def _soak(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
+def _faults(lines: Sequence[Line]) -> list[list[str]]:
+    *events, outcome = lines
+    rows = []
+    for kind in dict.fromkeys(event["kind"] for event in events):
+        own = [event for event in events if event["kind"] == kind]
+        seconds = [event["seconds"] for event in own]
+        again = sum(event["run_started_again"] for event in own)
+        longest = f"{max(seconds):.0f} s"
+        rows.append([kind, str(len(own)), f"{statistics.median(seconds):.0f} s", longest, str(again), *[""] * 4])
+    counts = [f"{outcome[name]:,}" for name in ("prompts", "prompts_missing", "prompts_twice")]
+    mark = "✓" if outcome["passed"] else "✗ missed"
+    left_out = [f"{kind} was left out: {why}" for kind, why in outcome["left_out"].items()]
+    total = [str(len(events)), "", "", str(outcome["starts"] - 1)]
+    return [*rows, ["; ".join(["all", *left_out]), *total, *counts, mark]]
+
+
 def _serve_load(lines: Sequence[Line]) -> list[list[str]]:
     *_, outcome = lines
     return [
@@ -168,6 +185,12 @@ _TABLES = {
         "make test-soak",
         ("asynchronous RL of an agent", "steps", *_HEADS, ""),
         _soak,
+    ),
+    "faults": (
+        "Does it survive",
+        "python -m benchmarks.faults --record benchmarks/records/faults.jsonl",
+        ("a fault", "times", "whole again after", "at most", "run resumed", "prompts", "missing", "twice", ""),
+        _faults,
     ),
     "serve_load": (
         "A server under load",

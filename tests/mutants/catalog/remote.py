@@ -102,4 +102,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "for bucket in pack([*tensors][1:], stream_device(self.transport)):",
         (f"{TRAINING}::test_broadcast_weights_are_those_of_a_checkpoint_and_a_server_that_fails_holds_up_no_other",),
     ),
+    Mutant(
+        "the folder of another run's pushes is removed while that runs",
+        "archon/remote/own_folder.py",
+        "fcntl.flock(self._lock, fcntl.LOCK_EX)",
+        "fcntl.flock(self._lock, fcntl.LOCK_UN)",
+        (
+            "tests/remote/test_own_folder.py::test_a_folder_of_a_killed_process_is_removed_and_one_of_a_live_process_stays",
+        ),
+    ),
+    Mutant(
+        "a server that stays out is counted as lost at every push",
+        "archon/remote/engine.py",
+        "elif out[server.url] is None:",
+        "elif server.url:",
+        ("tests/remote/test_fleet.py::test_losses_are_counted_once_and_by_step",),
+    ),
+    Mutant(
+        "ranks that are started again take the name of an earlier start",
+        "parallel/one_start.py",
+        "word = uuid.uuid4().hex",
+        'word = "again"',
+        ("tests/distributed/test_one_start.py::test_ranks_of_a_start_agree_on_a_name_of_their_own",),
+    ),
 )

@@ -1,0 +1,64 @@
+"""What a run trained, by its records and its last checkpoint: each prompt once, on tokens of the right weights?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from archon.checkpoint.native import LATEST_FILE, MANIFEST_FILE, STATE_FILE
+from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
+
+WRONG = 1e-5
+"""Mean |Δ logprob| of a step that tells tokens of other weights."""
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Returns the prompts that the final weights were trained on, and the largest mistake of a step's logprobs.
+
+    The steps are those that are left: a resumed run drops the records of those after its checkpoint, whose updates its
+    weights do not have.
+    """
+    steps = [record for record in read_jsonl(run_dir / METRICS_FILE) if "first_logprob_diff" in record]
+    groups: dict[int, set[int]] = {}
+    for row in read_jsonl(run_dir / TRAJECTORIES_FILE):
+        groups.setdefault(row["group"], set()).add(row["step"])
+    numbers = Counter(step["step"] for step in steps)
+    checkpoint, taken = last_checkpoint(run_dir / "checkpoints")
+    return {
+        "outcome": "steps",
+        "steps": len(steps),
+        "steps_missing": max(numbers) - len(numbers),
+        "steps_twice": len(steps) - len(numbers),
+        "steps_since_checkpoint": max(numbers) - checkpoint,
+        "prompts": len(groups),
+        "prompts_taken": taken,
+        "prompts_missing": len(set(range(taken)) - set(groups)),
+        "prompts_beyond": len(set(groups) - set(range(taken))),
+        "prompts_twice": sum(len(found) > 1 for found in groups.values()),
+        "episodes_lost": _sum(steps, "rollout/dropped/", "rollout/failed/"),
+        "records_lost": _sum(steps, "rollout/dump_lost"),
+        "largest_logprob_difference": max(step["first_logprob_diff"] for step in steps),
+        "servers_lost": _sum(steps, "servers/lost"),
+        "requests_retried": _sum(steps, "servers/retried"),
+    }
+
+
+def is_good(found: dict[str, Any]) -> bool:
+    """Returns whether every prompt was trained once, or counted as lost, on tokens of the right weights."""
+    nothing = ("steps_missing", "steps_twice", "steps_since_checkpoint", "prompts_beyond", "prompts_twice")
+    counted = found["prompts_missing"] <= found["episodes_lost"] and not found["records_lost"]
+    return counted and not any(found[name] for name in nothing) and found["largest_logprob_difference"] < WRONG
+
+
+def last_checkpoint(folder: Path) -> tuple[int, int]:
+    """Returns the step of the newest checkpoint, and how many prompts were taken from the data until then."""
+    newest = folder / (folder / LATEST_FILE).read_text().strip()
+    data = json.loads((newest / STATE_FILE).read_text())["prompts"]
+    taken = data["epoch"] * data["rows"] + data["cursor"] - len(data["again"])
+    return json.loads((newest / MANIFEST_FILE).read_text())["step"], taken
+
+
+def _sum(steps: list[dict[str, Any]], *names: str) -> int:
+    return int(sum(value for step in steps for name, value in step.items() if name.startswith(names)))
