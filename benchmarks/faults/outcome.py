@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.native import LATEST_FILE, MANIFEST_FILE, STATE_FILE
+from archon.checkpoint.native import load_latest
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 WRONG = 1e-5
@@ -54,10 +53,11 @@ def is_good(found: dict[str, Any]) -> bool:
 
 def last_checkpoint(folder: Path) -> tuple[int, int]:
     """Returns the step of the newest checkpoint, and how many prompts were taken from the data until then."""
-    newest = folder / (folder / LATEST_FILE).read_text().strip()
-    data = json.loads((newest / STATE_FILE).read_text())["prompts"]
-    taken = data["epoch"] * data["rows"] + data["cursor"] - len(data["again"])
-    return json.loads((newest / MANIFEST_FILE).read_text())["step"], taken
+    found = load_latest(folder)
+    if found is None:
+        return 0, 0
+    step, data = found[0], found[1]["prompts"]
+    return step, data["epoch"] * data["rows"] + data["cursor"] - len(data["again"])
 
 
 def _sum(steps: list[dict[str, Any]], *names: str) -> int:

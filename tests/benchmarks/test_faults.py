@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from archon.checkpoint.native import save_state
 from benchmarks.faults.outcome import is_good, outcome
 
 Run = dict[str, Any]
@@ -31,12 +32,8 @@ def a_run() -> Run:
 
 
 def counted(run: Run, folder: Path) -> dict[str, Any]:
-    checkpoint = folder / "checkpoints" / "step-00000003"
-    checkpoint.mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text(checkpoint.name)
-    (checkpoint / "manifest.json").write_text(json.dumps({"step": run["step"]}))
     data = {"epoch": run["taken"] // 4, "rows": 4, "cursor": run["taken"] % 4, "again": []}
-    (checkpoint / "state.json").write_text(json.dumps({"prompts": data}))
+    save_state(folder / "checkpoints", run["step"], {"prompts": data})
     for name, lines in (("metrics", run["metrics"]), ("trajectories", run["rows"])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return outcome(folder)
