@@ -154,7 +154,29 @@ class PackedBatch:
         assert self.image_format is not None
         documents = range(self.n_documents) if self.order is None else self.order.documents
         pictures = [picture for document in documents for picture in self.images[document]]
-        return PackedImages.of_pictures(self.in_model_order(self.tokens), pictures, self.image_format)
+        tokens = self.in_model_order(self.tokens)
+        if self.shared is not None:
+            tokens, numbers = tokens[self.shared.rows], self._picture_of_token()[self.shared.rows]
+            pictures = [pictures[number] for number in numbers[numbers >= 0].unique_consecutive().tolist()]
+        return PackedImages.of_pictures(tokens, pictures, self.image_format)
+
+    def _picture_of_token(self) -> Tensor:
+        """Returns which of all documents' pictures each token stands for, int64 [T]; -1 for text."""
+        assert self.images is not None and self.image_format is not None
+        areas = [height * width for pictures in self.images for height, width in (picture.size for picture in pictures)]
+        numbers = torch.full_like(self.tokens, -1)
+        merged = torch.tensor(areas) // self.image_format.merge_size**2
+        numbers[self.tokens == self.image_format.token] = torch.arange(len(areas)).repeat_interleave(merged)
+        return numbers
+
+    def equal_pictures(self) -> Tensor:
+        """Returns numbers [T] that are equal for tokens of equal pictures; -1 for text."""
+        assert self.images is not None
+        numbers: dict[str, int] = {}
+        distinct = [
+            numbers.setdefault(picture.digest, len(numbers)) for pictures in self.images for picture in pictures
+        ]
+        return torch.tensor([*distinct, -1])[self._picture_of_token()]
 
     def in_model_order(self, x: Tensor) -> Tensor:
         """Returns a per-token tensor [T, ...] of this pack in the model's order."""

@@ -140,7 +140,7 @@ def micro_batches(
     `share_prefixes` searches each for common prefixes; `sort` has the model compute the documents of those without by
     length, and keeps their order in the pack. `n_adapters` is the number of the model's adapters if it has several:
     documents then say which they have, and share prefixes only with those of the same. `image_format` is what an image
-    is to the model; micro-batches with images share no prefixes. Raises BatchError for a batch
+    is to the model; prefixes with images are common where the pictures are equal. Raises BatchError for a batch
     without a document, or with a token or label outside the vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
@@ -161,7 +161,7 @@ def micro_batches(
     packed = packed.with_images(image_format)
     parts = split(packed, max_tokens)
     if share_prefixes:
-        parts = [mb if mb.has_images else _with_shared_prefixes(mb, vocab_size) for mb in parts]
+        parts = [_with_shared_prefixes(mb, vocab_size) for mb in parts]
     if sort:
         parts = [mb.sorted_for_model() for mb in parts]
     return packed, parts if n_adapters is None else [mb.with_adapter_ids() for mb in parts]
@@ -172,12 +172,14 @@ def _with_shared_prefixes(mb: PackedBatch, vocab_size: int) -> PackedBatch:
 
 
 def _shareable(mb: PackedBatch, vocab_size: int) -> Tensor:
-    """Returns numbers [T] that are equal for tokens that can be computed once: also of those that use given experts."""
-    tokens = _distinct(mb, vocab_size)
-    if mb.routed_experts is None:
-        return tokens
-    rows = torch.cat((tokens.unsqueeze(1), mb.routed_experts.flatten(1)), 1)
-    return rows.unique(dim=0, return_inverse=True)[1]
+    """Returns numbers [T] that are equal for tokens that can be computed once: also of those that show the same
+    picture, and of those that use given experts."""
+    columns = [_distinct(mb, vocab_size).unsqueeze(1)]
+    if mb.has_images:
+        columns.append(mb.equal_pictures().unsqueeze(1))
+    if mb.routed_experts is not None:
+        columns.append(mb.routed_experts.flatten(1))
+    return columns[0].squeeze(1) if len(columns) == 1 else torch.cat(columns, 1).unique(dim=0, return_inverse=True)[1]
 
 
 def _distinct(mb: PackedBatch, vocab_size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.models import get_model_spec
 from archon.models.routed_experts import record_sizes, unknown
-from archon.models.vision.images import Picture
+from archon.models.vision.images import Grid, Picture
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
@@ -64,36 +65,50 @@ def data_of(step: int) -> dict[str, Tensor]:
 
 # The images of each step by document, as sizes in patches: of the second of two ranks alone, of the first alone, and
 # none at all. Adjacent ones, and two micro-batches of the second rank, of which one has none.
-IMAGES: tuple[dict[int, tuple[tuple[int, int], ...]], ...] = (
-    {4: ((2, 4), (4, 4)), 7: ((4, 2),), 9: ((2, 2), (2, 2))},
-    {0: ((4, 6),)},
+IMAGES: tuple[dict[tuple[int, ...], tuple[Grid, ...]], ...] = (
+    {(4,): ((2, 4), (4, 4)), (7,): ((4, 2),), (9,): ((2, 2), (2, 2))},
+    {(0,): ((4, 6),)},
     {},
 )
 
 
-def with_images(data: dict[str, Any], config: dict[str, Any], step: int) -> dict[str, Any]:
-    """The batch with `IMAGES` in place of some of its tokens, and no placeholder elsewhere."""
+# Of the documents that branch: one image in the history, another one of its size in a document with the same text, and
+# one in the prompt.
+IMAGES_OF_BRANCHES = {
+    (0, 1, 2, 8): ((4, 6),),
+    (4,): ((4, 6),),
+    (3, 5, 6, 10): ((2, 4),),
+}
+
+
+def with_images(
+    data: dict[str, Any], config: dict[str, Any], step: int, sizes: Mapping[tuple[int, ...], tuple[Grid, ...]]
+) -> dict[str, Any]:
+    """The batch with images of these sizes, the same in some documents, in place of some of its tokens, and no
+    placeholder elsewhere."""
     tower, token = config["vision_config"], config["image_token_id"]
     features = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2
     generator = torch.Generator().manual_seed(step)
     ids = data["input_ids"]
     ids[ids == token] = 1
     images: list[list[Picture]] = [[] for _ in ids]
-    for document, sizes in IMAGES[step].items():
+    for documents, grids in sizes.items():
         start = 1
-        for height, width in sizes:
-            pixels = torch.randn(height * width, features, generator=generator)
-            images[document].append(Picture(pixels, (1, height, width)))
+        for height, width in grids:
+            picture = Picture(torch.randn(height * width, features, generator=generator), (1, height, width))
             stop = start + height * width // tower["spatial_merge_size"] ** 2
-            ids[document, start:stop] = token
+            for document in documents:
+                images[document].append(picture)
+                ids[document, start:stop] = token
             start = stop
     return data | {"images": images}
 
 
 def case_data(case: Case, step: int) -> dict[str, Any]:
-    data: dict[str, Any] = branching_batch(10 + step) if case.config.get("data") == "branching" else data_of(step)
+    branches = case.config.get("data") == "branching"
+    data: dict[str, Any] = branching_batch(10 + step) if branches else data_of(step)
     if "vision_config" in MODELS[case.model]:
-        data = with_images(data, MODELS[case.model], step)
+        data = with_images(data, MODELS[case.model], step, IMAGES_OF_BRANCHES if branches else IMAGES[step])
     if "adapters" in case.config.get("lora", {}):
         third = 2 if step == 0 else 1
         data["adapter"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
