@@ -6,9 +6,9 @@
     python -m benchmarks.lora_learning --picture              # only the picture, from the record
 
 A line of the record is one run: the held-out reward of sampled answers before and after, its curve over steps and
-seconds (of SFT the loss, of DPO the share of pairs that are told apart), and where the seconds and the bytes of pushes
-went. A run that the record has is not repeated; one that takes longer than its minutes is stopped, and its line says
-so.
+seconds (of SFT the loss, of DPO the share of pairs that are told apart), where the seconds and the bytes of pushes
+went, and of a run of RL the reward of its export's greedy answers, in archon and in transformers, which must be equal.
+A run that the record has is not repeated; one that takes longer than its minutes is stopped, and its line says so.
 
 What is expected: GRPO with adapters of rank 16 raises the reward by at least 0.25 within 20 minutes, with each of three
 seeds, on sums and on syllogisms of reasoning_gym (`reasoning-…`); with rewards shuffled over the batch it stays within
@@ -35,6 +35,8 @@ from typing import Any
 from archon.bench.origin import commit
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
+from benchmarks.lora_learning import sums
+from benchmarks.lora_learning.in_transformers import greedy_reward
 from benchmarks.lora_learning.picture import draw
 
 HERE = Path(__file__).parent
@@ -108,20 +110,39 @@ def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[st
     metrics = run_dir / "metrics.jsonl"
     line |= measured(read_jsonl(metrics) if metrics.exists() else [], settings.metric, seconds)
     if code == 0 and settings.command != "rl":
-        line |= {"before": reward_of(model, None, folder), "after": reward_of(model, run_dir / "export", folder)}
+        before, after = (reward_of(model, adapter, folder) for adapter in (None, run_dir / "export"))
+        line |= {"before": before["reward"], "after": after["reward"]}
+    elif code == 0 and settings.config == HERE / "grpo.yaml":
+        line |= {"greedy": greedy_rewards(model, run_dir / "export", folder)}
     return line
 
 
-def reward_of(model: Path, adapter: Path | None, folder: Path) -> float:
-    """Returns the held-out reward of the model, with an adapter or without."""
+def reward_of(model: Path, export: Path | None, folder: Path, *, greedy: bool = False) -> dict[str, float]:
+    """Returns the held-out `reward` of the model, of adapters on it or of another whole checkpoint, and with `greedy`
+    that of greedy answers, `greedy_reward`."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
     from archon.rl.trainer import RLTrainer
 
-    lora = "actor.lora=null" if adapter is None else f"actor.lora={{path: {adapter}}}"
-    changes = [f"run_dir={folder / 'measured'}", f"actor.path={model}", lora]
+    is_adapter = export is not None and (export / "adapter_config.json").exists()
+    changes = [f"run_dir={folder / 'measured'}", f"evaluation.greedy={str(greedy).lower()}"]
+    changes += [f"actor.lora={{path: {export}}}"] if is_adapter else ["actor.lora=null"]
+    changes += [f"actor.path={model if is_adapter or export is None else export}"]
     with RLTrainer(load_config(RLConfig, HERE / "grpo.yaml", changes)).opened() as trainer:
-        return trainer.evaluate()["eval/reward"]
+        return {name.removeprefix("eval/"): value for name, value in trainer.evaluate().items()}
+
+
+def greedy_rewards(model: Path, export: Path, folder: Path) -> dict[str, float]:
+    """Returns the held-out reward of an export's greedy answers, in archon and in transformers."""
+    from archon.cli.config import load_config
+    from archon.rl.config import RLConfig
+    from archon.rl.rewards.datasets import exact_match_reward
+
+    limit = load_config(RLConfig, HERE / "grpo.yaml", []).gconfig.max_new_tokens
+    return {
+        "archon": reward_of(model, export, folder, greedy=True)["greedy_reward"],
+        "transformers": greedy_reward(model, export, sums.rows("test"), exact_match_reward, limit),
+    }
 
 
 def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dict[str, Any]:
@@ -165,11 +186,16 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
         if name.startswith(("shuffled-", "reasoning-shuffled-")):
             moved = line["after"] - line["before"]
             found[f"{name} moves by {moved:+.3f} (at most {FLAT})"] = abs(moved) <= FLAT
+    for name, line in done.items():
+        if "greedy" in line:
+            ours, theirs = line["greedy"]["archon"], line["greedy"]["transformers"]
+            found[f"{name}'s export earns {ours:.3f} greedily, in transformers {theirs:.3f}"] = ours == theirs
     full = {name: line for name, line in done.items() if name.startswith("full-")}
     if full and adapters:
         of_rates = {name: full[name] for rate in FULL_RATES if (name := f"full-lr{rate}") in full}
         best = max(of_rates, key=lambda name: float(of_rates[name]["after"]))
-        found[f"the further seeds of all weights have the best rate ({best})"] = best == f"full-lr{FULL_BEST}"
+        if full.keys() - of_rates.keys():
+            found[f"the further seeds of all weights have the best rate ({best})"] = best == f"full-lr{FULL_BEST}"
         of_best = [line for name, line in full.items() if name.startswith(best)]
         mean, of_all = (sum(line["after"] for line in lines) / len(lines) for lines in (adapters, of_best))
         what = (

@@ -53,7 +53,12 @@ def test_runs_differ_in_what_their_names_say_alone(name: str, tmp_path: Path) ->
     )
     different = {key for key in given if given[key] != plain[key]}
     kind = name.partition("-")[0]
-    kinds = {"grpo": {"seed", "actor"}, "shuffled": {"control"}, "full": {"actor"}, "reasoning": {"seed", "actor"}}
+    kinds = {
+        "grpo": {"seed", "actor"},
+        "shuffled": {"control"},
+        "full": {"seed", "actor"},
+        "reasoning": {"seed", "actor"},
+    }
     expected = {"control"} if "shuffled" in name else kinds.get(kind, set())
     assert different <= expected
     if kind == "full":
@@ -93,6 +98,11 @@ def test_expectations_are_those_of_the_runs() -> None:
     assert "moves by +0.150" in failed(line("shuffled-seed0", 0.35))[0]
     assert "at most 0.03 apart" in failed(line("full-lr1.0e-4", 0.84, push_bytes=30.0))[0]
     assert "10.0% of a full one" in failed(line("full-lr3.0e-5", 0.82, push_bytes=10.0))[0]
+    of_two_seeds = line("full-lr1.0e-5", 0.82, push_bytes=30.0), line("full-lr1.0e-5-seed1", 0.86)
+    assert "at 0.840 (full-lr1.0e-5, 2 seeds), at most 0.03 apart" in failed(*of_two_seeds)[0]
+    assert "have the best rate (full-lr3.0e-5)" in failed(line("full-lr1.0e-5-seed1", 0.7))[0]
+    unequal = line("grpo-seed0", 0.8) | {"greedy": {"archon": 0.8, "transformers": 0.79}}
+    assert "earns 0.800 greedily, in transformers 0.790" in failed(unequal)[0]
     assert failed({"run": "dpo-seed0", "code": 1}) == ["dpo-seed0 did not end well"]
 
 
@@ -128,4 +138,5 @@ def test_a_run_from_its_first_step_to_its_line(tmp_path: Path) -> None:
     found = run("grpo-seed0", tmp_path / "model", tmp_path, 1, rl)
     assert found["code"] == 0 and found["steps"] == 2 and found["push_bytes"] > 0
     assert found["largest_first_logprob_diff"] < 1e-4
-    assert reward_of(tmp_path / "model", tmp_path / "grpo-seed0" / "export", tmp_path) >= 0
+    assert found["greedy"]["archon"] == found["greedy"]["transformers"]
+    assert reward_of(tmp_path / "model", tmp_path / "grpo-seed0" / "export", tmp_path)["reward"] >= 0
