@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.namespaces import Hosts, can_make_hosts, two_hosts
+from benchmarks.namespaces import Cable, Network, missing
 from tests.rl.conftest import blank, tokenizer
 
 __all__ = ["blank", "tokenizer"]
 
-collect_ignore_glob = [] if can_make_hosts() else ["test_*.py"]
+collect_ignore_glob = [] if missing() is None else ["test_*.py"]
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
+def cable() -> Iterator[Cable]:
+    """Joins two hosts, which are gone after the test."""
+    with Network() as network:
+        yield network.join(network.host(), network.host())

@@ -14,9 +14,9 @@ import yaml
 
 from archon.remote.http import KEY
 from archon.training.metrics import read_jsonl
+from benchmarks.namespaces import Cable
 from tests.distributed.runs import make_inputs
 from tests.distributed.test_failing import torchrun
-from tests.hosts.namespaces import ADDRESSES, Hosts
 from tests.remote.served import TOKEN, ServeProcess
 from tests.rl.conftest import fresh_checkpoint, small_run
 from tests.tolerances import FIRST_RATIO_FP32
@@ -26,18 +26,18 @@ pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("ranks")]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def test_the_cable_carries_and_is_cut_and_joined_again(hosts: Hosts) -> None:
+def test_the_cable_carries_and_is_cut_and_joined_again(cable: Cable) -> None:
     def reaches() -> bool:
         asks = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(5); "
-        asks += f"s.connect(('{ADDRESSES[1]}', 9)); s.send(b'?'); s.recv(1)"
+        asks += f"s.connect(('{cable.addresses[1]}', 9)); s.send(b'?'); s.recv(1)"
         # A closed port of a host that is reached refuses; of one that is not, nothing comes back.
-        asked = [*hosts.on(0), sys.executable, "-c", asks]
+        asked = [*cable.hosts[0].command(), sys.executable, "-c", asks]
         return "ConnectionRefusedError" in subprocess.run(asked, capture_output=True, text=True, timeout=30).stderr
 
     assert reaches()
-    hosts.cut()
+    cable.pull()
     assert not reaches()
-    hosts.join()
+    cable.plug()
     assert reaches()
 
 
@@ -45,7 +45,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
 
 
-def test_ranks_on_two_hosts_train_as_on_one(hosts: Hosts, tmp_path: Path) -> None:
+def test_ranks_on_two_hosts_train_as_on_one(cable: Cable, tmp_path: Path) -> None:
     make_inputs(tmp_path)
     model = [f"model.path={tmp_path / 'blank'}", "model.init_from_scratch=true", "model.layout=d2", "model.device=cpu"]
     run = ["archon", "sft", "total_steps=4", "batch_size=8", f"train_data.path={tmp_path}", "model.optimizer.lr=1e-3"]
@@ -54,14 +54,24 @@ def test_ranks_on_two_hosts_train_as_on_one(hosts: Hosts, tmp_path: Path) -> Non
 
     nodes = []
     meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two-hosts"]
-    for host, address in enumerate(ADDRESSES):
-        own = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--local-addr", address]
+    for host, address in enumerate(cable.addresses):
+        own = ["--rdzv-endpoint", f"{cable.addresses[0]}:29400", "--local-addr", address]
         own += ["--rdzv-conf", f"is_host={'true' if host == 0 else 'false'}"]
-        command = [*hosts.on(host), sys.executable, "-m", "torch.distributed.run", *meet, *own, "-m", *run, *model]
+        command = [
+            *cable.hosts[host].command(),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *meet,
+            *own,
+            "-m",
+            *run,
+            *model,
+        ]
         nodes.append(
             subprocess.Popen(
                 [*command, f"run_dir={tmp_path / 'two'}"],
-                env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": hosts.interface},
+                env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": cable.interfaces[host]},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -81,26 +91,34 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_jsonl(path) if "push/servers" in record] if path.exists() else []
 
 
-def test_a_run_goes_on_while_the_host_of_a_server_is_cut_off(hosts: Hosts, blank: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_while_the_host_of_a_server_is_cut_off(cable: Cable, blank: Path, tmp_path: Path) -> None:
     """A server next to the trainer and one on the other host, which leaves the fleet and comes back."""
     pushes, run_dir = tmp_path / "pushes", tmp_path / "run"
     pushes.mkdir()
     model = fresh_checkpoint(blank, tmp_path / "model")
     servers = [
-        ServeProcess(model, pushes, tmp_path / f"log-{host}", before=hosts.on(host), host=address)
-        for host, address in enumerate(ADDRESSES)
+        ServeProcess(model, pushes, tmp_path / f"log-{host}", before=cable.hosts[host].command(), host=address)
+        for host, address in enumerate(cable.addresses)
     ]
     trainer = None
     try:
         urls = [server.wait() for server in servers]
-        assert [url.split(":")[1] for url in urls] == [f"//{address}" for address in ADDRESSES]
+        assert [url.split(":")[1] for url in urls] == [f"//{address}" for address in cable.addresses]
         run = small_run(blank, run_dir) | {"generator": None, "total_steps": 14}
         push = {"transport": "disk", "folder": str(pushes), "seconds": 10, "answer_seconds": 10}
         run["rollout"] |= {"servers": urls, "push": push}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
         with (tmp_path / "told").open("w") as told:
             trainer = subprocess.Popen(
-                [*hosts.on(0), sys.executable, "-m", "archon", "rl", "--config", str(tmp_path / "run.yaml")],
+                [
+                    *cable.hosts[0].command(),
+                    sys.executable,
+                    "-m",
+                    "archon",
+                    "rl",
+                    "--config",
+                    str(tmp_path / "run.yaml"),
+                ],
                 env=ENVIRONMENT | {KEY: TOKEN},
                 stdout=told,
                 stderr=subprocess.STDOUT,
@@ -115,9 +133,9 @@ def test_a_run_goes_on_while_the_host_of_a_server_is_cut_off(hosts: Hosts, blank
                 time.sleep(0.05)
 
         wait_for(2)
-        hosts.cut()
+        cable.pull()
         wait_for(1)
-        hosts.join()
+        cable.plug()
         assert trainer.wait(240) == 0, (tmp_path / "told").read_text()
     finally:
         if trainer is not None and trainer.poll() is None:
