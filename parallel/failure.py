@@ -115,7 +115,7 @@ def end_rank(error: BaseException, message: str | None, failure: Failure) -> Non
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may already be ending the rest; print the reason first
     if message is not None:
         text = f"archon: {message}\n"
-    elif _is_collective_error(error):
+    elif is_collective_error(error):
         time.sleep(2 * POLL_SECONDS)  # torchrun takes a moment to reap a process that was killed
         dead = failure.dead()
         why = f"{' and '.join(dead)} died" if dead else "another rank ended, or came later than timeout_s allows"
@@ -131,7 +131,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _is_collective_error(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Returns whether gloo or NCCL raised it: one of their classes, or a RuntimeError that names its source."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from archon.checkpoint.native import prepare_save
+from archon.parallel.failure import is_collective_error
 from archon.schema.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ _writing: WeakSet[Saver] = WeakSet()
 class Saver:
     """Writes one checkpoint at a time, in the calling thread or in a background thread.
 
-    An error in the background is logged when it happens and raised by the next `save` or `wait`. The process does not
-    exit before the thread has finished. All ranks must make the same calls in the same order.
+    An error in the background is logged when it happens, unless another rank's end caused it, and raised by the next
+    `save` or `wait`. The process does not exit before the thread has finished. All ranks must make the same calls in
+    the same order.
     """
 
     def __init__(self) -> None:
@@ -57,12 +59,19 @@ class Saver:
             try:
                 write()
             except BaseException as error:
+                self._error = error
                 # A UserError, such as a full disk, is explained by its message; a traceback would add nothing.
                 trace = None if isinstance(error, UserError) else error
-                logger.error(
-                    "the checkpoint of step %d was not written to %s: %s", step, Path(root), error, exc_info=trace
+                # Where another rank ended in the middle of the save, what that rank reports is the reason.
+                level = logging.INFO if is_collective_error(error) else logging.ERROR
+                logger.log(
+                    level,
+                    "the checkpoint of step %d was not written to %s: %s",
+                    step,
+                    Path(root),
+                    error,
+                    exc_info=trace,
                 )
-                self._error = error
 
         self._thread = threading.Thread(target=work, name=f"archon-save-{step}")
         self._thread.start()
