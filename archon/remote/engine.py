@@ -96,7 +96,7 @@ class RemoteStats:
         retried: requests that another server was asked again.
         resumed: answers that went on after an interruption.
         lost: servers that left the fleet, each time that one did.
-        returned: of these, those that were brought back between two pushes.
+        returned: of these, those that came back between two pushes.
     """
 
     busy_seconds: float = 0.0
@@ -153,7 +153,8 @@ class RemoteEngine:
         self._submitted = self._in_flight = 0
         self._pushing = threading.Lock()
         self._last_push: Push | None = None
-        self._counted, self._lost = Counter[str](), Counter[str]()
+        self._tried_again: int | None = None  # the version that servers were verified to have when all were out
+        self._counted, self._lost, self._returned = Counter[str](), Counter[str](), Counter[str]()
         self._joining: list[str] = []
         self._leaving: set[str] = set()
         self._resumed = asyncio.Event()
@@ -253,7 +254,7 @@ class RemoteEngine:
         """
         with self._pushing:
             push = self._last_push
-            if push is None or server not in self.servers or server.failure is None:
+            if push is None or push.folder is None or server not in self.servers or server.failure is None:
                 return False
             server.pushing = True
             try:
@@ -263,7 +264,7 @@ class RemoteEngine:
                 raise
             finally:
                 server.pushing = False
-        self.stats.returned += 1
+        self._return(server)
         return True
 
     def join(self, url: str) -> None:
@@ -310,28 +311,55 @@ class RemoteEngine:
         self.stats.lost += 1
         self._lost[server.url] += 1
 
+    def _return(self, server: RemoteServer) -> None:
+        self.stats.returned += 1
+        self._returned[server.url] += 1
+
+    def _try_again(self) -> None:
+        """Takes servers back that have the weights of the last push, once after each.
+
+        Where all seem to have failed, the fault may be this process's, which was stopped for longer than an answer may
+        take, or its network's.
+        """
+        with self._pushing:
+            push = self._last_push
+            if push is None or push.version == self._tried_again or any(s.failure is None for s in self.servers):
+                return
+            self._tried_again = push.version
+            for server in self.servers:
+                if server.url in self._leaving or server.version != push.version:
+                    continue
+                try:
+                    server.verify(replace(push, limits=self._limits(server)))
+                except RolloutError:
+                    continue  # why it left the fleet says more
+                server.failure = None
+                self._return(server)
+                self.log(f"{server.url} is back: it still has the weights of version {push.version}")
+
     def _counts(self) -> dict[str, float]:
         """Returns what happened on all ranks since the last push, or in this one.
 
-        Ranks that lose the same server, each by a request of its own, lose it once.
+        Ranks that lose the same server, each by a request of its own, lose it once, and likewise get it back.
         """
         stats = self.stats
-        totals = Counter(retried=stats.retried, resumed=stats.resumed, returned=stats.returned)
+        totals = Counter(retried=stats.retried, resumed=stats.resumed)
         totals.update({f"{server.url}/answers": server.answers for server in self.servers})
-        own, lost = totals - self._counted, self._lost
-        self._counted, self._lost = totals, Counter()
-        gathered = self._world.all_gather(json.dumps([own, lost]).encode())
-        everyone, losers = zip(*map(json.loads, gathered), strict=True)
+        own, lost, returned = totals - self._counted, self._lost, self._returned
+        self._counted, self._lost, self._returned = totals, Counter(), Counter()
+        gathered = self._world.all_gather(json.dumps([own, lost, returned]).encode())
+        everyone, losers, winners = zip(*map(json.loads, gathered), strict=True)
 
         def summed(name: str) -> float:
             return float(sum(counts.get(name, 0) for counts in everyone))
 
         answers = {f"servers/{i}/answers": summed(f"{server.url}/answers") for i, server in enumerate(self.servers)}
-        most = reduce(or_, map(Counter, losers), Counter[str]())
-        return {f"servers/{name}": summed(name) for name in ("retried", "resumed", "returned")} | {
-            "servers/lost": float(most.total()),
-            **answers,
-        }
+
+        def most(counts: Sequence[dict[str, int]]) -> float:
+            return float(reduce(or_, map(Counter, counts), Counter[str]()).total())
+
+        own_each = {f"servers/{name}": summed(name) for name in ("retried", "resumed")}
+        return own_each | {"servers/lost": most(losers), "servers/returned": most(winners), **answers}
 
     def _change_members(self) -> None:
         """Makes joined and left servers those of every rank."""
@@ -380,8 +408,7 @@ class RemoteEngine:
         meta.write(self.transport, folder, dtype)
         delta, since = self._write_delta(folder)
         seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
-        push = self._push(meta, version, folder=folder, delta=delta, since=since)
-        self._last_push = push
+        push = self._last_push = self._push(meta, version, folder=folder, delta=delta, since=since)
         results = self._world.broadcast_json(lambda: self._push_to_all([push] * len(self.servers)))
         if self._world.is_main:
             _remove_others(self.folder, folder)
@@ -390,6 +417,7 @@ class RemoteEngine:
     def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
         push, feeds = self._push(meta, version), [Feed() for _ in self.servers]
+        self._last_push = push
         started, size = time.perf_counter(), 0
         tensors = meta.tensors(dtype)
         if not self._world.is_main:
@@ -502,9 +530,11 @@ class RemoteEngine:
         """Returns the group's server or the least loaded one, of those that are not getting weights."""
         until = time.monotonic() + self.patience
         while True:
-            if time.monotonic() < until and all(server.failure is not None for server in self.servers):
-                await asyncio.sleep(POLL_SECONDS)
-                continue
+            if all(server.failure is not None for server in self.servers):
+                if time.monotonic() < until:
+                    await asyncio.sleep(POLL_SECONDS)
+                    continue
+                await asyncio.to_thread(self._try_again)
             able = [server for server in self.fleet if not server.pushing]
             if able:
                 break

@@ -119,28 +119,40 @@ class RemoteServer:
         Raises ServerError, leaving the server paused, where it fails, has another version afterwards, or scores the
         probe otherwise.
         """
-        dialect, http = self.dialect, self.http
-        dialect.pause(http, abort=True)
+        self.dialect.pause(self.http, abort=True)
         model = self._load(push)
-        if (found := dialect.version(http)) != str(push.version):
-            raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
-        dialect.resume(http)
+        self._require_version(push)
+        self.dialect.resume(self.http)
         try:
-            scores = dialect.score(http, model, push.probe, push.seconds)
-            if len(scores) != len(push.expected):
-                raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(push.expected)}")
-            differences = [abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True)]
-            largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
-            if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well
-                raise ServerError(
-                    f"{self.url} scores the tokens of a probe up to {largest:.1e} away from the trainer after a push "
-                    f"of version {push.version} (limit {limits.largest:.1e}), and {mean:.1e} on average (limit "
-                    f"{limits.mean:.1e}); it did not load all weights, or computes with others"
-                )
+            largest = self._compare(push, model)
         except Exception:
-            dialect.pause(http, abort=True)  # so that nobody is answered with wrong weights
+            self.dialect.pause(self.http, abort=True)  # so that nobody is answered with wrong weights
             raise
         self.accept(model, push.version)
+        return largest
+
+    def verify(self, push: Push) -> None:
+        """Raises ServerError unless the server has the weights of an earlier push."""
+        self._require_version(push)
+        self._compare(push, self.model)
+
+    def _require_version(self, push: Push) -> None:
+        if (found := self.dialect.version(self.http)) != str(push.version):
+            raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
+
+    def _compare(self, push: Push, model: str) -> float:
+        """Returns the largest |Δ logprob| of the probe's tokens. Raises ServerError where it is beyond the limits."""
+        scores = self.dialect.score(self.http, model, push.probe, push.seconds)
+        if len(scores) != len(push.expected):
+            raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(push.expected)}")
+        differences = [abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True)]
+        largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
+        if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well
+            raise ServerError(
+                f"{self.url} scores the tokens of a probe up to {largest:.1e} away from the trainer after a push of "
+                f"version {push.version} (limit {limits.largest:.1e}), and {mean:.1e} on average (limit "
+                f"{limits.mean:.1e}); it did not load all weights, or computes with others"
+            )
         return largest
 
     def _load(self, push: Push) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
-from archon.remote.engine import RemoteEngine
+from archon.remote.engine import NoServerError, RemoteEngine
 from archon.schema.errors import RolloutError
 from tests.remote.test_engine import Weights, ask, request
 from tests.remote.twin import VLLMTwin
@@ -95,3 +95,35 @@ def test_losses_are_counted_once_and_by_step(fleet: Any, twin: Callable[..., VLL
     assert engine.bring_back(engine.servers[0])
     assert step() == [0, 0, 1, 2]
     assert (engine.stats.lost, engine.stats.retried, engine.stats.returned) == (2, 2, 1)
+
+
+def test_servers_that_all_seem_to_fail_are_asked_again_where_they_have_the_weights(
+    fleet: Any, twin: Callable[..., VLLMTwin]
+) -> None:
+    """As after a stop of this process that outlasted every answer: the servers are as they were."""
+    first, second, third = twin(), twin(), twin()
+    engine, weights = fleet(first, second, third)
+    engine.leave(third.url)
+
+    def fail() -> None:
+        for server in engine.servers:
+            server.failure = server.failure or f"{server.url} did not answer within 10 s"
+
+    fail()
+    second.weight_version = "default"  # it was started again
+    asked = [request(seed, group=seed) for seed in range(4)]
+    answers = ask(engine, *asked)
+    assert [server.answers for server in engine.servers] == [4, 0, 0]
+    assert all(set(answer.output_versions) == {0} for answer in answers)
+    assert "did not answer" in str(engine.servers[1].failure) and engine.stats.returned == 1
+    fail()
+    # Once after each push, so that servers that fail again and again end the run.
+    (error,) = ask(engine, asked[0])
+    assert isinstance(error, NoServerError) and "did not answer within 10 s" in str(error)
+    second.weight_version = "0"
+    engine.update_weights(weights)
+    assert engine.push_metrics["servers/returned"] == 1
+    fail()
+    first.engine.model.norm.weight.data.mul_(2)
+    ask(engine, *asked)
+    assert [server.failure is None for server in engine.servers] == [False, True], "it computes with other weights"
