@@ -109,8 +109,9 @@ class AsyncRollout:
 
     @property
     def untrained(self) -> list[int]:
-        """Ordinals of the prompts that were taken and not trained on, sorted."""
-        return sorted(item.prompt.index for item in [*self._running, *self._done])
+        """Ordinals of the prompts that were taken and that no batch had, nor counted among the replaced, sorted."""
+        waiting = [item.prompt for item in [*self._running, *self._done]]
+        return sorted(prompt.index for prompt in [*waiting, *(episode.prompt for episode in self._replaced)])
 
     def _fill(self) -> None:
         free = capacity(

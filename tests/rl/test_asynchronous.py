@@ -157,6 +157,24 @@ async def test_failed_and_rejected_episodes_give_their_places_back_and_are_count
     await rollouts.close()
 
 
+async def test_a_prompt_is_untrained_until_a_batch_has_it_or_counts_its_failure(
+    engine: InProcessEngine, tokenizer: Any
+) -> None:
+    class Fails(Delayed):
+        def change(self, result: Any, index: int) -> Any:
+            if index % 4 == 1:
+                raise KeyError(index)
+            return result
+
+    stream = Stream()
+    rollouts = ahead(engine, Fails(tokenizer), stream)
+    told = [episode.prompt.index for episode in (await rollouts.gather()).episodes]
+    await asyncio.sleep(0.5)  # others end, and fail, until no more may begin
+    assert rollouts._replaced, "failures that a run that ends now has not counted"
+    assert sorted(told + rollouts.untrained) == list(range(sum(stream.asked)))
+    await rollouts.close()
+
+
 async def test_places_are_given_back_only_so_often(engine: InProcessEngine, tokenizer: Any) -> None:
     class Fails(Delayed):
         def change(self, result: Any, index: int) -> Any:
