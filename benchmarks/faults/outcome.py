@@ -10,7 +10,9 @@ from archon.checkpoint.native import load_latest
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 WRONG = 1e-5
-"""Mean |Δ logprob| of a step that tells tokens of other weights."""
+"""Mean |Δ logprob| of a synchronous step that tells tokens of other weights."""
+WRONG_TOKEN = 1e-4
+"""|Δ logprob| of a token from the weights of its version that tells other weights; rounding is below a tenth of it."""
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -32,32 +34,41 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         "steps_twice": len(steps) - len(numbers),
         "steps_since_checkpoint": max(numbers) - checkpoint,
         "prompts": len(groups),
-        "prompts_taken": taken,
-        "prompts_missing": len(set(range(taken)) - set(groups)),
-        "prompts_beyond": len(set(groups) - set(range(taken))),
+        "prompts_taken": len(taken),
+        "prompts_missing": len(taken - set(groups)),
+        "prompts_beyond": len(set(groups) - taken),
         "prompts_twice": sum(len(found) > 1 for found in groups.values()),
         "episodes_lost": _sum(steps, "rollout/dropped/", "rollout/failed/"),
         "records_lost": _sum(steps, "rollout/dump_lost"),
-        "largest_logprob_difference": max(step["first_logprob_diff"] for step in steps),
+        "tokens_trained": round(sum(step["samples"] * step["length"] for step in steps)),
+        "stalest_token": max(step["staleness_max"] for step in steps),
+        "largest_mean_difference": max(
+            (step["first_logprob_diff"] for step in steps if not step["staleness_max"]), default=0.0
+        ),
         "servers_lost": _sum(steps, "servers/lost"),
         "requests_retried": _sum(steps, "servers/retried"),
     }
 
 
 def is_good(found: dict[str, Any]) -> bool:
-    """Returns whether every prompt was trained once, or counted as lost, on tokens of the right weights."""
-    nothing = ("steps_missing", "steps_twice", "steps_since_checkpoint", "prompts_beyond", "prompts_twice")
+    """Returns whether every prompt was trained once, or counted as lost, on tokens of the right weights.
+
+    `found` is an outcome with the differences of its tokens, the `staleness` that was allowed, and what `failed`.
+    """
+    nothing = ("steps_missing", "steps_twice", "steps_since_checkpoint", "prompts_beyond", "prompts_twice", "failed")
     counted = found["prompts_missing"] <= found["episodes_lost"] and not found["records_lost"]
-    return counted and not any(found[name] for name in nothing) and found["largest_logprob_difference"] < WRONG
+    known = found["tokens"] == found["tokens_trained"] and found["stalest_token"] <= found["staleness"]
+    right = found["largest_mean_difference"] < WRONG and found["largest_token_difference"] < WRONG_TOKEN
+    return counted and known and right and not any(found[name] for name in nothing)
 
 
-def last_checkpoint(folder: Path) -> tuple[int, int]:
-    """Returns the step of the newest checkpoint, and how many prompts were taken from the data until then."""
+def last_checkpoint(folder: Path) -> tuple[int, set[int]]:
+    """Returns the step of the newest checkpoint, and the prompts that were trained, or lost, until then."""
     found = load_latest(folder)
     if found is None:
-        return 0, 0
+        return 0, set()
     step, data = found[0], found[1]["prompts"]
-    return step, data["epoch"] * data["rows"] + data["cursor"] - len(data["again"])
+    return step, set(range(data["epoch"] * data["rows"] + data["cursor"])) - set(data["again"])
 
 
 def _sum(steps: list[dict[str, Any]], *names: str) -> int:

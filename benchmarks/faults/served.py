@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,11 +59,13 @@ class Served:
         self.number, self._model, self._root = number, model, root
         self._log, self._stopped, self._cable = folder / f"server-{number}.log", stopped, cable
         self._port = 0
+        self.start_seconds = 0.0  # of the last start
         self._planned: tuple[str, str, int] | None = None
         self.done = threading.Event()
         self._start()
 
     def _start(self) -> None:
+        started = time.monotonic()
         command = [sys.executable, "-m", "archon", "serve", self._model, "--port", self._port]
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
@@ -79,6 +82,7 @@ class Served:
         if " at http://127.0.0.1:" not in line:
             raise BenchmarkError(f"server {self.number} did not start: {line}{self._log.read_text()[-2000:]}")
         self._port = int(line.split(" at http://127.0.0.1:")[1].partition("/")[0])
+        self.start_seconds = time.monotonic() - started
 
     def plan(self, kind: str, moment: str, which: int) -> None:
         """Does harm of a kind to the next request of that moment, then sets `done`; `which` chooses among several."""
