@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-ahead  rollouts that run ahead, in every layout and staleness, and what ends them"
 	@echo "make test-learning  small tasks and their controls: does each way of training learn, with the record"
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
+	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained once, on right tokens; needs root"
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
@@ -85,6 +86,9 @@ test-learning: setup
 
 test-soak: setup
 	.venv/bin/python -m benchmarks.soak --record benchmarks/records/soak.jsonl
+
+test-faults: setup
+	.venv/bin/python -m benchmarks.faults --record benchmarks/records/faults.jsonl
 
 test-ranking: setup
 	.venv/bin/python -m benchmarks.plan_ranking

@@ -98,19 +98,26 @@ def _soak(lines: Sequence[Line]) -> list[list[str]]:
 
 
 def _faults(lines: Sequence[Line]) -> list[list[str]]:
-    *events, outcome = lines
+    events, outcomes = ([line for line in lines if ("outcome" in line) == ended] for ended in (False, True))
     rows = []
     for kind in dict.fromkeys(event["kind"] for event in events):
         own = [event for event in events if event["kind"] == kind]
         seconds = [event["seconds"] for event in own]
         again = sum(event["run_started_again"] for event in own)
-        longest = f"{max(seconds):.0f} s"
-        rows.append([kind, str(len(own)), f"{statistics.median(seconds):.0f} s", longest, str(again), *[""] * 4])
-    counts = [f"{outcome[name]:,}" for name in ("prompts", "prompts_missing", "prompts_twice")]
-    mark = "✓" if outcome["passed"] else "✗ missed"
-    left_out = [f"{kind} was left out: {why}" for kind, why in outcome["left_out"].items()]
-    total = [str(len(events)), "", "", str(outcome["starts"] - 1)]
-    return [*rows, ["; ".join(["all", *left_out]), *total, *counts, mark]]
+        slowest = max(own, key=lambda event: event["seconds"] / event["limit"])
+        most = f"{slowest['seconds']:.0f} of {slowest['limit']:.0f} s"
+        rows.append([kind, str(len(own)), f"{statistics.median(seconds):.0f} s", most, str(again), *[""] * 7])
+    return [*rows, *map(_faults_outcome, outcomes)]
+
+
+def _faults_outcome(line: Line) -> list[str]:
+    left_out = [f"{kind} was left out: {why}" for kind, why in line["left_out"].items()]
+    name = "; ".join([f"**{line['run']}**", *left_out])
+    counts = [f"{line[key]:,}" for key in ("prompts", "prompts_missing", "prompts_twice", "episodes_lost", "tokens")]
+    difference = f"{line['largest_token_difference']:.0e}"
+    mark = "✓" if line["passed"] else "✗ missed"
+    time = f"{line['seconds'] / 60:.0f} min"
+    return [name, str(line["events"]), "", time, str(line["starts"] - 1), *counts, difference, mark]
 
 
 def _serve_load(lines: Sequence[Line]) -> list[list[str]]:
@@ -188,8 +195,11 @@ _TABLES = {
     ),
     "faults": (
         "Does it survive",
-        "python -m benchmarks.faults --record benchmarks/records/faults.jsonl",
-        ("a fault", "times", "whole again after", "at most", "run resumed", "prompts", "missing", "twice", ""),
+        "make test-faults",
+        (
+            *("two servers, two ranks", "times", "whole again after", "at most", "run resumed", "prompts", "missing"),
+            *("twice", "lost", "tokens", "largest |Δ logprob|", ""),
+        ),
         _faults,
     ),
     "serve_load": (

@@ -2,7 +2,7 @@
 tokens?
 
     python -m benchmarks.faults --record benchmarks/records/faults.jsonl
-    python -m benchmarks.faults --record trial.jsonl --events 24
+    python -m benchmarks.faults ahead --record trial.jsonl --events 12
 
 Two processes of `archon serve` answer a tiny Qwen3, each behind a proxy that does the harm at a chosen moment: while
 an answer is sampled, or while weights are loaded. Two ranks under torchrun train it, with a checkpoint after each step,
@@ -24,12 +24,13 @@ whole again, which two further steps with a push to both servers show:
 torchrun gives up after some restarts, and is then started again, as a user would. `cut` needs root and `ip`, and `disk`
 root; the outcome names what was left out. A line of the record is an event with the seconds until the fleet was whole
 again and those that it was given, the last of a run is its outcome. An event may take the harm's own time and two
-time-outs, besides the starts and steps that it costs, which are measured before the first event (`pace`).
+time-outs, besides the starts and steps that it costs, which are measured before the first event (`pace`), and longer
+as far as the machine is slower than it was then, by a process that computes next to the run (`slowdown`).
 
 In the end every token that was trained on is scored with the weights of the version that it names, by the checkpoint
 of that step. The command ends with 1 where a prompt was trained twice or never by what the final weights contain, a
 token was older than allowed or its logprob was not that of its version's weights, or anything took longer than it may.
-An interrupted command leaves the lines of what it has seen.
+An interrupted command leaves the lines of what it has seen; the next one makes the runs that have not passed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ from archon.training.config import BootstrapConfig, TokenizerRecipe
 from benchmarks.faults.chaos import ALL_KINDS, SECONDS, STOPPED_SECONDS, Chaos
 from benchmarks.faults.outcome import is_good, outcome
 from benchmarks.faults.served import Served, proxies
+from benchmarks.faults.slowdown import Slowdown
 from benchmarks.faults.tokens import token_differences
 from benchmarks.faults.trainer import RANKS, Trainer
 from benchmarks.harness import BenchmarkError, say
@@ -79,8 +81,18 @@ SIZES: dict[str, Any] = {
 }
 
 
-def faults(folder: Path, events: int, staleness: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields that many events of a run, and its outcome; fewer where the run does not overcome one."""
+def faults(
+    folder: Path, events: int, staleness: int, seed: int = 0, kinds: Sequence[str] = ALL_KINDS
+) -> Iterator[dict[str, Any]]:
+    """Yields that many events of a run, and its outcome; fewer where the run does not overcome one.
+
+    Args:
+        folder: for the run, empty.
+        events: each of `kinds` once before any is drawn.
+        staleness: how many versions the run may be ahead.
+        seed: of what is drawn.
+        kinds: of the events; those that cannot be had here are left out.
+    """
     os.environ.setdefault(KEY, "faults")
     blank, model, run_dir = folder / "blank", folder / "model", folder / "run"
     recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
@@ -110,8 +122,9 @@ def faults(folder: Path, events: int, staleness: int, seed: int = 0) -> Iterator
         config.write_text(yaml.safe_dump(_config(blank, run_dir, urls, disk, staleness)))
         trainer = Trainer(config, run_dir, folder / "trainer.log", host)
         stack.callback(trainer.end)
-        kinds, failed = [kind for kind in ALL_KINDS if kind not in left_out], ""
-        chaos, done = Chaos(servers, trainer, disk, kinds, seed), 0
+        possible, failed = [kind for kind in kinds if kind not in left_out], ""
+        slowdown = stack.enter_context(Slowdown())
+        chaos, done = Chaos(servers, trainer, disk, possible, seed, slowdown), 0
         pace = chaos.begin()
         try:
             for number in range(events):
@@ -170,26 +183,33 @@ def _config(blank: Path, run_dir: Path, urls: list[str], disk: Path, staleness: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=100, help="of all runs together")
+    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS)}; all by default")
+    parser.add_argument("--events", type=int, default=100 // len(RUNS), help="of each run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines; runs that passed are not run again")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends all processes
     made = {"seed": options.seed, "commit": commit(), "machine": vars(machine())}
-    passed = True
+    lines = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
+    passed = {line["run"] for line in lines if line.get("passed")}
+    kept = [line for line in lines if line["run"] in passed]
     with options.record.open("w") as record:
-        for name, staleness in RUNS.items():
+        record.writelines(json.dumps(line) + "\n" for line in kept)
+        for name in options.runs or RUNS:
+            if name in passed:
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                for found in faults(Path(folder), options.events // len(RUNS), staleness, options.seed + staleness):
+                for found in faults(Path(folder), options.events, RUNS[name], options.seed + RUNS[name]):
                     line = {"run": name} | found
+                    if "outcome" in found and is_good(found):
+                        passed.add(name)
                     if "outcome" in found:
-                        line |= {"passed": is_good(found)} | made
-                        passed = passed and line["passed"]
+                        line |= {"passed": name in passed} | made
                     # At once, so that an interrupted command leaves what it has seen.
                     record.write(json.dumps(line) + "\n")
                     record.flush()
                     say(json.dumps(line))
-    sys.exit(not passed)
+    sys.exit(not passed.issuperset(options.runs or RUNS))
 
 
 if __name__ == "__main__":

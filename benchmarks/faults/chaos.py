@@ -6,13 +6,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.served import CUT_SECONDS, KINDS, MOMENTS, Served
+from benchmarks.faults.slowdown import Slowdown
 from benchmarks.faults.trainer import RANKS, Trainer
 from benchmarks.harness import BenchmarkError
 
@@ -26,7 +27,8 @@ BEGIN_SECONDS = 600.0
 LONGEST_WAIT = 0.7
 """Before a rank is harmed: about a step, so that it may be at any point of one."""
 TIMES_SLOWER = 3.0
-"""What a start or a step may take, of what it took while nothing was harmed: the machine has other users."""
+"""What a start or a step may take, of what it took while nothing was harmed, on a machine as busy as then."""
+POLL_SECONDS = 0.1
 _HARM = {"stop": STOPPED_SECONDS, "pause": STOPPED_SECONDS, "cut": CUT_SECONDS}
 _TIME_OUTS = 2
 """One for the request under way, and one for the next push to a server that is still out."""
@@ -36,39 +38,71 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds on this machine while nothing is harmed: of a server's start, of a run's until its second step is done,
-    and of a step."""
+    """Seconds on this machine while nothing is harmed: of a run's start until its second step is done, and of a step;
+    and wall time over processor time meanwhile."""
 
-    server: float
     run: float
     step: float
+    slowdown: float
 
-    def limit(self, kind: str) -> float:
+    def limit(self, kind: str, slowdown: float, served: float = 0.0) -> float:
         """Returns the seconds after which a run that an event of this kind befell hangs.
 
-        These are the harm's own, the time-outs that it may cost, and what must be done again. Where a rank was harmed,
-        torchrun may start its ranks in vain, and then itself be started again.
+        These are the harm's own, the time-outs that it may cost, and what must be done again: where a rank was harmed,
+        torchrun may start its ranks in vain, and then itself be started again. A server is started by this benchmark,
+        whose `served` seconds for it are not the run's. `slowdown` is that during the event.
         """
-        starts = self.server if kind == "kill" else 2 * self.run if kind in (*OF_RANKS, "disk") else 0.0
-        return _HARM.get(kind, 0.0) + _TIME_OUTS * SECONDS + TIMES_SLOWER * (starts + _STEPS * self.step)
+        starts = 2 * self.run if kind in (*OF_RANKS, "disk") else 0.0
+        work = TIMES_SLOWER * (starts + _STEPS * self.step) * max(1.0, slowdown / self.slowdown)
+        return _HARM.get(kind, 0.0) + _TIME_OUTS * SECONDS + work + served
+
+
+@dataclass
+class Deadline:
+    """When the run must be whole again after an event, as far as it is known by now."""
+
+    kind: str
+    pace: Pace
+    slowdown: Slowdown
+    served: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds since the event."""
+        return time.monotonic() - self.started
+
+    @property
+    def limit(self) -> float:
+        """Returns those that it may take."""
+        return self.pace.limit(self.kind, self.slowdown.since(self.started), self.served)
+
+    @property
+    def passed(self) -> bool:
+        return self.seconds > self.limit
 
 
 class Chaos:
     """Does harm to a run, event after event, each once the run has overcome the last."""
 
     def __init__(
-        self, servers: Sequence[Served], trainer: Trainer, disk: Path, kinds: Sequence[str], seed: int
+        self,
+        servers: Sequence[Served],
+        trainer: Trainer,
+        disk: Path,
+        kinds: Sequence[str],
+        seed: int,
+        slowdown: Slowdown,
     ) -> None:
         self._servers, self._trainer, self._disk, self._kinds = servers, trainer, disk, kinds
-        self._random = random.Random(seed)
+        self._random, self._slowdown = random.Random(seed), slowdown
 
     def begin(self) -> Pace:
         """Returns the pace of a run that nobody harms, once it has begun."""
-        seconds = self._until_whole(time.monotonic() + BEGIN_SECONDS)
         started = time.monotonic()
-        self._until_whole(started + BEGIN_SECONDS)
-        step = (time.monotonic() - started) / 2
-        return Pace(max(server.start_seconds for server in self._servers), seconds, step)
+        begun = self._until_whole(lambda: time.monotonic() > started + BEGIN_SECONDS)
+        whole = self._until_whole(lambda: time.monotonic() > started + BEGIN_SECONDS)
+        return Pace(begun - started, (whole - begun) / 2, self._slowdown.since(started))
 
     def do(self, number: int, pace: Pace) -> dict[str, Any]:
         """Returns the event, once it was done and overcome. Raises BenchmarkError where that takes too long."""
@@ -76,43 +110,42 @@ class Chaos:
         # Each kind once before any is drawn.
         kind = kinds[number] if number < len(kinds) else self._random.choice(kinds)
         event: dict[str, Any] = {"event": number, "kind": kind}
-        started, limit = time.monotonic(), pace.limit(kind)
-        until = started + limit
+        deadline = Deadline(kind, pace, self._slowdown)
         if kind == "disk":
-            self._fill_disk(until)
+            self._fill_disk(deadline)
         elif kind in OF_RANKS:
             event |= {"rank": self._harm_rank(kind)}
         else:
-            event |= self._harm_server(kind, until)
-        self._until_whole(until)
-        seconds = round(time.monotonic() - started, 1)
-        again = self._trainer.starts - starts
-        return event | {"run_started_again": again, "seconds": seconds, "limit": round(limit, 1)}
+            event |= self._harm_server(kind, deadline)
+        self._until_whole(lambda: deadline.passed)
+        event |= {"seconds": round(deadline.seconds, 1), "limit": round(deadline.limit, 1)}
+        slower = round(self._slowdown.since(deadline.started) / pace.slowdown, 2)
+        return event | {"slowdown": slower, "run_started_again": self._trainer.starts - starts}
 
-    def _until_whole(self, until: float) -> float:
+    def _until_whole(self, passed: Callable[[], bool]) -> float:
         """Waits for two further steps, with a push to every server in each, and starts a run again that has ended.
-        Returns the seconds that it took. Raises BenchmarkError where it is not so by `until`."""
-        started, before = time.monotonic(), None
-        while time.monotonic() < until:
+        Returns when that was. Raises BenchmarkError where it is too late."""
+        before = None
+        while not passed():
             self._trainer.keep()
             last = self._trainer.steps()[-2:]
             step = last[-1]["step"] if last else 0
             before = step if before is None else min(before, step)  # a resumed run drops those after its checkpoint
             if step >= before + 2 and all(record.get("push/servers") == len(self._servers) for record in last):
-                return time.monotonic() - started
-            time.sleep(0.05)
-        raise BenchmarkError(
-            f"not whole again within {until - started:.0f} s; the run said: {self._trainer.output()[-3000:]}"
-        )
+                return time.monotonic()
+            time.sleep(POLL_SECONDS)
+        raise BenchmarkError(f"the run is not whole again in time; it said: {self._trainer.output()[-3000:]}")
 
-    def _harm_server(self, kind: str, until: float) -> dict[str, Any]:
+    def _harm_server(self, kind: str, deadline: Deadline) -> dict[str, Any]:
         server, moment = self._random.choice(self._servers), self._random.choice(MOMENTS)
         server.plan(kind, moment, self._random.randrange(2**16))
-        if not server.done.wait(until - time.monotonic()):
-            raise BenchmarkError(f"no {moment} reached server {server.number} in time")
+        while not server.done.wait(POLL_SECONDS):
+            if deadline.passed:
+                raise BenchmarkError(f"no {moment} reached server {server.number} in time")
         if kind == "kill":
             server.process.wait(SECONDS)
             server.start_again()
+            deadline.served = server.start_seconds
         return {"moment": moment, "server": server.number}
 
     def _harm_rank(self, kind: str) -> int:
@@ -127,7 +160,7 @@ class Chaos:
             os.kill(pid, signal.SIGCONT)
         return rank
 
-    def _fill_disk(self, until: float) -> None:
+    def _fill_disk(self, deadline: Deadline) -> None:
         """Fills the folder of pushes until the run has said so."""
         said = self._trainer.output().count("No space left on device")
         filler = self._disk / "filler"
@@ -136,8 +169,8 @@ class Chaos:
                 with suppress(OSError), filler.open("ab", buffering=0) as file:
                     while True:
                         file.write(bytes(4096))
-                if time.monotonic() > until:
+                if deadline.passed:
                     raise BenchmarkError("a full disk did not end the run in time")
-                time.sleep(0.05)
+                time.sleep(POLL_SECONDS)
         finally:
             filler.unlink()

@@ -7,6 +7,9 @@ from tests.mutants.mutant import Mutant
 ENGINE, TRAINING = "tests/remote/test_engine.py", "tests/remote/test_training.py"
 STREAM = "tests/remote/test_weight_stream.py"
 FAILED_PUSH = f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds"
+ALL_SEEM_TO_FAIL = (
+    "tests/remote/test_fleet.py::test_servers_that_all_seem_to_fail_are_asked_again_where_they_have_the_weights"
+)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -117,6 +120,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "elif out[server.url] is None:",
         "elif server.url:",
         ("tests/remote/test_fleet.py::test_losses_are_counted_once_and_by_step",),
+    ),
+    Mutant(
+        "servers that all fail again and again are asked without end",
+        "archon/remote/engine.py",
+        "            self._tried_again = push.version\n",
+        "",
+        (ALL_SEEM_TO_FAIL,),
+    ),
+    Mutant(
+        "servers that all seem to fail are taken back unverified",
+        "archon/remote/engine.py",
+        "server.verify(replace(push, limits=self._limits(server)))",
+        "self._limits(server)",
+        (ALL_SEEM_TO_FAIL,),
     ),
     Mutant(
         "ranks that are started again take the name of an earlier start",

@@ -83,6 +83,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/rl/test_asynchronous.py::test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once",),
     ),
     Mutant(
+        "failed episodes that no batch has counted are lost with the run",
+        "rl/asynchronous.py",
+        "[*waiting, *(episode.prompt for episode in self._replaced)]",
+        "waiting",
+        ("tests/rl/test_asynchronous.py::test_a_prompt_is_untrained_until_a_batch_has_it_or_counts_its_failure",),
+    ),
+    Mutant(
         "a ratio that is not a number passes the gate",
         "rl/logprob_check.py",
         "if not difference <= limit:",
