@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from archon.checkpoint.native import save_state
 from archon.remote.http import KEY
 from archon.training.metrics import read_jsonl
+from benchmarks.faults import __main__ as command
 from benchmarks.faults.__main__ import faults
 from benchmarks.faults.chaos import ALL_KINDS, SECONDS, STOPPED_SECONDS, TIMES_SLOWER, Pace
 from benchmarks.faults.outcome import is_good, outcome
@@ -174,3 +175,31 @@ def test_a_run_that_is_harmed_trains_each_prompt_once_on_tokens_of_the_weights_t
     (tmp_path / "run" / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     again = found | token_differences(tmp_path / "run", tmp_path / "blank")
     assert again["tokens"] == found["tokens"] and not is_good(again)
+
+
+def test_a_record_keeps_what_was_seen_and_goes_on_with_the_runs_that_have_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    good = counted(a_run(), tmp_path / "good")
+
+    def interrupted(folder: Path, events: int, staleness: int, seed: int) -> Iterator[dict[str, Any]]:
+        made.append(staleness)
+        yield {"event": 0, "kind": "drop"}
+        if made == [0, 2]:
+            raise KeyboardInterrupt
+        yield good | {"staleness": staleness}
+
+    monkeypatch.setattr(command, "faults", interrupted)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    record = tmp_path / "faults.jsonl"
+    monkeypatch.setattr(sys, "argv", ["faults", "--record", str(record)])
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    seen = [("synchronous", None), ("synchronous", True), ("ahead", None)]
+    assert [(line["run"], line.get("passed")) for line in lines] == seen
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    again = [json.loads(line) for line in record.read_text().splitlines()]
+    assert made == [0, 2, 2] and again[:2] == lines[:2] and again[3]["passed"] and not ended.value.code
