@@ -198,7 +198,7 @@ _TABLES = {
         "make test-faults",
         (
             *("two servers, two ranks", "times", "whole again after", "at most", "run resumed", "prompts", "missing"),
-            *("twice", "lost", "tokens", "largest |Δ logprob|", ""),
+            *("twice", "lost", "tokens", "largest Δ logprob", ""),
         ),
         _faults,
     ),
