@@ -12,7 +12,7 @@ from archon.data.config import DatasetConfig
 from archon.data.environments import parse_environment
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
-from archon.remote.config import LaunchConfig, PushConfig
+from archon.remote.config import LaunchConfig, PushConfig, WorkersConfig
 from archon.rl.agent_sampling import AgentSampling
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -49,6 +49,7 @@ class RolloutConfig(StrictModel):
     )
     reward_timeout: float = Field(15.0, gt=0, le=MAX_SECONDS, description="seconds one reward may run")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
+    workers: WorkersConfig | None = Field(None, description="where rewards and agents run; null: on this machine")
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     agent_sampling: AgentSampling = Field(
         "override",
@@ -359,8 +360,8 @@ class RLConfig(StrictModel):
                 f"{self.actor.layout} no process has one; set verify_export=false"
             )
         shared = None if rollout.push is None else rollout.push.folder
-        if rollout.launch is not None and rollout.launch.launcher == "slurm" and shared is None:
+        if rollout.launch is not None and rollout.launch.launcher != "local" and shared is None:
             raise ValueError(
-                "rollout.launch.launcher is slurm, whose servers are on other machines; set rollout.push.folder to a "
-                "folder that all of them share"
+                f"rollout.launch.launcher is {rollout.launch.launcher}, whose servers are on other machines; set "
+                "rollout.push.folder to a folder that all of them share"
             )

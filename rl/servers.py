@@ -80,7 +80,7 @@ def _launched(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]
     own_key()
     root, model = push_root(push), Path(config.actor.path)
     folder = Path(config.run_dir).absolute() / "servers"
-    if launch.launcher == "slurm":
+    if launch.launcher != "local":
         folder = root / "servers"
     if config.actor.init_from_scratch:  # the path holds no weights
         model = folder / "model"

@@ -285,7 +285,9 @@ class RLTrainer(BaseTrainer):
         config, rollout = self.config, self.config.rollout
         require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
-        wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
+        wrapper = AsyncRewardWrapper(
+            config.reward, rollout.reward_timeout, rollout.reward_workers, workers=rollout.workers
+        )
         with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
@@ -302,6 +304,7 @@ class RLTrainer(BaseTrainer):
                 "tokenizer": self.tokenizer,
                 "processor": self.reader,
                 "train_data": config.train_data,
+                "workers": rollout.workers,
             }
             arguments = config.workflow_args if workflow_kwargs is None else workflow_kwargs
             trained = resolve_workflow(workflow, arguments, **offered)
@@ -323,8 +326,9 @@ class RLTrainer(BaseTrainer):
                     self._monitor.close()
                 if isinstance(self.generator, RemoteEngine):
                     self.generator.close()
-                if isinstance(self.rollout.workflow, RolloutWorkflow):  # one may only have its method
-                    self._loop.run_until_complete(self.rollout.workflow.aclose())
+                for opened in (self.rollout.workflow, evaluated):
+                    if isinstance(opened, RolloutWorkflow):  # one may only have its method
+                        self._loop.run_until_complete(opened.aclose())
 
     def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
         """Returns the rows of `train_data` or `eval_data`; none where it is not configured."""

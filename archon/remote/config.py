@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from archon.schema.config import MAX_SECONDS, StrictModel
 
@@ -39,6 +39,10 @@ class PushConfig(StrictModel):
     )
 
 
+Resources = dict[str, Annotated[float, Field(ge=0)]]
+"""Amounts by Ray's names, such as CPU and GPU."""
+
+
 class LaunchConfig(StrictModel):
     """Inference servers that the run starts, watches, restarts and ends."""
 
@@ -48,11 +52,45 @@ class LaunchConfig(StrictModel):
     command: list[str] | None = Field(
         None, description="the program, such as [path/to/vllm, serve]; null: archon serve, vllm serve, or sglang's"
     )
-    launcher: Literal["local", "slurm"] = Field(
-        "local", description="local: processes on this machine; slurm: a job each, submitted by sbatch"
+    launcher: Literal["local", "ray", "slurm"] = Field(
+        "local",
+        description="local: processes on this machine; ray: an actor each, on the nodes of the cluster at "
+        "RAY_ADDRESS; slurm: a job each, submitted by sbatch",
+    )
+    resources: Resources | None = Field(
+        None, description="launcher ray: what a server takes of its node, by Ray's names, such as {GPU: 1}; null: a CPU"
     )
     sbatch: list[str] = Field(default_factory=list, description="options of sbatch, such as --partition=gpu")
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="until a server must have completed one token")
     restarts: int = Field(
         3, ge=0, description="starts in a row, without a push that succeeded, after which a server is given up"
     )
+
+    @model_validator(mode="after")
+    def _options_are_of_the_launcher(self) -> LaunchConfig:
+        for name, launcher in (("resources", "ray"), ("sbatch", "slurm")):
+            if getattr(self, name) and self.launcher != launcher:
+                raise ValueError(f"{name} is set, which is of launcher {launcher}, and launcher is {self.launcher}")
+        return self
+
+
+class WorkersConfig(StrictModel):
+    """Where rewards and agents run."""
+
+    kind: Literal["local", "ray"] = Field(
+        "local",
+        description="local: rewards in processes of this machine, agents on the trainer's event loop; ray: both in "
+        "workers on the nodes of the cluster at RAY_ADDRESS, except rewards that are async",
+    )
+    agents: int = Field(8, ge=1, le=4096, description="kind ray: agent workers, each a process")
+    runs: int = Field(1, ge=1, le=4096, description="kind ray: runs of an agent at once in one such worker")
+    resources: Resources | None = Field(
+        None, description="kind ray: what a worker takes of its node, by Ray's names; null: a CPU"
+    )
+
+    @model_validator(mode="after")
+    def _options_are_of_the_kind(self) -> WorkersConfig:
+        given = sorted(self.model_fields_set - {"kind"})
+        if self.kind == "local" and given:
+            raise ValueError(f"{given[0]} is set, which is of kind ray, and kind is local")
+        return self

@@ -364,9 +364,14 @@ class RemoteEngine:
     def _change_members(self) -> None:
         """Makes joined and left servers those of every rank."""
         joining, self._joining = self._joining, []
-        able, leaving = self._world.broadcast_json(
-            lambda: ([url for url in joining if self._connects(url)], sorted(self._leaving))
+        urls, able, leaving = self._world.broadcast_json(
+            lambda: (
+                [server.url for server in self.servers],
+                [url for url in joining if self._connects(url)],
+                sorted(self._leaving),
+            )
         )
+        self._move(urls)
         for url in able:
             if self.reach is not None and all(server.url != url for server in self.servers):
                 joined = self.reach(url)
@@ -376,6 +381,12 @@ class RemoteEngine:
         staying = [server for server in self.servers if server.url not in leaving or server.url in able]
         if staying:
             self.servers[:] = staying
+
+    def _move(self, urls: Sequence[str]) -> None:
+        """Follows servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
+        for server, url in zip(self.servers, urls, strict=True):
+            if server.url != url:
+                server.move(url)
 
     def _connects(self, url: str) -> bool:
         try:
@@ -387,14 +398,15 @@ class RemoteEngine:
     def _wait_for_one(self) -> None:
         """Waits until a server is back, on every rank; at most `patience`."""
 
-        def states() -> list[tuple[str, int | None, str | None]]:
+        def states() -> list[tuple[str, str, int | None, str | None]]:
             until = time.monotonic() + self.patience
             while time.monotonic() < until and all(server.failure is not None for server in self.servers):
                 time.sleep(POLL_SECONDS)
-            return [(server.model, server.version, server.failure) for server in self.servers]
+            return [(server.url, server.model, server.version, server.failure) for server in self.servers]
 
         found = self._world.broadcast_json(states)
-        for server, (model, version, failure) in zip(self.servers, found, strict=True):
+        self._move([url for url, *_ in found])
+        for server, (_, model, version, failure) in zip(self.servers, found, strict=True):
             if failure is None and version is not None:
                 server.accept(model, version)
 

@@ -1,8 +1,9 @@
-"""Runs a server that must not outlive its trainer:  python keeper.py [--heartbeat FILE SECONDS] -- COMMAND …
+"""Runs a server that must not outlive its trainer: keeper.py [--apart | --heartbeat FILE SECONDS] -- COMMAND …
 
 Standard input is a pipe whose other end the trainer holds. When the trainer ends, also by kill -9, the pipe closes, and
-the command's process group is ended. On another machine a file that the trainer touches takes the pipe's place. This
-file is run by its path, and needs nothing but Python.
+the command's process group is ended. Elsewhere a file that the trainer touches takes the pipe's place, or an actor
+of Ray holds the pipe for the trainer: Ray kills the actor's children first, before they can end theirs, so
+that the keeper is a child of nobody's (`--apart`). This file is run by its path, and needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def main(arguments: list[str]) -> int:
     killed."""
     split = arguments.index("--")
     options, command = arguments[:split], arguments[split + 1 :]
+    if options == ["--apart"]:
+        if (own := os.fork()) != 0:
+            return _status(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]))
+        os.setsid()
     heartbeat = (Path(options[1]), float(options[2])) if options[:1] == ["--heartbeat"] else None
     stopped: list[int] = []
 
@@ -67,7 +72,10 @@ def _end(child: subprocess.Popen[bytes]) -> int:
             child.wait(seconds)
         except subprocess.TimeoutExpired:
             pass
-    code = child.wait()
+    return _status(child.wait())
+
+
+def _status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 

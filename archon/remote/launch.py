@@ -15,6 +15,7 @@ from archon.remote.connect import SHARED_MEMORY
 from archon.remote.engine import RemoteEngine
 from archon.remote.http import CONNECT_SECONDS, Http
 from archon.remote.launcher import Command, LocalHandle, ServerHandle, stop_all
+from archon.remote.ray_servers import RayHandle
 from archon.remote.server import RemoteServer
 from archon.remote.slurm import SlurmHandle
 from archon.schema.errors import ConfigError, RolloutError, UserError
@@ -77,12 +78,18 @@ class LaunchedServers:
         """Ends all servers."""
         self._closing.set()
         if self._watcher is not None:
-            self._watcher.join(self.config.seconds)
+            self._watcher.join(5 * WATCH_SECONDS)
+            if self._watcher.is_alive():
+                stop_all(self.handles)  # one that it starts may wait for a place in a cluster
+                self._watcher.join(self.config.seconds)
         stop_all(self.handles)
 
     def _handle(self, name: str) -> ServerHandle:
-        if self.config.launcher == "slurm":
-            return SlurmHandle(name, self.command, self.folder, self.config.sbatch, self.config.seconds)
+        config = self.config
+        if config.launcher == "ray":
+            return RayHandle(name, self.command, self.folder, config.resources, config.seconds)
+        if config.launcher == "slurm":
+            return SlurmHandle(name, self.command, self.folder, config.sbatch, config.seconds)
         return LocalHandle(name, self.command, self.folder)
 
     def _begin(self, handle: ServerHandle) -> None:
@@ -130,11 +137,11 @@ class LaunchedServers:
         if end is not None:
             self.log(f"{handle.name} is started again: {end.splitlines()[0]}")
             old = handle.url
-            self._begin(handle)
-            if handle.url != old:
-                engine.join(handle.url)
-                engine.leave(old)
-                return
+            try:
+                self._begin(handle)
+            finally:
+                if handle.url != old:
+                    server.move(handle.url)
         if engine.bring_back(server):
             handle.fruitless = 0
             self.log(f"{handle.name} is back, with the weights of version {server.version}")

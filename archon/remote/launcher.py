@@ -111,20 +111,28 @@ class ServerHandle(ABC):
 
 @dataclass(eq=False)
 class LocalHandle(ServerHandle):
-    """A process of this machine with a keeper, which ends it when this process ends, however that happens."""
+    """A process of this machine with a keeper, which ends it when this process ends, however that happens.
+
+    Attributes:
+        host: the address of this machine at which it listens.
+        apart: whether the keeper must be no child of this process, as whatever ends that kills its children.
+    """
 
     name: str
     command: Command
     folder: Path
+    host: str = "127.0.0.1"
+    apart: bool = False
     url: str = ""
     started: float = 0.0
     fruitless: int = 0
     _keeper: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def _start(self) -> None:
-        port = self.url.rpartition(":")[2] or str(_free_port())
-        self.url = f"http://127.0.0.1:{port}"
-        program = [sys.executable, keeper.__file__, "--", *self.command.at("127.0.0.1", port)]
+        port = self.url.rpartition(":")[2] or str(_free_port(self.host))
+        self.url = f"http://{self.host}:{port}"
+        options = ["--apart"] if self.apart else []
+        program = [sys.executable, keeper.__file__, *options, "--", *self.command.at(self.host, port)]
         with self._log.open("ab") as log:
             self._keeper = subprocess.Popen(
                 program,
@@ -167,9 +175,9 @@ def log_end(path: Path) -> str:
         return f"(no log: {error})"
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((host, 0))
         port: int = free.getsockname()[1]
         return port
 

@@ -78,6 +78,11 @@ class RemoteServer:
     def url(self) -> str:
         return self.http.url
 
+    def move(self, url: str) -> None:
+        """Makes `url` that of the server, which was started anew elsewhere and has no weights of the trainer's."""
+        self.http, self.version, self.verified = Http(url), None, set()
+        self.failure = self.failure or f"{url} awaits its first push"
+
     async def generate(self, sampling: Sampling, seconds: float) -> Answer:
         """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it.
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from archon.schema.errors import ConfigError
 COMMAND_SECONDS = 60.0
 HEARTBEAT_SECONDS = 120.0
 """A job ends itself when the trainer has not touched its heartbeat for so long."""
+BEAT_SECONDS = 10.0
 QUEUE_SECONDS = 10.0
 _PORTS = "20000 + SLURM_JOB_ID % 20000"
 
@@ -63,11 +65,14 @@ class SlurmHandle(ServerHandle):
         self._job: str | None = None
         self._asked = 0.0
         self._state = ""
+        self._over = threading.Event()
 
     def _start(self) -> None:
         path, url = self._folder / f"{self.name}.sh", self._folder / f"{self.name}.url"
         url.unlink(missing_ok=True)
-        (self._folder / "heartbeat").touch()
+        self._over = threading.Event()
+        self._beat()
+        threading.Thread(target=self._keep_beating, args=[self._over], name=f"archon-{self.name}", daemon=True).start()
         path.write_text(script(self.name, self._command, self._folder, self._options))
         job = _run(["sbatch", "--parsable", str(path)], self._command.environment)
         self._job, self._asked = job.strip().partition(";")[0], time.monotonic()
@@ -79,8 +84,18 @@ class SlurmHandle(ServerHandle):
             time.sleep(0.2)
         self.url = url.read_text().strip()
 
-    def ended(self) -> str | None:
+    def _beat(self) -> None:
         (self._folder / "heartbeat").touch()
+
+    def _keep_beating(self, over: threading.Event) -> None:
+        """Touches the heartbeat also while nobody watches: before the first push, and during long ones."""
+        while not over.wait(BEAT_SECONDS):
+            try:
+                self._beat()
+            except OSError:  # of a shared folder that cannot be reached for a moment
+                continue
+
+    def ended(self) -> str | None:
         if self._job is None:
             return None
         if time.monotonic() - self._asked > QUEUE_SECONDS:
@@ -92,6 +107,7 @@ class SlurmHandle(ServerHandle):
         return f"job {self._job} ({self.name}) is no longer in Slurm's queue; the end of {log}:\n{log_end(log)}"
 
     def stop(self) -> None:
+        self._over.set()
         if self._job is not None:
             _run(["scancel", self._job], {}, fails=True)
             self._job = None

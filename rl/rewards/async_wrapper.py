@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
+from archon.remote.config import WorkersConfig
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
-from archon.rl.rewards.pool import Outcome, RewardCall, WorkerPool
+from archon.rl.rewards.pool import WorkerPool
+from archon.rl.rewards.ray_pool import RayPool
 from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
@@ -40,6 +42,8 @@ class AsyncRewardWrapper:
         timeout_seconds: limit of the execution of one call.
         max_workers: limit of concurrent processes; by default the number of CPUs, at most 8. They start on demand.
         max_retries: how often a call that fails is made again, each time with the whole time limit.
+        workers: where the processes are; by default on this machine. One of another node that is lost with the node, or
+            with what holds it there, costs its sample as one that died.
 
     Raises:
         RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
@@ -54,6 +58,7 @@ class AsyncRewardWrapper:
         timeout_seconds: float = _SECONDS,
         max_workers: int | None = None,
         max_retries: int = 0,
+        workers: WorkersConfig | None = None,
     ) -> None:
         if isinstance(reward_fn, type(self)):  # `reward_fn is self`, from __new__
             self._require_own_limits(timeout_seconds, max_workers, max_retries)
@@ -81,11 +86,14 @@ class AsyncRewardWrapper:
             name for name in ARGUMENTS[2:] if name in parameters and parameters[name].default is inspect.Parameter.empty
         ]
         self._function = function
-        self._pool: WorkerPool | None = None
+        self._pool: WorkerPool | RayPool | None = None
         if is_async:
             return
-        frame = _setup_frame(function, self.name)
-        self._pool = WorkerPool(frame, self.name, self.timeout_seconds, self._max_workers)
+        frame = setup_frame(function, self.name)
+        if workers is not None and workers.kind == "ray":
+            self._pool = RayPool(frame, self.name, self.timeout_seconds, self._max_workers, workers)
+        else:
+            self._pool = WorkerPool(frame, self.name, self.timeout_seconds, self._max_workers)
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
@@ -153,16 +161,16 @@ class AsyncRewardWrapper:
             ) from error
         return as_reward(value, self.name)
 
-    async def _run_in_pool(self, pool: WorkerPool, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+    async def _run_in_pool(
+        self, pool: WorkerPool | RayPool, arguments: tuple[Any, ...], data: dict[str, Any]
+    ) -> Reward:
         try:
             frame = pickle.dumps((arguments, data), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise RewardError(
                 f"an argument of reward {self.name} cannot be sent to another process: {error}"
             ) from error
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pool.submit(RewardCall(frame, future))
-        outcome = await future
+        outcome = await pool.run(frame)
         if isinstance(outcome, RewardError):
             raise outcome
         return outcome
@@ -195,7 +203,7 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _setup_frame(function: Callable[..., Any], name: str) -> bytes:
+def setup_frame(function: Callable[..., Any], name: str) -> bytes:
     """Returns the frame that a worker loads the function from; it names the user's script where that defines it."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)

@@ -36,7 +36,7 @@ from archon.schema.errors import RewardError
 Item = TypeVar("Item")
 Outcome = Reward | RewardError
 
-_START_SECONDS = 120.0  # to import the reward's module; calls have not started and do not time out meanwhile
+START_SECONDS = 120.0  # to import the reward's module; calls have not started and do not time out meanwhile
 _MAX_FAILED_STARTS = 3  # in a row, after which the reward is considered broken
 _AHEAD_SECONDS, _AHEAD_CALLS = 0.004, 32  # the most work that is sent to a worker ahead of time, to save round trips
 _READ_BYTES = 1 << 16
@@ -101,6 +101,12 @@ class WorkerPool:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=f"rewards of {name}", daemon=True)
         self._thread.start()
+
+    async def run(self, frame: bytes) -> Outcome:
+        """Returns the outcome of one call, whose pickled arguments `frame` is."""
+        call = RewardCall(frame, asyncio.get_running_loop().create_future())
+        self.submit(call)
+        return await call.future
 
     def submit(self, call: RewardCall) -> None:
         """Queues a call, from any thread; its outcome is delivered once, even if the pool is closed meanwhile."""
@@ -218,7 +224,7 @@ class WorkerPool:
                 self._remove(worker, failure)
             else:
                 self._remove(worker, None)
-                self._start_failed(f"not loaded after {_START_SECONDS:g} s")
+                self._start_failed(f"not loaded after {START_SECONDS:g} s")
 
     def _worker_died(self, worker: _Worker) -> None:
         """Handles a worker that closed its end of the socket; its exit code says how it died."""
@@ -310,7 +316,7 @@ class WorkerPool:
         finally:
             theirs.close()
         ours.setblocking(False)
-        worker = _Worker(process, ours, deadline=time.monotonic() + _START_SECONDS)
+        worker = _Worker(process, ours, deadline=time.monotonic() + START_SECONDS)
         worker.unsent += LENGTH.pack(len(self._setup)) + self._setup
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)

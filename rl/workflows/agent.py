@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,13 +17,14 @@ from archon.data.pictures import PictureReader
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.remote.clients import http_client, require_package
+from archon.remote.clients import require_package
+from archon.remote.config import WorkersConfig
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.logprob_check import cut_fields
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
 from archon.rl.trajectories import trajectory_tensors, with_temperatures
-from archon.rl.workflow_row import copy_containers
+from archon.rl.workflows.agent_runs import Agent, AgentFailure, make_runs
 from archon.rl.workflows.base import SamplingWorkflow
 from archon.schema.errors import ConfigError, RolloutError
 from archon.schema.lazy import import_dotted
@@ -32,12 +33,6 @@ from archon.serve.tool_calls import tool_format
 
 if TYPE_CHECKING:
     from archon.serve.server import AgentServer
-
-
-class Agent(Protocol):
-    """An object whose `run` returns the episode's reward, or rewards by completion id."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
 
 
 class ProcessAgent:
@@ -86,10 +81,12 @@ class AgentWorkflow(SamplingWorkflow):
     clients need the URL without its /v1), and `http_client`, an `httpx.AsyncClient` for `AsyncOpenAI`. It runs on the
     trainer's event loop, which a blocking call would stop, generation included: use asynchronous clients, or
     `ProcessAgent`. Sampling parameters that a request does not set are those of `gconfig`; those that it sets are
-    subject to `rollout.agent_sampling`, except in an evaluation.
+    subject to `rollout.agent_sampling`, except in an evaluation. With `workers` on other nodes it runs there, and the
+    server listens where they reach it.
 
     A number is the episode's reward, for each of its branches; a dictionary rewards the completions that it names. An
-    agent that raises, times out or returns no finite number costs that sample, and is counted by kind. Answers that it
+    agent that raises, times out, is lost with its worker or returns no finite number costs that sample, and is counted
+    by kind. Answers that it
     breaks off while they are sampled are not trained, and are counted.
 
     Args:
@@ -102,6 +99,7 @@ class AgentWorkflow(SamplingWorkflow):
         tool_call_parser: name of the format in which the model calls tools, such as `hermes`; None: that of its chat
             template.
         processor: reads the pictures that the agent sends; None for a model that sees none.
+        workers: where the agent runs; None: here.
     """
 
     def __init__(
@@ -114,6 +112,7 @@ class AgentWorkflow(SamplingWorkflow):
         timeout_seconds: float = 600.0,
         tool_call_parser: str | None = None,
         processor: PictureReader | None = None,
+        workers: WorkersConfig | None = None,
     ) -> None:
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1 or not timeout_seconds > 0:
             raise ConfigError(
@@ -126,7 +125,12 @@ class AgentWorkflow(SamplingWorkflow):
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
         tool_format(tokenizer, tool_call_parser)  # refuses an unknown name before the run starts
-        self._serving = Serving(tokenizer, tool_call_parser, processor)
+        self._runs = make_runs(self.agent, workers)
+        self._serving = Serving(tokenizer, tool_call_parser, processor, self._runs.host)
+
+    async def aclose(self) -> None:
+        """Ends the agent's workers."""
+        await self._runs.close()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
@@ -156,13 +160,8 @@ class AgentWorkflow(SamplingWorkflow):
         one = self.gconfig.model_copy(update={"n_samples": 1})
         policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index), policy)
-        limit = asyncio.timeout(self.timeout_seconds)
         try:
-            # The cost of a connection pool grows with the square of its connections, so each run has its own.
-            async with http_client() as client, limit:
-                reward = await self.agent.run(
-                    copy_containers(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
-                )
+            reward = await self._runs.run(data, base_url, session.key, self.timeout_seconds)
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)
         except ConfigError:
@@ -170,11 +169,7 @@ class AgentWorkflow(SamplingWorkflow):
         except Exception as error:
             if session.refusal is not None:
                 raise session.refusal from error  # it requested sampling parameters that cannot be trained on
-            if limit.expired():
-                late = TimeoutError(f"the agent ran longer than {self.timeout_seconds:g} s and was canceled")
-                workflow_context.drop("agent_timeout", late)
-            else:
-                workflow_context.drop(_kind(error), error)
+            workflow_context.drop(_kind(error), error)
             return []
         finally:
             server.sessions.close(session)
@@ -203,7 +198,7 @@ def _kind(error: Exception) -> str:
         return f"reward_{error.kind}"
     if isinstance(error, InvalidRewardError):
         return f"reward_{RewardInvalid.kind}"
-    return error.kind if isinstance(error, UnusableAnswerError) else "agent_raised"
+    return error.kind if isinstance(error, UnusableAnswerError | AgentFailure) else "agent_raised"
 
 
 def credit(session: Session, reward: float | Mapping[str, float]) -> None:
@@ -233,9 +228,14 @@ class Serving:
     """A server that all running episodes share; it is closed when the last of them ends."""
 
     def __init__(
-        self, tokenizer: Any, tool_call_parser: str | None = None, reader: PictureReader | None = None
+        self,
+        tokenizer: Any,
+        tool_call_parser: str | None = None,
+        reader: PictureReader | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self._tokenizer, self._tool_call_parser, self._reader = tokenizer, tool_call_parser, reader
+        self._host = host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._users = 0
@@ -269,4 +269,4 @@ class Serving:
         limits = Limits(body_bytes=1 << 30, sessions=n, calls_per_session=n, requests=n, session_idle_seconds=math.inf)
         token, parser = secrets.token_urlsafe(), self._tool_call_parser
         server = AgentServer(self._tokenizer, token=token, limits=limits, tool_call_parser=parser, reader=self._reader)
-        return server, await server.start()
+        return server, await server.start(self._host)

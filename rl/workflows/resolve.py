@@ -44,7 +44,8 @@ def resolve_workflow(
     found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), further)
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         given = {name: arguments[name] for name in ("gconfig", "tokenizer")}
-        return AgentWorkflow(_constructed(found, further, {}), **given, processor=arguments.get("processor"))
+        processor, workers = arguments.get("processor"), arguments.get("workers")
+        return AgentWorkflow(_constructed(found, further, {}), **given, processor=processor, workers=workers)
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from archon.remote.config import PushConfig
+from archon.remote.config import LaunchConfig, PushConfig
 from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
+from archon.remote.launch import LaunchedServers
+from archon.remote.launcher import Command, ServerHandle
 from archon.schema.errors import RolloutError
 from tests.remote.test_engine import Weights, ask, request
 from tests.remote.twin import VLLMTwin
@@ -49,6 +51,43 @@ def test_servers_join_at_a_push_and_leave_at_once(fleet: Any, twin: Callable[...
     assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in expected]
     engine.update_weights(weights)
     assert [server.url for server in engine.servers] == [second.url] and first.weight_version == "1"
+
+
+def test_the_only_server_is_started_anew_elsewhere_while_answers_wait(
+    fleet: Any, twin: Callable[..., VLLMTwin], tmp_path: Path
+) -> None:
+    first, second = twin(), twin()
+    engine, weights = fleet(first)
+    expected = ask(engine, request(1))
+    handle = Elsewhere(first, second)
+    launched = LaunchedServers(LaunchConfig(seconds=60), Command([], {}), tmp_path, handles=[handle])
+    launched.watch(engine)
+    try:
+        first.stop()
+        (answer,) = ask(engine, request(1))
+        assert answer.output_tokens == expected[0].output_tokens
+        assert engine.servers[0].url == second.url and second.weight_version == "0"
+        engine.update_weights(weights)
+        assert second.weight_version == "1" and engine.push_metrics["push/servers"] == 1
+    finally:
+        launched.close()
+
+
+class Elsewhere(ServerHandle):
+    """A server that is another one once it is started again."""
+
+    def __init__(self, first: VLLMTwin, second: VLLMTwin) -> None:
+        super().__init__("server-0")
+        self.url, self._second = first.url, second
+
+    def _start(self) -> None:
+        self.url = self._second.url
+
+    def ended(self) -> str | None:
+        return None
+
+    def stop(self) -> None:
+        """Does nothing: the test ends both."""
 
 
 def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(

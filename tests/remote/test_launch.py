@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from archon.remote import keeper
 from archon.remote.config import LaunchConfig
@@ -22,6 +24,9 @@ from archon.remote.slurm import SlurmHandle, script
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError
+from archon.training.metrics import read_jsonl
+from tests.rl.conftest import small_run
+from tests.test_readme import ROOT, shown
 from tests.tolerances import FIRST_RATIO_FP32
 
 WEB = Command([sys.executable, "-m", "http.server", "{port}", "--bind", "{host}"], {"MARK": "a 'quoted' value"})
@@ -156,8 +161,22 @@ def test_servers_as_jobs_of_slurm(slurm: Path, tmp_path: Path, monkeypatch: pyte
     done = [line.split()[0] for line in slurm.read_text().splitlines()]
     assert done[0] == "sbatch" and done[-1] == "scancel" and "squeue" in done
     # A trainer that is gone touches no heartbeat: the job ends by itself.
-    (url,) = LaunchedServers(config, WEB, folder).open()
+    left = LaunchedServers(config, WEB, folder)
+    (url,) = left.open()
+    left.handles[0]._over.set()  # type: ignore[attr-defined]
     os.utime(folder / "heartbeat", (0, 0))
+    wait_for(lambda: not Http(url).listens())
+
+
+def test_a_job_lives_on_while_nobody_watches_it(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the first push and during a long one."""
+    monkeypatch.setattr("archon.remote.slurm.HEARTBEAT_SECONDS", 2.0)
+    monkeypatch.setattr("archon.remote.slurm.BEAT_SECONDS", 0.2)
+    launched = LaunchedServers(LaunchConfig(launcher="slurm", seconds=60), WEB, tmp_path)
+    (url,) = launched.open()
+    time.sleep(4)
+    assert Http(url).listens()
+    launched.close()
     wait_for(lambda: not Http(url).listens())
 
 
@@ -172,6 +191,28 @@ def test_without_slurm_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="launcher is slurm, and there is no sbatch on PATH"):
         LaunchedServers(LaunchConfig(launcher="slurm"), WEB, tmp_path).open()
+
+
+@pytest.mark.slow
+def test_the_command_of_the_guide_trains_on_jobs_of_slurm(slurm: Path, blank: Path, tmp_path: Path) -> None:
+    lines = shown("slurm", ROOT / "rl" / "README.md", "bash").replace("\\\n", "").replace("/shared/me", str(tmp_path))
+    program, *arguments = shlex.split(lines.replace("vllm, count: 8", "archon, count: 2, args: [device=cpu]"))
+    run = small_run(blank, tmp_path / "run") | {"generator": None, "total_steps": 2}
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(run))
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["push/servers"] == 2
+    asked = [line.split()[0] for line in slurm.read_text().splitlines()]
+    assert asked.count("sbatch") == 2 and asked.count("scancel") == 2
+    assert "#SBATCH --gres=gpu:1\n" in (tmp_path / "pushes" / "servers" / "server-1.sh").read_text()
 
 
 @pytest.mark.slow

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,8 @@ from archon.rl.weight_sync import PushedWeights
 from archon.schema.config import EngineConfig
 from archon.training.metrics import read_jsonl
 from tests.real_model import SMOLLM2
-from tests.vllm.server import VLLMServer
+from tests.test_readme import ROOT, shown
+from tests.vllm.server import RELEASE, VLLMServer, environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 MakeConfig = Callable[..., RLConfig]
@@ -183,3 +188,27 @@ def test_the_stale_head_of_tied_embeddings_is_noticed(
     trainer = RLTrainer(rl_config(broken, actor={"path": str(checkpoint), "optimizer": {"lr": 1e-2}}))
     with trainer.opened(), pytest.raises(NoServerError, match=r"scores the tokens of a probe .* push of version 1"):
         trainer.train_step()
+
+
+def test_the_ten_lines_of_the_guide(checkpoint: Path, tmp_path: Path) -> None:
+    """The second command, with a tiny model, the arithmetic set and few answers; the first one made the environment."""
+    guide = ROOT / "rl" / "README.md"
+    text, commands = shown("vllm-run", guide, "yaml"), shown("vllm-commands", guide, "bash").splitlines()
+    assert len(text.splitlines()) + len(commands) <= 10 and RELEASE in commands[0]
+    (tmp_path / "rl.yaml").write_text(text.replace("MODEL", str(checkpoint)))
+    (tmp_path / "vllm").symlink_to(environment())
+    _, *arguments = shlex.split(commands[1])
+    smaller = ["total_steps=2", "gconfig.max_new_tokens=8", "rollout.prompts_per_step=4", "train_data.path=arithmetic"]
+    smaller += ["reward=exact_match", "actor.device=cpu", "rollout.reward_workers=1"]
+    smaller += ["rollout.launch.args=[--max-model-len=512,--max-num-seqs=16,--enforce-eager]"]
+    needed = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-m", "archon", *arguments, *smaller],
+        cwd=tmp_path,
+        env=os.environ | needed | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = read_jsonl(tmp_path / "runs" / "vllm" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["push/servers"] == 1

@@ -1,0 +1,89 @@
+"""Reward processes on the nodes of a Ray cluster: each is held by an actor, whose pool of one enforces the time-out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from archon.remote.config import WorkersConfig
+from archon.rl.ray_workers import RayWorkers, WorkerActor, WorkerLostError, WorkersBrokenError
+from archon.rl.rewards.pool import START_SECONDS, Outcome, WorkerPool
+from archon.rl.rewards.result import (
+    Reward,
+    RewardCrashed,
+    RewardFailure,
+    RewardInvalid,
+    RewardRaised,
+    RewardTimeout,
+)
+from archon.schema.errors import RewardError
+
+_SLACK_SECONDS = 30.0
+_FAILURES: dict[str, type[RewardFailure]] = {
+    failure.kind: failure for failure in (RewardTimeout, RewardCrashed, RewardInvalid)
+}
+
+
+class RewardActor(WorkerActor):
+    """Holds one reward process on its node."""
+
+    def __init__(self, path: Sequence[str], setup: bytes, name: str, timeout_seconds: float) -> None:
+        super().__init__(path)
+        self._pool = WorkerPool(setup, name, timeout_seconds, max_workers=1)
+
+    async def run(self, call: bytes) -> bytes:
+        """Returns the outcome of one call as JSON."""
+        return packed(await self._pool.run(call))
+
+
+class RayPool:
+    """Runs one function in `max_workers` processes on the nodes of a cluster; as `WorkerPool`, whose arguments it has.
+
+    A call that has no outcome, as its node is cut off or its actor hangs, fails `_SLACK_SECONDS` after the time in
+    which it could have been executed, that of a process's start included.
+    """
+
+    def __init__(
+        self, setup: bytes, name: str, timeout_seconds: float, max_workers: int, config: WorkersConfig
+    ) -> None:
+        self.name = name
+        self._seconds = START_SECONDS + timeout_seconds + _SLACK_SECONDS
+        arguments = (setup, name, timeout_seconds)
+        self._workers = RayWorkers(RewardActor, arguments, config, max_workers, 1, f"reward {name}")
+
+    async def run(self, frame: bytes) -> Outcome:
+        """Returns the outcome of one call, whose pickled arguments `frame` is."""
+        try:
+            return unpacked(await self._workers.run(frame, self._seconds))
+        except WorkerLostError as error:
+            return RewardCrashed(str(error))
+        except TimeoutError:
+            return RewardCrashed(f"a worker of reward {self.name} did not answer within {self._seconds:g} s")
+        except WorkersBrokenError as error:
+            return RewardError(str(error))
+
+    def close(self) -> None:
+        """Ends the processes; calls without an outcome fail."""
+        self._workers.close()
+
+
+def packed(outcome: Outcome) -> bytes:
+    """Returns an outcome as JSON."""
+    if isinstance(outcome, Reward):
+        return json.dumps({"total": float(outcome), "parts": outcome.parts}).encode()
+    kind = outcome.kind if isinstance(outcome, RewardFailure) else None
+    notes = "\n".join(getattr(outcome, "__notes__", []))
+    return json.dumps({"kind": kind, "text": str(outcome), "notes": notes}).encode()
+
+
+def unpacked(answer: bytes) -> Outcome:
+    """Returns the outcome that `packed` made JSON of."""
+    found = json.loads(answer)
+    if "total" in found:
+        return Reward(found["total"], found["parts"])
+    if found["kind"] == RewardRaised.kind:
+        return RewardRaised(found["text"], found["notes"])
+    error = _FAILURES.get(found["kind"], RewardError)(found["text"])
+    if found["notes"]:
+        error.add_note(found["notes"])
+    return error
