@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from archon.checkpoint.hf_io import load_tokenizer
-from archon.data.picture_rows import open_reader
+from archon.data.picture_rows import IMAGE, open_reader
 from archon.data.pictures import PROCESSOR_FILE, PictureReader
 from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
@@ -241,7 +241,23 @@ class RewardProbe:
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
-    """Writes config.json, generation_config.json and the tokenizer, without weights."""
+    """Writes config.json, generation_config.json, the tokenizer, and of a model that sees its image processor, without
+    weights."""
+    recipe = config.tokenizer
+    tokenizer = make_tokenizer(recipe)
+    image = _write_config(config, tokenizer, path)
+    if recipe.kind == "bpe":
+        if recipe.train_data is None:
+            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
+        rows = load_rows(recipe.train_data, "rl", None, None if image is None else PictureReader(path, image))
+        texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row["answer"]))]
+        tokenizer = make_tokenizer(recipe, texts)
+        _write_config(config, tokenizer, path)
+    tokenizer.save_pretrained(path)
+
+
+def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageFormat | None:
+    """Writes what depends on the tokenizer's size and special tokens alone. Returns what an image is to the model."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -250,19 +266,12 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
 
     spec = get_model_spec(config.model_type)  # raises for an unknown family
     recipe = config.tokenizer
-    texts: list[str] = []
-    if recipe.kind == "bpe":
-        if recipe.train_data is None:
-            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
-        rows = load_rows(recipe.train_data, "rl", None)
-        texts = [text for row in rows for text in (row["prompt"], str(row["answer"]))]
-    tokenizer = make_tokenizer(recipe, texts)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     sizes = {"vocab_size": len(tokenizer)} | ids
     if recipe.images:
         values = {"architectures": [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]], "dtype": "float32"}
-        begin, image, end = tokenizer.convert_tokens_to_ids([*PICTURE])
-        values |= {"vision_start_token_id": begin, "image_token_id": image, "vision_end_token_id": end}
+        begin, image_token, end = tokenizer.convert_tokens_to_ids([*PICTURE])
+        values |= {"vision_start_token_id": begin, "image_token_id": image_token, "vision_end_token_id": end}
         values |= config.hf_config | {"text_config": sizes | config.hf_config.get("text_config", {})}
     else:
         architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -283,9 +292,9 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
         )
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
-    tokenizer.save_pretrained(path)
     if image is not None:
         (path / PROCESSOR_FILE).write_text(json.dumps(_image_processor(image), indent=2) + "\n")
+    return image
 
 
 def _image_processor(image: ImageFormat) -> dict[str, Any]:

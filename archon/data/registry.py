@@ -52,6 +52,8 @@ MADE = ("arithmetic", "shapes")
 """Datasets that are made from a seed, and read from no files."""
 PICTURED = ("clevr_count_70k", "geometry3k", "shapes")
 """Datasets with pictures."""
+WITH_SUBSETS = ("shapes",)
+"""Named datasets whose loaders know `subset`."""
 
 
 def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
@@ -123,7 +125,8 @@ def get_custom_dataset(
         system_prompt: Prepended to conversations without a system message.
         instruction: Appended to the last user message. For RL on gsm8k the default asks for a boxed answer.
         max_length: Drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
-        subset: The configuration of a hub dataset that has several; not for other sources.
+        subset: The configuration of a hub dataset that has several, or kinds of questions of the dataset shapes; not
+            for other sources.
         data_dir: The folder of a named dataset's files.
         seed: Determines the split of the datasets arithmetic and shapes, and what an environment generates.
         raw: RL rows also hold the source's row, under `raw_task`. Rows of a file or a hub dataset without the two
@@ -147,7 +150,8 @@ def get_custom_dataset(
             f"{', '.join(name for name in VALID_DATASETS if name not in MADE)}: leave data_dir out"
         )
     environment = parse_environment(str(path))
-    if subset is not None and (named is not None or environment is not None or Path(path).expanduser().exists()):
+    has_subsets = named is None and environment is None and not Path(path).expanduser().exists()
+    if subset is not None and not has_subsets and str(path) not in WITH_SUBSETS:
         raise DatasetError(f"subset is {subset!r}, but {path} is not a Hugging Face dataset; leave subset out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
@@ -155,7 +159,7 @@ def get_custom_dataset(
     if named is not None:
         if data_dir is not None:
             shared["path"] = data_dir
-        loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, **shared}, reader)
+        loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, "subset": subset, **shared}, reader)
         return replace(loaded, rows=[{**row, "raw_task": row} for row in loaded]) if raw else loaded
     name = f"{path}[{split}]"
     source = read_rows(path, split, subset) if environment is None else _generated(environment, name, split, seed)
@@ -207,6 +211,8 @@ def _load_named(
         raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
     if name not in MADE:
         del options["seed"]
+    if name not in WITH_SUBSETS:
+        del options["subset"]
     if name in PICTURED and kind in ("rl", "sft"):
         options["reader"] = reader
     if name in _BUILT_IN:

@@ -23,6 +23,8 @@ CELL = 16
 COLORS = {"red": (214, 40, 40), "green": (44, 160, 44), "blue": (31, 78, 200), "yellow": (240, 200, 20)}
 SHAPES = ("circle", "square", "triangle")
 PLACES = ("left", "middle", "right")
+KINDS = {"count": "how many", "color": "color of", "place": "where is"}
+"""The kinds of questions, and how those of a kind begin."""
 _KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer", "plain_end": ""}
 
 
@@ -78,59 +80,77 @@ class Scene:
         return data.getvalue()
 
 
-def scenes(split: str = "train", seed: int = 0) -> list[tuple[Scene, str, str]]:
+def scenes(split: str = "train", seed: int = 0, subset: str | None = None) -> list[tuple[Scene, str, str]]:
     """Returns the scenes of a split, each with a question and its answer; no scene is in both splits, or twice in one.
 
     The kinds of questions, and the answers of a kind, are as frequent as chance makes them: a model that does not look
-    at the picture is right in a third of them.
+    at the picture is right in a third of them. `subset` has the names of some of `KINDS`, joined by "+"; None: all.
+
+    Raises DatasetError for another split or kind.
     """
     if split not in ("train", "test"):
         raise DatasetError(f"split is {split!r}; expected 'train' or 'test' of the shapes dataset")
+    kinds = [*KINDS] if subset is None else subset.split("+")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise DatasetError(
+            f"subset is {subset!r}, and the shapes dataset has no questions of kind {unknown[0]!r}; expected some of "
+            f"{', '.join(KINDS)}, joined by +"
+        )
     rng, seen = random.Random(f"shapes {seed}"), dict[Scene, tuple[str, str]]()
     while len(seen) < N_TEST + N_TRAIN:
         scene = Scene.random(rng)
-        by_kind: dict[str, list[tuple[str, str]]] = {}
-        for question, answer in scene.questions():
-            by_kind.setdefault(question.split()[0], []).append((question, answer))
-        kind = rng.choice(sorted(by_kind))
-        seen.setdefault(scene, rng.choice(by_kind[kind]))
+        questions = [*scene.questions()]
+        of_kinds = [[asked for asked in questions if asked[0].startswith(KINDS[kind])] for kind in kinds]
+        if some := [of_kind for of_kind in of_kinds if of_kind]:
+            seen.setdefault(scene, rng.choice(rng.choice(some)))
     rows = [(scene, *asked) for scene, asked in seen.items()]
     return rows[:N_TEST] if split == "test" else rows[N_TEST:]
 
 
 def get_shapes_rl_dataset(
-    split: str = "train", *, seed: int = 0, reader: PictureReader | None = None, **options: Any
+    split: str = "train",
+    *,
+    seed: int = 0,
+    subset: str | None = None,
+    reader: PictureReader | None = None,
+    **options: Any,
 ) -> RowDataset:
     """Returns RL rows: a picture in `images`, a question about it in `messages`, and `answer`, a word or a number.
 
-    `seed` determines scenes, questions and the split; see `scenes`.
+    `seed` determines scenes, questions and the split, `subset` the kinds of questions; see `scenes`.
     """
-    return rl_dataset(_rows(split, seed, reader), f"shapes[{split}]", reader=reader, **_KEYS, **options)
+    return rl_dataset(_rows(split, seed, subset, reader), f"shapes[{split}]", reader=reader, **_KEYS, **options)
 
 
 def get_shapes_sft_dataset(
-    split: str = "train", *, tokenizer: Any, seed: int = 0, reader: PictureReader | None = None, **options: Any
+    split: str = "train",
+    *,
+    tokenizer: Any,
+    seed: int = 0,
+    subset: str | None = None,
+    reader: PictureReader | None = None,
+    **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: picture and question, then the answer and an end token, which are trained."""
     options |= {"tokenizer": tokenizer, "reader": reader}
-    return sft_dataset(_rows(split, seed, reader), f"shapes[{split}]", **_KEYS, **options)
+    return sft_dataset(_rows(split, seed, subset, reader), f"shapes[{split}]", **_KEYS, **options)
 
 
-def _rows(split: str, seed: int, reader: PictureReader | None) -> list[SourceRow]:
+def _rows(split: str, seed: int, subset: str | None, reader: PictureReader | None) -> list[SourceRow]:
     if reader is None:
         raise DatasetError(
             "the dataset shapes has pictures, and nothing to read them with; expected a model with a vision tower, "
             "whose folder has a preprocessor_config.json"
         )
-    return _drawn(split, seed)
+    return _drawn(split, seed, subset)
 
 
 @lru_cache(maxsize=4)
-def _drawn(split: str, seed: int) -> list[SourceRow]:
+def _drawn(split: str, seed: int, subset: str | None) -> list[SourceRow]:
     return [
         SourceRow(
             f"shapes[{split}] row {number}",
             {"question": f"<image>{question}", "answer": answer, "images": [scene.picture()]},
         )
-        for number, (scene, question, answer) in enumerate(scenes(split, seed))
+        for number, (scene, question, answer) in enumerate(scenes(split, seed, subset))
     ]

@@ -54,6 +54,21 @@ def test_a_question_has_the_answer_that_the_pixels_have() -> None:
             assert COLORS[answer] in seen
 
 
+@pytest.mark.parametrize(("subset", "asked"), [("count", {"how"}), ("color+count", {"how", "color"}), ("place", {"where"})])
+def test_a_subset_has_questions_of_its_kinds_alone(blank: Path, subset: str, asked: set[str]) -> None:
+    rows = scenes("test", 0, subset)
+    assert {question.split()[0] for _, question, _ in rows} == asked
+    train = {scene for scene, _, _ in scenes("train", 0, subset)}
+    assert len(rows) == 400 and train.isdisjoint(scene for scene, _, _ in rows)
+    loaded = get_custom_dataset("shapes", split="test", subset=subset, reader=PictureReader(blank))
+    assert [row["answer"] for row in loaded] == [answer for _, _, answer in rows]
+
+
+def test_a_kind_of_question_that_does_not_exist_is_refused(blank: Path) -> None:
+    with pytest.raises(DatasetError, match=r"subset is 'count\+size', .* no questions of kind 'size'; expected some of"):
+        get_custom_dataset("shapes", subset="count+size", reader=PictureReader(blank))
+
+
 @pytest.mark.parametrize("form", ["path", "bytes", "base64", "data URL", "PIL", "mapping"])
 def test_a_picture_of_any_form_becomes_the_same_row(blank: Path, tmp_path: Path, form: str) -> None:
     file = tmp_path / "picture.png"

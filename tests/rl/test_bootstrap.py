@@ -17,6 +17,7 @@ from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.cli import main
 from archon.cli.config import load_config, read_bootstrap
 from archon.data import encode_prompt, get_custom_dataset
+from archon.data.config import DatasetConfig
 from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import bootstrap_engine, ensure_checkpoint, make_tokenizer, warm_up, write_blank
 from archon.rl.config import RLConfig
@@ -25,6 +26,7 @@ from archon.schema.config import EngineConfig, LoRAConfig, StrictModel
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
+from tests.small_sight import SMALL_SIGHT
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -194,6 +196,19 @@ def test_bpe_without_a_dataset_names_the_missing_field(tmp_path: Path) -> None:
     config = BootstrapConfig.parse({"tokenizer": {"kind": "bpe"}})
     with pytest.raises(ConfigError, match=r"bootstrap: tokenizer.train_data is not set"):
         ensure_checkpoint(config, tmp_path / "model")
+
+
+def test_bpe_is_trained_on_the_questions_of_a_dataset_with_pictures(tmp_path: Path) -> None:
+    """Its size is that of the model's embeddings, and no token is spent on what stands for a picture in a text."""
+    data = DatasetConfig(path="shapes", subset="count+color")
+    recipe = TokenizerRecipe(kind="bpe", vocab_size=340, chat_template="plain", images=True, train_data=data)
+    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=recipe), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.tokenize("how many yellow?") == ["how", "Ġmany", "Ġyellow", "?"]
+    assert tokenizer.tokenize("yellow") == ["yellow"] and len(tokenizer.tokenize("<image>")) > 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == len(tokenizer) > 262
+    assert config["image_token_id"] == tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
 
 def test_warm_up_ends_where_the_target_reward_is_reached(

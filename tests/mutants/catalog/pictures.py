@@ -35,4 +35,18 @@ MUTANTS: tuple[Mutant, ...] = (
         'if "://" in source:',
         ("tests/serve/test_pictures.py::test_what_cannot_be_seen_is_refused_in_one_line",),
     ),
+    Mutant(
+        "questions of all kinds are asked about drawn pictures, whatever kinds are wanted",
+        "archon/data/shapes.py",
+        'kinds = [*KINDS] if subset is None else subset.split("+")',
+        "kinds = [*KINDS]",
+        ("tests/data/test_shapes.py::test_a_subset_has_questions_of_its_kinds_alone[count-asked0]",),
+    ),
+    Mutant(
+        "a tokenizer is trained on what stands for a picture in a text",
+        "rl/bootstrap.py",
+        'texts = [text.replace(IMAGE, "") for row in rows',
+        "texts = [text for row in rows",
+        ("tests/rl/test_bootstrap.py::test_bpe_is_trained_on_the_questions_of_a_dataset_with_pictures",),
+    ),
 )
