@@ -182,6 +182,8 @@ class Generator:
         self.adapters = AdapterTable(model)
         self.recorder: Recorder | None = None
         self.picture_rows = PictureRows(model, cache.device)
+        self._last_pictures: PromptPictures | None = None
+        self._ropes = model.args.ropes  # from all layers' specifications, too many to make for each request
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -245,7 +247,12 @@ class Generator:
             if pictures:
                 raise RolloutError(f"{what}: image_data was given to a text model")
             return None
-        return PromptPictures.of(tokens, [*pictures], image, what) if pictures or image.token in tokens else None
+        if not pictures and image.token not in tokens:
+            return None
+        # The n answers to a prompt are asked for one after another.
+        if (last := self._last_pictures) is None or not last.are_of(tokens, pictures):
+            last = self._last_pictures = PromptPictures.of(tokens, [*pictures], image, what)
+        return last
 
     def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
         if not request.gconfig.stop:
@@ -261,7 +268,7 @@ class Generator:
     def _check_rope(self, sequence: Sequence) -> None:
         """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
         longest = len(sequence.prompt) + sequence.limit
-        for rope in self.model.args.ropes:
+        for rope in self._ropes:
             scaling = rope.scaling
             if not scaling.depends_on_length:
                 continue

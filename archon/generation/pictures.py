@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ class PromptPictures:
     """The pictures of one prompt.
 
     Attributes:
+        tokens: the prompt.
         pictures: in the order of their placeholders.
         spans: the first placeholder of each picture and the one after its last.
         positions: int64 [3, L], time, row and column of each of the prompt's tokens.
         offset: what the position of a later token differs from its number, in all three.
     """
 
+    tokens: tuple[int, ...]
     pictures: tuple[Picture, ...]
     spans: tuple[tuple[int, int], ...]
     positions: np.ndarray
@@ -52,7 +55,12 @@ class PromptPictures:
             count = picture.pixel_values.shape[0] // image.merge_size**2
             spans.append((places[used], places[used] + count))
             used += count
-        return cls(tuple(pictures), tuple(spans), positions.numpy(), following - len(tokens))
+        return cls(tuple(tokens), tuple(pictures), tuple(spans), positions.numpy(), following - len(tokens))
+
+    def are_of(self, tokens: Sequence[int], pictures: Collection[Picture]) -> bool:
+        """Returns whether these are the pictures, the same objects, of that prompt."""
+        same = len(pictures) == len(self.pictures) and all(map(is_, pictures, self.pictures))
+        return same and self.tokens == tuple(tokens)
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -162,8 +162,7 @@ def multimodal_positions(
     Raises BatchError unless each image has its placeholders, one after another.
     """
     places = _placeholders(tokens, grids, image_token, merge_size).tolist()
-    positions = torch.empty(3, len(tokens), dtype=torch.int64)
-    token = position = used = 0  # of tokens, positions and placeholders, how many are done
+    starts, merged, used = list[int](), list[Grid](), 0
     for height, width in grids:
         rows, columns = height // merge_size, width // merge_size
         start, count = places[used], rows * columns
@@ -172,16 +171,37 @@ def multimodal_positions(
                 f"the {count} placeholders of an image of {height} x {width} patches do not follow each other; "
                 f"expected them from token {start} on"
             )
+        starts.append(start)
+        merged.append((rows, columns))
+        used += count
+    positions, following = _positions_of_images(tuple(starts), tuple(merged))
+    left = len(tokens) - positions.shape[1]
+    after = torch.arange(following, following + left).expand(3, -1)
+    return torch.cat((positions, after), dim=1), following + left
+
+
+@lru_cache(maxsize=64)
+def _positions_of_images(starts: tuple[int, ...], sizes: tuple[Grid, ...]) -> tuple[Tensor, int]:
+    """Returns the positions int64 [3, T] of the tokens up to the end of the last image, and that of the next token.
+
+    The answers to a prompt differ only in what follows.
+
+    Args:
+        starts: the first placeholder of each image.
+        sizes: rows and columns of its merged patches.
+    """
+    end = starts[-1] + sizes[-1][0] * sizes[-1][1] if starts else 0
+    positions = torch.empty(3, end, dtype=torch.int64)
+    token = position = 0  # of tokens and positions, how many are done
+    for start, (rows, columns) in zip(starts, sizes, strict=True):
         positions[:, token:start] = torch.arange(position, position + start - token)
         position += start - token
-        token, used = start + count, used + count
+        token = start + rows * columns
         positions[0, start:token] = position
         positions[1, start:token] = position + torch.arange(rows).repeat_interleave(columns)
         positions[2, start:token] = position + torch.arange(columns).repeat(rows)
         position += max(rows, columns)
-    left = len(tokens) - token
-    positions[:, token:] = torch.arange(position, position + left)
-    return positions, position + left
+    return positions, position
 
 
 def patch_coordinates(grids: Sequence[Grid], merge_size: int) -> Tensor:

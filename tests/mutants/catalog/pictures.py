@@ -22,6 +22,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{GENERATED}::test_prompts_of_equal_tokens_and_other_pictures_share_nothing",),
     ),
     Mutant(
+        "a prompt of the same tokens as the last one has its pictures",
+        "archon/generation/pictures.py",
+        "len(pictures) == len(self.pictures) and all(map(is_, pictures, self.pictures))",
+        "len(pictures) == len(self.pictures)",
+        (f"{GENERATED}::test_prompts_of_equal_tokens_and_other_pictures_share_nothing",),
+    ),
+    Mutant(
         "after an update pictures are those of the tower before it",
         "archon/generation/generator.py",
         "self.picture_rows.forget()",
