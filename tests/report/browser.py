@@ -2,6 +2,7 @@
 
     make test-browser
     python -m tests.report.browser --out FOLDER    # screenshots and the record, in FOLDER
+    python -m tests.report.browser --run runs/x    # also the pictures of a run's own report
 
 Needs Chromium; a machine without one is told so. Every check is a function of the open page; the first that fails ends
 the script with its name.
@@ -15,10 +16,12 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 
+from archon.data.shapes import scenes
 from archon.report import write_report
-from archon.training.metrics import MetricsWriter, TrajectoryWriter
+from archon.training.metrics import PICTURES_FOLDER, MetricsWriter, TrajectoryWriter
 from tests.report.chromium import Page
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)"><b>bold</b>'
@@ -81,6 +84,27 @@ def large_run(folder: Path, groups: int = 2000) -> Path:
                 record = {"step": group, "group": group, "prompt": "p" * 300, "completion": "word " * n}
                 record |= {"reward": draw.random(), "length": n, "tokens": ["word "] * n, "logprobs": logprobs}
                 file.write(json.dumps(record) + "\n")
+    return folder
+
+
+def pictured_run(folder: Path) -> Path:
+    """Three groups of four answers to questions about drawn scenes; the second question has two pictures, and a picture
+    of the third is lost."""
+    (folder / PICTURES_FOLDER).mkdir(parents=True)
+    MetricsWriter(folder / "metrics.jsonl").write(1, {"reward": 0.5})
+    drawn = scenes("test")
+    with closing(TrajectoryWriter(folder / "trajectories.jsonl")) as writer:
+        for step in (1, 2, 3):
+            (_, question, answer), names = drawn[2 * step], list[str]()
+            for scene, _, _ in drawn[2 * step : 2 * step + (2 if step == 2 else 1)]:
+                data = scene.picture()
+                names.append(f"{sha256(data).hexdigest()[:16]}.png")
+                (folder / PICTURES_FOLDER / names[-1]).write_bytes(data)
+            if step == 3:
+                names.append("0123456789abcdef.png")
+            for sample in range(4):
+                given = answer if sample % 2 else "none"
+                writer.write(step, step, question, given, float(sample % 2), answer=answer, images=names, length=2)
     return folder
 
 
@@ -299,6 +323,40 @@ def contrast(ink: list[float], paper: list[float]) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
+def check_pictures(page: Page, file: Path) -> int:
+    """Every picture of every group is decoded, and shown large enough to see, above the answers. Returns how many."""
+    page.open(file)
+    seen = set[str]()
+    for index in range(len(rows(page))):
+        page.run(f"document.querySelectorAll('.list .row')[{index}].click()")
+        found = page.run(
+            "Promise.all([...document.querySelectorAll('.picture')].map(async picture => {"
+            " await picture.decode(); const box = picture.getBoundingClientRect();"
+            " const answers = document.querySelector('.samples').getBoundingClientRect();"
+            " return [picture.naturalWidth, picture.naturalHeight, box.width, box.height, answers.top - box.bottom,"
+            " picture.src, picture.alt]; }))"
+        )
+        assert found, f"row {index} has no picture"
+        for number, (width, height, shown_width, shown_height, above, source, alt) in enumerate(found, 1):
+            assert width > 0 and height > 0 and min(shown_width, shown_height) >= 96 and above >= 0, found
+            assert abs(shown_width / shown_height - width / height) < 0.05, "a picture keeps its shape"
+            assert alt == f"picture {number} of the prompt"
+            seen.add(source)
+    return len(seen)
+
+
+def check_pictured(page: Page, file: Path) -> None:
+    """Pictures beside the answers; one whose file is lost says so."""
+    assert check_pictures(page, file) == 4
+    search(page, "")
+    for step, shown, lost in ((1, 1, 0), (2, 2, 0), (3, 1, 1)):
+        select(page, "step", f"step {step}")
+        assert page.run("document.querySelectorAll('.picture').length") == shown
+        texts = page.run("[...document.querySelectorAll('.pictures .label')].map(e => e.textContent)")
+        assert texts == ["picture 2 is not shown"] * lost, texts
+    select(page, "step", "step 2")
+
+
 def check_large(page: Page, file: Path) -> dict[str, float]:
     """A dump of sixteen thousand answers: the page opens, is searched and sorted without freezing."""
     size = file.stat().st_size
@@ -326,15 +384,23 @@ def check_large(page: Page, file: Path) -> dict[str, float]:
     return {"megabytes": size / 1e6} | seconds
 
 
+def screenshot(page: Page, file: Path) -> None:
+    page.run("document.querySelector('#trajectories').scrollIntoView()")
+    page.screenshot(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/browser"), help="folder of the pages and screenshots")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--run", type=Path, help="folder of a run with pictures whose report is seen too")
+    options = parser.parse_args()
+    out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     work = out / time.strftime("%Y%m%d-%H%M%S")
     work.mkdir()
     [small] = write_report(small_run(work / "small"), curves=False)
     [large] = write_report(large_run(work / "large"), curves=False)
+    [pictured] = write_report(pictured_run(work / "pictured"), curves=False)
     with Page() as page:
         for function in CHECKS:
             page.open(small)
@@ -344,19 +410,25 @@ def main() -> None:
         search(page, "step 6")
         for name in ("light", "dark"):
             page.dark(name == "dark")
-            page.run("document.querySelector('#trajectories').scrollIntoView()")
-            page.screenshot(work / f"viewer-{name}.png")
+            screenshot(page, work / f"viewer-{name}.png")
         page.dark(False)
+        check_pictured(page, pictured)
+        screenshot(page, work / "pictures.png")
+        print("ok  pictures are decoded, and stand above the answers")
+        if options.run is not None:
+            [of_run] = write_report(options.run, curves=False)
+            print(f"ok  {check_pictures(page, of_run)} pictures of {options.run}")
+            screenshot(page, work / "pictures-run.png")
         measured = {name: round(value, 2) for name, value in check_large(page, large).items()}
         print(f"ok  a dump of 16,000 answers: {measured}")
         asked = {e["request"]["url"].partition(":")[0] for e in page.reported("Network.requestWillBeSent")}
-        assert asked == {"file"}, f"the page asked for {asked}"
+        assert asked == {"file", "data"}, f"the page asked for {asked}, not only for itself and pictures within it"
         wrong = list(page.reported("Runtime.exceptionThrown", "Log.entryAdded"))
         assert not wrong, wrong
         print("ok  no request, no exception, no complaint of the content security policy")
         record = {"browser": page.version, "checks": [f.__name__ for f in CHECKS], "large": measured}
     (work / "record.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"{record['browser']}: {len(CHECKS) + 2} checks; pages, screenshots and record in {work}")
+    print(f"{record['browser']}: {len(CHECKS) + 3} checks; pages, screenshots and record in {work}")
 
 
 if __name__ == "__main__":
