@@ -16,7 +16,9 @@ class DatasetConfig(StrictModel):
         "reasoning_gym:leg_counting?size=500"
     )
     split: str = Field("train", description="which part of it")
-    subset: str | None = Field(None, description="configuration of a Hugging Face set that has several | of shapes: count+color")
+    subset: str | None = Field(
+        None, description="configuration of a Hugging Face set that has several | of shapes: count+color"
+    )
     data_dir: str | None = Field(
         None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )

@@ -54,7 +54,9 @@ def test_a_question_has_the_answer_that_the_pixels_have() -> None:
             assert COLORS[answer] in seen
 
 
-@pytest.mark.parametrize(("subset", "asked"), [("count", {"how"}), ("color+count", {"how", "color"}), ("place", {"where"})])
+@pytest.mark.parametrize(
+    ("subset", "asked"), [("count", {"how"}), ("color+count", {"how", "color"}), ("place", {"where"})]
+)
 def test_a_subset_has_questions_of_its_kinds_alone(blank: Path, subset: str, asked: set[str]) -> None:
     rows = scenes("test", 0, subset)
     assert {question.split()[0] for _, question, _ in rows} == asked
@@ -65,7 +67,9 @@ def test_a_subset_has_questions_of_its_kinds_alone(blank: Path, subset: str, ask
 
 
 def test_a_kind_of_question_that_does_not_exist_is_refused(blank: Path) -> None:
-    with pytest.raises(DatasetError, match=r"subset is 'count\+size', .* no questions of kind 'size'; expected some of"):
+    with pytest.raises(
+        DatasetError, match=r"subset is 'count\+size', .* no questions of kind 'size'; expected some of"
+    ):
         get_custom_dataset("shapes", subset="count+size", reader=PictureReader(blank))
 
 
