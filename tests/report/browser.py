@@ -346,7 +346,7 @@ def check_pictures(page: Page, file: Path) -> int:
 
 
 def check_pictured(page: Page, file: Path) -> None:
-    """Pictures beside the answers; one whose file is lost says so."""
+    """Pictures above the answers; one whose file is lost says so."""
     assert check_pictures(page, file) == 4
     search(page, "")
     for step, shown, lost in ((1, 1, 0), (2, 2, 0), (3, 1, 1)):
