@@ -34,19 +34,13 @@ def _learning(lines: Sequence[Line]) -> list[list[str]]:
         [
             line["task"],
             *(f"{line[key]:.3f}" if key in line else "-" for key in ("before", "after")),
-            _time(line),
+            f"{line['seconds']:.0f} s",
             _mark(line),
             *_control(controls.get(line["task"])),
         ]
         for line in lines
         if not line["control"]
     ]
-
-
-def _time(line: Line) -> str:
-    """Returns how long a run took by the clock, and of the processor where the machine had other work too."""
-    clock = f"{line['seconds']:.0f} s"
-    return f"{clock}, of the processor {line['cpu_seconds']:.0f} s" if "cpu_seconds" in line else clock
 
 
 def _control(line: Line | None) -> list[str]:
