@@ -71,9 +71,11 @@ def use_single_worker_gloo() -> None:
             return isinstance(instance, gloo)
 
     class SingleWorkerGloo(gloo, metaclass=IsGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **further: Any) -> None:
             options = gloo._Options()
             options._devices, options._threads, options._timeout = devices(), 1, timeout
+            for name, value in further.items():  # of PyTorch 2.14: enable_reconfigure
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SingleWorkerGloo  # type: ignore[misc]

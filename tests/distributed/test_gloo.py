@@ -1,12 +1,17 @@
-"""How a process with gloo groups ends."""
+"""How gloo groups are made, and how a process with some ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from archon.parallel.gloo import use_single_worker_gloo
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -45,3 +50,12 @@ def test_a_process_ends_after_its_workers(tmp_path: Path) -> None:
     told = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert told == ["dropped by Dummy\n", ""]
+
+
+def test_a_group_takes_further_options_as_newer_releases_of_torch_give_it() -> None:
+    use_single_worker_gloo()
+    limit = timedelta(seconds=5)
+    group = distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, limit, group_name="given")
+    assert (group.options.group_name, group.options._threads) == ("given", 1)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, limit, nothing=1)
