@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_gather
+from archon.parallel.transfer import to_device_async
 
 NO_ADAPTER = -1
 """The index of the adapter of a row that has none: the layer's own output."""
@@ -35,6 +36,8 @@ class AdapterRows:
     order: Tensor | None = None
     inverse: Tensor | None = None
     share: AdapterRows | None = None
+    on_host: Tensor | None = None
+    """`ids` on the CPU, where the host knows them."""
 
     @classmethod
     def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> AdapterRows:
@@ -50,17 +53,21 @@ class AdapterRows:
             share = cls.of(names, ids.chunk(tp.size)[tp.rank], device)
         order = inverse = None
         if (ids.diff() < 0).any():
-            order = ids.argsort(stable=True)
-            inverse = order.argsort().to(device)
-            order = order.to(device)
-        counts = ids.bincount(minlength=len(names)).to(device)
-        return cls(tuple(names), ids.to(device), counts, order, inverse, share)
+            rows = ids.argsort(stable=True)
+            order, inverse = (to_device_async(x, device) for x in (rows, rows.argsort()))
+        counts = to_device_async(ids.bincount(minlength=len(names)), device)
+        return cls(tuple(names), to_device_async(ids, device), counts, order, inverse, share, ids)
+
+    @cached_property
+    def host_ids(self) -> Tensor:
+        """`ids` on the CPU, copied from the device if the host does not know them."""
+        return self.ids.cpu() if self.on_host is None else self.on_host
 
     @cached_property
     def runs(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, first row, row after the last) of consecutive rows with one adapter; copies the ids to the host."""
+        """(name, first row, row after the last) of consecutive rows with one adapter."""
         found, first = [], 0
-        for index, rows in groupby(self.ids.tolist()):
+        for index, rows in groupby(self.host_ids.tolist()):
             last = first + len(list(rows))
             if index < len(self.names):
                 found.append((self.names[index], first, last))
@@ -69,11 +76,11 @@ class AdapterRows:
 
     def rows(self, first: int, last: int) -> AdapterRows:
         """Returns the adapters of the rows from `first` to before `last`."""
-        return AdapterRows.of(self.names, self.ids[first:last].cpu(), self.ids.device)
+        return AdapterRows.of(self.names, self.host_ids[first:last], self.ids.device)
 
     def repeated(self, row: int, count: int) -> AdapterRows:
         """Returns the adapters of `count` rows that all have that of `row`."""
-        return AdapterRows.of(self.names, self.ids[row].cpu().expand(count), self.ids.device)
+        return AdapterRows.of(self.names, self.host_ids[row].expand(count), self.ids.device)
 
     @property
     def own(self) -> AdapterRows:

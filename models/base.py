@@ -228,7 +228,7 @@ class BaseArchonModel(nn.Module):
         if self.tok_embeddings is not None:
             hidden = self.embed(tokens, images)
             if (factor := self.args.embedding_multiplier) != 1:
-                hidden = hidden * (hidden.new_tensor(factor) if self.args.embedding_multiplier_is_rounded else factor)
+                hidden = hidden * (hidden.new_full((), factor) if self.args.embedding_multiplier_is_rounded else factor)
         attention.prepare(hidden)
         lengths = attention.document_lengths(positions) if self.args.rope_depends_on_length else None
         rotations = [rope(positions, hidden.dtype, lengths) for rope in self.ropes]

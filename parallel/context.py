@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_gather_replicated
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import LayoutError
 
 Chunk = tuple[int, int, int]
@@ -107,8 +108,9 @@ class DealtTokens:
         self.cp, self.tokens, self.padding = cp, tokens, order.shape[0] - tokens
         rows = order.shape[0] // cp.size
         self._own = order[cp.rank * rows : (cp.rank + 1) * rows]
-        self.index = self._own.to(device)
-        self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
+        self.index = to_device_async(self._own, device)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0]))
+        self.inverse = to_device_async(inverse, device)
 
     @classmethod
     def by_owner(cls, owner: Tensor, cp: Group, device: torch.device) -> DealtTokens:
@@ -165,7 +167,7 @@ class SequenceShare(DealtTokens):
         self._held = self._own[tp.rank * share :][:share]
         self._between = slice(tp.rank * share, (tp.rank + 1) * share)
         valid_mask = self._own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
-        self.valid_mask = valid_mask.to(device) if plan.padding else None
+        self.valid_mask = to_device_async(valid_mask, device) if plan.padding else None
 
     def take_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
         """Same as `take`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""

@@ -27,6 +27,7 @@ from archon.models.attention.prefix import SharedPrefixes
 from archon.models.head import IGNORE_INDEX
 from archon.models.routed_experts import FIELD, to_replay
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError
 
 IMAGES = "images"
@@ -287,13 +288,6 @@ class TokenReorder:
         return TokenReorder(self.documents, self.lengths, *tensors)
 
 
-def to_device_async(x: Tensor, device: torch.device) -> Tensor:
-    """Returns `x` on `device`; copied asynchronously from pinned memory if that is a GPU."""
-    if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
-
-
 def pack(batch: Mapping[str, Any]) -> PackedBatch:
     """Packs all documents of a padded batch, in their order, and shifts per-token fields.
 
@@ -400,7 +394,7 @@ def merge(packed: PackedBatch, micro_batches: Sequence[PackedBatch], values: Seq
     out = values[0].new_zeros((packed.n_tokens, *values[0].shape[1:]))
     for micro_batch, value in zip(micro_batches, values, strict=True):
         assert micro_batch.source is not None
-        out[micro_batch.source.to(out.device)] = value
+        out[to_device_async(micro_batch.source, out.device)] = value
     return out
 
 

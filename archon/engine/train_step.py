@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.engine.batch import PackedBatch, pack, split, to_device_async
+from archon.engine.batch import PackedBatch, pack, split
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
 from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
@@ -29,6 +29,7 @@ from archon.parallel.context import ContextPlan, DealtTokens, SequenceShare, con
 from archon.parallel.fsdp import reshard, set_gradient_reduction
 from archon.parallel.phase import phase
 from archon.parallel.ranks import Ranks
+from archon.parallel.transfer import to_device_async
 from archon.schema.config import ContextParallelKind
 from archon.schema.errors import BatchError, ConfigError
 
@@ -92,9 +93,11 @@ class MetricSums:
         _require_same_names([*scalars, *self.sums], ranks)
         device = self.loss.device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
-        joined = torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in tensors])
-        same = [x.detach().to(device, torch.float64).reshape(1) for x in replicated.values()]
-        values = torch.cat([all_reduce(joined, ranks.dp), *same]).tolist()
+        joined, same = (
+            [to_device_async(x.detach(), device).to(torch.float64).reshape(1) for x in some]
+            for some in (tensors, replicated.values())
+        )
+        values = torch.cat([all_reduce(torch.cat(joined), ranks.dp), *same]).tolist()
         result = dict(zip([*scalars, *replicated], values[: len(scalars)] + values[len(joined) :], strict=True))
         sums = values[len(scalars) :][: len(self.sums)]
         counts = values[len(scalars) + len(self.sums) : len(joined)]
@@ -498,7 +501,7 @@ class MicroBatchRunner:
                 if self.router_aux_loss_coef and self.model.router_stats:
                     aux = load_balancing_loss(self.model.router_stats, (self.ranks.cp, self.ranks.tp))
                     share = float(loss.weight_fn(parts[index])) / loss.denominator
-                    sums.add({"router_aux_loss": (aux.detach() * share, aux.new_tensor(share))})
+                    sums.add({"router_aux_loss": (aux.detach() * share, aux.new_full((), share))})
                     value = value + self.router_aux_loss_coef * share * aux
             else:  # another rank has more micro-batches, and its collectives need this one
                 with phase("forward"):

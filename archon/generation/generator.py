@@ -28,6 +28,7 @@ from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChu
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel, given_inputs
 from archon.models.vision.images import Picture
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError, RolloutError
 
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
@@ -328,7 +329,7 @@ class Generator:
         spans = [(sequence, 1) for sequence in decode]
         spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
         meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
-        ids, images = torch.tensor(tokens, device=self.device), self.picture_rows.packed(pictured)
+        ids, images = to_device_async(torch.tensor(tokens), self.device), self.picture_rows.packed(pictured)
         hidden = self.model.hidden_states(ids, meta.positions, meta, **given_inputs(images=images))
 
         if self.recorder is not None:
@@ -383,7 +384,7 @@ class Generator:
         hidden = torch.cat(sampled.hidden)
         logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
         if sampled.rows != [*range(sampled.n_rows)]:
-            logits = logits.index_select(0, torch.tensor(sampled.rows, device=self.device))
+            logits = logits.index_select(0, to_device_async(torch.tensor(sampled.rows), self.device))
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
         for first, part in enumerate(logits.split(block)):
             sequences = sampled.sequences[first * block : first * block + block]

@@ -13,6 +13,7 @@ from torch import Tensor
 from archon.models.args import ImageFormat
 from archon.models.base import BaseArchonModel
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError, RolloutError
 
 
@@ -130,7 +131,7 @@ class PictureRows:
             return None
         self._compute([picture for picture, _, _ in parts])
         merged = torch.cat([self._rows_of(picture)[low:high] for picture, low, high in parts])
-        return PackedImages.of_rows(torch.cat(rows).to(self.device), merged)
+        return PackedImages.of_rows(to_device_async(torch.cat(rows), self.device), merged)
 
     def _rows_of(self, picture: Picture) -> Tensor:
         rows = self._shared[picture.digest].rows

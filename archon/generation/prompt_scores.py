@@ -11,6 +11,7 @@ from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import BaseArchonModel, given_inputs
 from archon.models.vision.images import PackedImages
+from archon.parallel.transfer import to_device_async
 
 _MAX_LOGITS = 1 << 24
 """Elements of logits that are computed at once."""
@@ -43,13 +44,14 @@ def score_prompt(
     scores = PromptScores([], [], [])
     if n < 2:
         return scores
-    ids = torch.tensor(tokens, device=device)
-    boundaries = torch.tensor([0, n], dtype=torch.int32, device=device)
+    ids = to_device_async(torch.tensor(tokens), device)
+    boundaries = to_device_async(torch.tensor([0, n], dtype=torch.int32), device)
     attention = PackedAttention(boundaries, n, model.args.attn_type)
     attention.adapters = adapters
     positions, images = torch.arange(n, device=device), None
     if pictures is not None:
-        positions, image = torch.from_numpy(pictures.positions).to(device), model.args.image_format
+        positions = to_device_async(torch.from_numpy(pictures.positions), device)
+        image = model.args.image_format
         assert image is not None
         images = PackedImages.of_pictures(torch.tensor(tokens), pictures.pictures, image).to(device)
     hidden = model.hidden_states(ids, positions, attention, **given_inputs(images=images))[:-1]

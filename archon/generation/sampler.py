@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
 
 # Inverse sampling first sums the distribution in blocks of this many tokens, then searches one block.
@@ -48,7 +49,7 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Returns sampled tokens int64 [R] and their logprobs [R], from logits [R, V].
+    """Returns sampled tokens int64 [R] and their logprobs [R] on the CPU, from logits [R, V]: in one transfer.
 
     The logprob is `log_softmax(logits / temperature)` over the full vocabulary, in float32 (float64 for float64
     logits), as the trainer's head computes it, independent of top-k, top-p and banned tokens.
@@ -57,39 +58,41 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (params.temperature != 1.0).any():
-        temperature = torch.from_numpy(params.temperature).to(scores.device, scores.dtype)
-        scores = scores / temperature[:, None]
+        temperature = _on_device(params.temperature, scores)
+        scores = scores / temperature.to(scores.dtype)[:, None]
     log_normalizer = torch.logsumexp(scores, dim=-1)
-    if not bool(log_normalizer.isfinite().all()):
-        rows = (~log_normalizer.isfinite()).nonzero()[:, 0].tolist()
-        raise NotFiniteError(f"logits of rows {rows[:8]} of {len(logits)} are not finite; check the model's weights")
-
     choices = scores
     if params.banned:
+        rows = np.repeat([row for row, _ in params.banned], [len(ids) for _, ids in params.banned])
+        places = np.stack([rows, np.concatenate([ids for _, ids in params.banned])])
         choices = scores.clone()
-        for row, ids in params.banned:
-            choices[row, ids] = -torch.inf
+        choices[tuple(_on_device(places, scores))] = -torch.inf
     if params.greedy.all():
         tokens = choices.argmax(dim=-1)
     else:
         tokens = _draw(choices, log_normalizer, params)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer
-    return tokens, logprobs
+    # Float64 has every token and every logprob exactly.
+    columns = torch.stack([tokens.double(), logprobs.double(), log_normalizer.double()]).cpu()
+    wrong = np.flatnonzero(~np.isfinite(columns[2].numpy())).tolist()
+    if wrong:
+        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(logits)} are not finite; check the model's weights")
+    return columns[0].long(), columns[1].to(logprobs.dtype)
+
+
+def _on_device(x: np.ndarray, like: Tensor) -> Tensor:
+    return to_device_async(torch.from_numpy(x), like.device)
 
 
 def _draw(choices: Tensor, log_normalizer: Tensor, params: SamplingParams) -> Tensor:
     probs = torch.exp(choices - log_normalizer[:, None])
     filtered = np.flatnonzero((params.top_p < 1) | (params.top_k > 0))
     if filtered.size:
-        rows = torch.from_numpy(filtered).to(probs.device)
-        top_k = torch.from_numpy(params.top_k[filtered]).to(probs.device)
-        top_p = torch.from_numpy(params.top_p[filtered]).to(probs.device)
+        rows, top_k, top_p = (_on_device(x, probs) for x in (filtered, params.top_k[filtered], params.top_p[filtered]))
         probs[rows] = filter_top_k_top_p(probs[rows], top_k, top_p)
-    uniform = torch.from_numpy(counter_uniform(params.seed, params.index)).to(probs.device)
-    tokens = invert_cumulative(probs, uniform)
+    tokens = invert_cumulative(probs, _on_device(counter_uniform(params.seed, params.index), probs))
     if params.greedy.any():
-        greedy = torch.from_numpy(params.greedy).to(probs.device)
-        tokens = torch.where(greedy, choices.argmax(dim=-1), tokens)
+        tokens = torch.where(_on_device(params.greedy, probs), choices.argmax(dim=-1), tokens)
     return tokens
 
 
@@ -113,7 +116,8 @@ def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def invert_cumulative(probs: Tensor, uniform: Tensor) -> Tensor:
     """Returns the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
 
-    probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned.
+    probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned;
+    any token is where probabilities are NaN.
     """
     rows, vocab = probs.shape
     padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
@@ -122,9 +126,10 @@ def invert_cumulative(probs: Tensor, uniform: Tensor) -> Tensor:
     total = running[:, -1]
     below_one = 1 - torch.finfo(torch.float64).eps
     target = torch.minimum(uniform * total, total * below_one)
-    block = torch.searchsorted(running, target[:, None], right=True)
+    block = torch.searchsorted(running, target[:, None], right=True).clamp_(max=running.shape[1] - 1)
     start = (running.gather(1, block) - mass.gather(1, block))[:, 0]
     inside = padded.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double().cumsum(dim=-1)
     # The block's sum may round differently from its part of the cumulative sum; clamp to stay inside the block.
     offset = torch.minimum((target - start).clamp_(min=0), inside[:, -1] * below_one)
-    return block[:, 0] * _BLOCK + torch.searchsorted(inside, offset[:, None], right=True)[:, 0]
+    token = block[:, 0] * _BLOCK + torch.searchsorted(inside, offset[:, None], right=True)[:, 0]
+    return token.clamp_(max=vocab - 1)

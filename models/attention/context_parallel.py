@@ -25,8 +25,7 @@ class ContextParallelAttention(AttentionMeta):
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         lengths = torch.tensor(self.share.plan.lengths)
-        per_token = torch.repeat_interleave(lengths, lengths).to(positions.device)
-        return per_token.index_select(0, self.share.index)
+        return self.share.take_on_cpu(lengths.repeat_interleave(lengths), 0)
 
 
 class UlyssesAttention(ContextParallelAttention):

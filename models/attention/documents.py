@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from archon.parallel.context import SequenceShare
+from archon.parallel.transfer import to_device_async
 
 
 def check_lengths(documents: int, tokens: int) -> None:
@@ -41,6 +42,16 @@ class PackedDocuments:
     def length_tensor(self) -> Tensor:
         """`lengths` as int64 [B] on the CPU, for compiled code, which treats a tuple as constants."""
         return torch.tensor(self.lengths)
+
+    @cached_property
+    def long_bounds(self) -> Tensor:
+        """`cu_seqlens` as int64; one tensor for all layers, by which kernels know the documents again."""
+        return self.cu_seqlens.long()
+
+    @cached_property
+    def host_bounds(self) -> Tensor:
+        """`cu_seqlens` as int64 on the CPU, for kernels that would otherwise read them from the device."""
+        return torch.tensor([0, *self.lengths]).cumsum(0)
 
     @cached_property
     def chunks(self) -> DocumentChunks:
@@ -79,7 +90,8 @@ class SpacedRows:
         document = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         rows = torch.arange(sum(lengths)) + (document + 1) * gap
         history, last = ((first.unsqueeze(1) + gaps).flatten() for first in (ends - counts - gap, ends - gap))
-        return cls(sum(lengths) + len(lengths) * gap, rows.to(device), history.to(device), last.to(device))
+        on_device = (to_device_async(x, device) for x in (rows, history, last))
+        return cls(sum(lengths) + len(lengths) * gap, *on_device)
 
 
 MAX_CHUNK = 64
@@ -118,7 +130,8 @@ class DocumentChunks:
         positions = torch.cat(
             [(firsts[span // size] + rank[document]) * size + span % size for document, span in enumerate(spans)]
         )
-        return cls(size, positions.to(device), tuple(steps), order.to(device), rank.to(device))
+        positions, order, rank = (to_device_async(x, device) for x in (positions, order, rank))
+        return cls(size, positions, tuple(steps), order, rank)
 
 
 class GatheredKeys:
@@ -152,12 +165,12 @@ class GatheredKeys:
     def chunk_rows(self) -> Tensor:
         """int64 [K], indices of every chunk's keys in the order of the ranks."""
         spans = torch.cat([torch.arange(first, first + count) for first, count in self.key_spans])
-        return self._share.inverse.index_select(0, spans.to(self._share.inverse.device))
+        return self._share.inverse.index_select(0, to_device_async(spans, self._share.inverse.device))
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
         """int32 [C + 1] each, boundaries of the chunks' queries, and of their keys as `by_chunk` orders them."""
         counts = [count for _, count in self.key_spans]
         bounds = torch.tensor([[0, *self.query_lengths], [0, *counts]]).cumsum(1)
-        queries, keys = bounds.to(self._share.inverse.device, torch.int32)
+        queries, keys = to_device_async(bounds.int(), self._share.inverse.device)
         return queries, keys

@@ -18,6 +18,7 @@ from archon.models.attention.latent import LatentKeys
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import ConfigError
 
 RecurrentState = tuple[Tensor, ...]
@@ -78,7 +79,8 @@ class AttentionMeta(abc.ABC):
         raise ConfigError(f"a layer with a recurrent state cannot run under {type(self).__name__}")
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
-        """Returns the length [T] of each token's document, for dynamic and LongRoPE frequencies; None if unknown."""
+        """Returns the length of each token's document, int64 [T] on the CPU, for dynamic and LongRoPE frequencies; None
+        if unknown."""
         return None
 
 
@@ -104,7 +106,7 @@ class PackedAttention(AttentionMeta):
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
         """Returns attention of documents of these lengths, with boundaries on `device`."""
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        bounds = to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
         return cls(bounds, max(lengths), attn_type, lengths)
 
     def prepare(self, hidden: Tensor) -> None:
@@ -123,8 +125,8 @@ class PackedAttention(AttentionMeta):
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         check_lengths(sum(self.documents.lengths), positions.numel())
-        lengths = self.documents.cu_seqlens.diff().to(torch.int64)
-        return torch.repeat_interleave(lengths, lengths, output_size=positions.numel())
+        lengths = self.documents.length_tensor
+        return lengths.repeat_interleave(lengths)
 
 
 class PrefixAttention(AttentionMeta):

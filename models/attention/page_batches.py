@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archon.models.attention.paged_cache import PagedCache, PagedTensors
 from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
+from archon.parallel.transfer import to_device_async
 
 # A contiguous range of pages is read in place if it is at most this many times as long as the pages needed.
 _MAX_RANGE_WASTE = 2.0
@@ -140,7 +141,7 @@ def _page_batch(
     # A page with more rows than slots occurs several times.
     is_new = np.concatenate([[True], (page[1:] != page[:-1]) | (rank[1:] % slots == 0)])
     index, pages = np.cumsum(is_new) - 1, page[is_new]
-    selection: Tensor | slice = torch.from_numpy(pages).to(cache.device)
+    selection: Tensor | slice = to_device_async(torch.from_numpy(pages), cache.device)
     low, high = int(pages[0]), int(pages[-1]) + 1
     if slots == 1 and high - low <= _MAX_RANGE_WASTE * len(pages):
         selection, index = slice(low, high), page - low
@@ -152,9 +153,9 @@ def _page_batch(
     positions = first[:, :, None] + np.arange(cache.page_size)
     visible = (positions >= bounds[0][slot_rows, None]) & (positions < bounds[1][slot_rows, None])
     bias = torch.zeros(visible.shape, dtype=dtype, device=cache.device)
-    bias.masked_fill_(torch.from_numpy(~visible).to(bias.device), -torch.inf)
+    bias.masked_fill_(to_device_async(torch.from_numpy(~visible), cache.device), -torch.inf)
     page_of_row = None
     if slots == 1 and (np.bincount(row, minlength=len(bounds[0])) == 1).all():
-        page_of_row = torch.from_numpy(index[np.argsort(row)]).to(bias.device)
-    slot_rows_P = torch.from_numpy(slot_rows.reshape(-1)).to(bias.device)
+        page_of_row = to_device_async(torch.from_numpy(index[np.argsort(row)]), cache.device)
+    slot_rows_P = to_device_async(torch.from_numpy(slot_rows.reshape(-1)), cache.device)
     return PageBatch(selection, slot_rows_P, bias[:, None, :, None, :], page_of_row)

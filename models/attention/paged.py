@@ -21,6 +21,7 @@ from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.page_batches import PageBatch, attend_to_pages, page_batches
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.spec import AttentionSpec
+from archon.parallel.transfer import to_device_async
 
 
 @dataclass
@@ -86,7 +87,7 @@ class PagedAttention(AttentionMeta):
         assert self._n_padding >= 0, f"{len(self._positions)} tokens do not fit in {padded_length} rows"
         self._duplicates: Tensor | None = None
         if decode.duplicate_rows is not None and decode.duplicate_rows.size:
-            self._duplicates = torch.from_numpy(decode.duplicate_rows).to(self.device)
+            self._duplicates = self._on_device(decode.duplicate_rows)
         self._rows = self._cache_rows()
         self._batches: dict[int | None, list[PageBatch]] = {}
         self._packed: PackedAttention | None = None
@@ -109,7 +110,7 @@ class PagedAttention(AttentionMeta):
                     positions[:, first : first + chunk.length] = chunk.positions
                 first += chunk.length
         padding = [(0, 0)] * (positions.ndim - 1) + [(0, self._n_padding)]
-        return torch.from_numpy(np.pad(positions, padding)).to(self.device)
+        return self._on_device(np.pad(positions, padding))
 
     def prepare(self, hidden: Tensor) -> None:
         if self._packed is not None:
@@ -118,7 +119,7 @@ class PagedAttention(AttentionMeta):
     def document_lengths(self, positions: Tensor) -> Tensor:
         lengths = [self.decode.lengths, *(np.full(chunk.length, chunk.document_length) for chunk in self.chunks)]
         lengths.append(np.ones(self._n_padding, dtype=np.int64))
-        return torch.from_numpy(np.concatenate(lengths)).to(positions.device)
+        return torch.from_numpy(np.concatenate(lengths))
 
     def _cache_rows(self) -> dict[int, Tensor]:
         """Returns `PagedCache.token_rows` of every token of this forward, then of the duplicates."""
@@ -154,7 +155,7 @@ class PagedAttention(AttentionMeta):
             self.cache.states.write(layer, slots, after)
             if self._duplicates is not None:
                 assert self.decode.duplicate_states is not None
-                copies = torch.from_numpy(self.decode.duplicate_states).to(self.device)
+                copies = self._on_device(self.decode.duplicate_states)
                 self.cache.states.write(layer, copies, tuple(x.index_select(0, self._duplicates) for x in after))
         if self.chunks:
             slots, fresh, documents = self._chunk_states
@@ -178,10 +179,9 @@ class PagedAttention(AttentionMeta):
         self, slots: np.ndarray, fresh: np.ndarray, lengths: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None, PackedDocuments]:
         """Returns the slots, which sequences begin (None if none), and the tokens of this forward as documents."""
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
-        mask = torch.from_numpy(fresh).to(self.device) if fresh.any() else None
-        slots_B = torch.from_numpy(np.ascontiguousarray(slots)).to(self.device)
-        return slots_B, mask, PackedDocuments(bounds, max(lengths), lengths)
+        bounds = self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
+        mask = self._on_device(fresh) if fresh.any() else None
+        return self._on_device(np.ascontiguousarray(slots)), mask, PackedDocuments(bounds, max(lengths), lengths)
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
@@ -214,6 +214,16 @@ class PagedAttention(AttentionMeta):
             self.adapters and self.adapters.repeated(first, chunk.start + chunk.length)
             for chunk, first in zip(self.chunks, firsts, strict=False)
         ]
+
+    @cached_property
+    def _chunk_pages(self) -> list[Tensor]:
+        """The pages, int64 [n], of each chunk's sequence that have tokens after this forward."""
+        size = self.cache.page_size
+        needed = (chunk.pages[: -(-(chunk.start + chunk.length) // size)] for chunk in self.chunks)
+        return [self._on_device(np.asarray(pages, dtype=np.int64)) for pages in needed]
+
+    def _on_device(self, x: np.ndarray) -> Tensor:
+        return to_device_async(torch.from_numpy(x), self.device)
 
     def _prepare(self, layer: int, q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Store the new rows [T, heads, features] of this forward and of its duplicates.
@@ -273,8 +283,8 @@ class PagedAttention(AttentionMeta):
         for index, (chunk, first, last) in enumerate(spans):
             if chunk.start:
                 total = chunk.start + chunk.length
-                pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
-                keys, values = expand(*self.cache.read(layer, pages, total), self._cached_adapters[index])
+                cached = self.cache.read(layer, self._chunk_pages[index], total)
+                keys, values = expand(*cached, self._cached_adapters[index])
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, spec)[0]
         return out

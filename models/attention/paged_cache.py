@@ -17,6 +17,7 @@ from torch import Tensor
 
 from archon.models.attention.cache import CacheSpec, PagedRows
 from archon.models.attention.states import StateCache
+from archon.parallel.transfer import to_device_async
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class PagedCache:
         rows = {}
         for n_heads in {rows.heads for rows in self._members}:
             numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
-            rows[n_heads] = torch.from_numpy(numbers.reshape(-1)).to(self.device)
+            rows[n_heads] = to_device_async(torch.from_numpy(numbers.reshape(-1)), self.device)
         return rows
 
     def write(self, layer: int, rows: dict[int, Tensor], *new: Tensor) -> None:
@@ -111,7 +112,7 @@ class PagedCache:
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages in every layer."""
-        source, target = (torch.tensor(pages, device=self.device) for pages in (sources, targets))
+        source, target = (to_device_async(torch.tensor(pages), self.device) for pages in (sources, targets))
         for group in self.groups:
             for cache in group.stored:
                 cache.index_copy_(1, target, cache.index_select(1, source))

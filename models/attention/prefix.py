@@ -22,6 +22,7 @@ from archon.models.attention.common_beginnings import NODE_TOKENS, Forest, Node
 from archon.models.attention.documents import PackedDocuments, check_lengths
 from archon.models.attention.spec import AttentionSpec
 from archon.models.attention.tree import Trees, group_by_size, tree_attention, tree_paths
+from archon.parallel.transfer import to_device_async
 
 MIN_SAVED_FRACTION = 0.1
 """Minimum fraction of a pack's tokens that sharing must save."""
@@ -86,11 +87,10 @@ class SharedPrefixes:
 
     def to(self, device: torch.device) -> SharedPrefixes:
         """Returns a copy whose indices are on `device`."""
-        runs = tuple(replace(batch, index=batch.index.to(device)) for batch in self.runs)
+        runs = tuple(replace(batch, index=to_device_async(batch.index, device)) for batch in self.runs)
         trees = tuple(tree.to(device) for tree in self.trees)
-        return replace(
-            self, rows=self.rows.to(device), gather_index=self.gather_index.to(device), trees=trees, runs=runs
-        )
+        rows, gather_index = (to_device_async(x, device) for x in (self.rows, self.gather_index))
+        return replace(self, rows=rows, gather_index=gather_index, trees=trees, runs=runs)
 
     def padded(self, padding: int) -> SharedPrefixes:
         """Returns the same with `padding` more computed tokens at the end, one more document that no token uses."""
@@ -121,9 +121,11 @@ class SharedPrefixes:
     def _level(own: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
         rows = torch.cat([torch.arange(first, first + length) for first, length, _ in own])
         lengths = tuple(length for _, length, _ in own)
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        before = None if own[0][2] < 0 else torch.tensor([place[parent] for _, _, parent in own], device=device)
-        return Level(rows.to(device), PackedDocuments(bounds, max(lengths), lengths), before)
+        bounds = to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
+        before = None
+        if own[0][2] >= 0:
+            before = to_device_async(torch.tensor([place[parent] for _, _, parent in own]), device)
+        return Level(to_device_async(rows, device), PackedDocuments(bounds, max(lengths), lengths), before)
 
     @cached_property
     def level_order(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from archon.models.attention.cache import CacheSpec, RecurrentStates
 from archon.models.attention.meta import RecurrentState
+from archon.parallel.transfer import to_device_async
 
 
 class StateCache:
@@ -51,7 +52,7 @@ class StateCache:
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) slots in every layer, as if all at once."""
-        source, target = torch.tensor(copies, device=self._device).unbind(1)
+        source, target = to_device_async(torch.tensor(copies), torch.device(self._device)).unbind(1)
         for caches in self.layers.values():
             for cache in caches:
                 cache.index_copy_(0, target, cache.index_select(0, source))

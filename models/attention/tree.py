@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archon.models.attention.blockwise import group_heads, ungroup_heads
 from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
+from archon.parallel.transfer import to_device_async
 
 MAX_TREE_TOKENS = 128
 """Maximum tokens of a tree: all pairs are computed, which is cheaper than many small kernel calls only up to here."""
@@ -72,7 +73,7 @@ class Trees:
 
     def to(self, device: torch.device) -> Trees:
         """Returns a copy on `device`."""
-        return Trees(self.rows.to(device), self.gather_index.to(device), self.distance.to(device))
+        return Trees(*(to_device_async(x, device) for x in (self.rows, self.gather_index, self.distance)))
 
 
 def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:

@@ -98,7 +98,8 @@ def _with_fla(
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=documents.cu_seqlens.long(),
+        cu_seqlens=documents.long_bounds,
+        cu_seqlens_cpu=documents.host_bounds,
     )
     return out.squeeze(0), last
 

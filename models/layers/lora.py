@@ -27,6 +27,7 @@ from archon.models.layers.matmul import (
     pad_to_grouped,
 )
 from archon.parallel.comm import local
+from archon.parallel.transfer import to_device_async
 
 
 class LowRank(nn.Module):
@@ -160,6 +161,6 @@ def _scaled(hidden: Tensor, scales: Sequence[float], counts: Tensor) -> Tensor:
     if len({*scales}) == 1:
         return hidden * scales[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    of_groups = torch.tensor(scales, dtype=wide).to(hidden.device).repeat(counts.shape[0] // len(scales))
+    of_groups = to_device_async(torch.tensor(scales, dtype=wide), hidden.device).repeat(counts.shape[0] // len(scales))
     of_rows = of_groups.repeat_interleave(counts, output_size=hidden.shape[0]).unsqueeze(1)
     return (hidden * of_rows).to(hidden.dtype)

@@ -204,7 +204,7 @@ class Router(nn.Module):
         ones = torch.ones_like(experts, dtype=p.dtype) if valid_mask is None else valid_mask.to(p.dtype).unsqueeze(-1)
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
         kept = p if valid_mask is None else p * ones
-        tokens = p.new_tensor(float(p.shape[0])) if valid_mask is None else ones.sum()
+        tokens = p.new_full((), p.shape[0]) if valid_mask is None else ones.sum()
         recorded = None if torch.is_grad_enabled() else experts
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens, replayed, changed, recorded)
 

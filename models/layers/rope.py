@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
@@ -261,21 +262,23 @@ class RotaryEmbedding(nn.Module):
         return inv_freq, long_inv_freq, attention_factor
 
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
-        """Returns inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document."""
+        """Returns inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document,
+        on the CPU."""
         if self._long_inv_freq is not None:
             original = self.config.original_max_seq_len
             assert original is not None
-            is_long = (lengths > original).unsqueeze(-1)
-            return torch.where(is_long, self._long_inv_freq, self._inv_freq)
+            is_long = to_device_async(lengths > original, self._inv_freq.device)
+            return torch.where(is_long.unsqueeze(-1), self._long_inv_freq, self._inv_freq)
         # One row per distinct length, each computed from a 0-dim tensor: exactly the operations of transformers.
+        device = self._inv_freq.device
         distinct, row_T = torch.unique(lengths.clamp(min=self.max_seq_len), return_inverse=True)
         rows = [
-            _dynamic(self.config, self.theta, self.head_dim, self.max_seq_len, length).to(lengths.device)
+            to_device_async(_dynamic(self.config, self.theta, self.head_dim, self.max_seq_len, length), device)
             if length > self.max_seq_len
             else self._inv_freq
-            for length in distinct.cpu()
+            for length in distinct
         ]
-        return torch.stack(rows)[row_T]
+        return torch.stack(rows).index_select(0, to_device_async(row_T, device))
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
@@ -283,7 +286,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: int [T], position of each token in its document, or [3, T] with its time, row and column.
-            lengths: int [T], length of each token's document; required if `config.depends_on_length`, else ignored.
+            lengths: int [T] on the CPU, length of each token's document; required if `config.depends_on_length`, else
+                ignored.
         """
         if self._inv_freq.device != positions.device:
             self.init_buffers(positions.device)

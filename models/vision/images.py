@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from archon.models.args import ImageFormat
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError
 
 Grid = tuple[int, int]
@@ -119,8 +120,9 @@ class PackedImages:
 
     def to(self, device: torch.device) -> PackedImages:
         """Returns the images on `device`."""
-        merged = None if self.merged is None else self.merged.to(device)
-        return replace(self, patches=self.patches.to(device), rows=self.rows.to(device), merged=merged)
+        merged = None if self.merged is None else to_device_async(self.merged, device)
+        patches, rows = (to_device_async(x, device) for x in (self.patches, self.rows))
+        return replace(self, patches=patches, rows=rows, merged=merged)
 
 
 def require_pictures(pictures: Sequence[Picture], image: ImageFormat) -> None:

@@ -23,6 +23,7 @@ from archon.models.layers.linear import Linear, Role
 from archon.models.layers.rope import Rotation
 from archon.models.vision.images import Grid, patch_coordinates
 from archon.parallel.comm import local
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import ConfigError
 
 NORM_EPS = 1e-6
@@ -232,8 +233,9 @@ class VisionTower(nn.Module):
     def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """Returns [M, out_dim] for patches [P, F] of images with these sizes; see `PackedImages`."""
         counts = tuple(height * width for height, width in grids)
-        coordinates = patch_coordinates(grids, self.spec.merge_size).to(patches.device)
-        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(counts), dim=0).t().to(patches.device)
+        coordinates = to_device_async(patch_coordinates(grids, self.spec.merge_size), patches.device)
+        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(counts), dim=0).t()
+        sizes = to_device_async(sizes, patches.device)
         x = self.patch_embedding(patches) + self.position_grid(coordinates, sizes)
         rotation = self._rotation(coordinates, x.dtype)
         attention = PackedAttention.from_lengths(counts, x.device, self.attn_type)

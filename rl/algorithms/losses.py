@@ -157,7 +157,7 @@ class SAPOLoss(PolicyLossSettings):
 def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
     """−A·(4/τ)·σ(τ(ρ − 1)), with τ by the sign of A (SAPO, arXiv 2511.20347); nothing is clipped."""
     ratio = terms.ratio
-    positive, negative = (ratio.new_tensor(tau) for tau in (settings.tau_positive, settings.tau_negative))
+    positive, negative = (ratio.new_full((), tau) for tau in (settings.tau_positive, settings.tau_negative))
     tau = torch.where(terms.advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return TokenLoss(-terms.advantages * gate, ratio, torch.zeros_like(ratio, dtype=torch.bool))

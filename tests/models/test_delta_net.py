@@ -178,6 +178,7 @@ def reference_fla(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The interface of fla-core 0.6's `chunk_gated_delta_rule`, its documented preconditions, and its meaning."""
     tokens, key_heads, key_dim = q.shape[1:]
@@ -187,6 +188,8 @@ def reference_fla(
     assert q.dtype == k.dtype == v.dtype and use_qk_l2norm_in_kernel and output_final_state
     assert not (use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
     assert cu_seqlens is not None and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == tokens
+    assert cu_seqlens_cpu is not None and cu_seqlens_cpu.dtype == torch.int64 and cu_seqlens_cpu.is_cpu
+    assert torch.equal(cu_seqlens_cpu, cu_seqlens)
     documents = len(cu_seqlens) - 1
     state = q.new_zeros(documents, heads, key_dim, value_dim) if initial_state is None else initial_state
     assert state.shape == (documents, heads, key_dim, value_dim)

@@ -21,8 +21,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fla's kernel takes a pack for one document",
         "models/layers/delta_rule.py",
-        "cu_seqlens=documents.cu_seqlens.long()",
-        "cu_seqlens=documents.cu_seqlens[[0, -1]].long()",
+        "cu_seqlens=documents.long_bounds",
+        "cu_seqlens=documents.long_bounds[[0, -1]]",
         (f"{DELTA}::test_flas_kernel_is_called_as_it_documents_and_computes_the_same",),
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a branch continues the state of the run next to the one before it",
         "models/attention/prefix.py",
-        "torch.tensor([place[parent] for _, _, parent in own], device=device)",
-        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own], device=device)",
+        "torch.tensor([place[parent] for _, _, parent in own])",
+        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own])",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
     ),
 )

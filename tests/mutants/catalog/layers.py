@@ -16,8 +16,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "LongRoPE's long frequencies from the original context on, not beyond it",
         "models/layers/rope.py",
-        "is_long = (lengths > original).unsqueeze(-1)",
-        "is_long = (lengths >= original).unsqueeze(-1)",
+        "is_long = to_device_async(lengths > original,",
+        "is_long = to_device_async(lengths >= original,",
         ("tests/models/test_rope.py",),
     ),
     Mutant(
