@@ -343,7 +343,7 @@ class EngineConfig(StrictModel):
     attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
         True,
-        description="compute what documents begin alike with once, where it pays; sdpa, not with gathered keys",
+        description="compute what documents begin alike with once, where it pays; not with gathered keys",
     )
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(

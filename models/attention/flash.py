@@ -1,6 +1,7 @@
 """The flash-attn package (Dao 2023, arXiv:2307.08691), an optional dependency.
 
-Tested against a reference of flash-attn's interface; not yet verified on a GPU.
+Tested against a reference of flash-attn's interface, and its forward is traced by `make test-cuda-traced`; not yet
+verified on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
+from archon.models.attention.cascade import cascade_attention
+from archon.models.attention.cascade_parts import Bounds
 from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
 from archon.models.attention.spec import AttentionSpec
 
@@ -32,55 +36,67 @@ class FlashAttention(AttentionBackend):
         return reason
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        from flash_attn import flash_attn_varlen_func
+        bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
+        return _attend(q, k, v, _Flash(bounds, bounds, spec))
 
-        if spec.sinks is not None:
-            return attention_with_sinks(q, k, v, spec.sinks, _Flash(documents, spec))
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=documents.cu_seqlens,
-            cu_seqlens_k=documents.cu_seqlens,
-            max_seqlen_q=documents.max_seqlen,
-            max_seqlen_k=documents.max_seqlen,
-            dropout_p=0.0,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            # (left, right): neighbors that a token sees besides itself; -1 for all.
-            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
-            softcap=spec.soft_cap or 0.0,
-        )
+    def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> Tensor:
+            return _attend(q, k, v, _Flash(queries, keys, spec))
+
+        return cascade_attention(q, k, v, shared, spec, attend, _Flash)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Flash) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    if kernel.spec.sinks is not None:
+        return attention_with_sinks(q, k, v, kernel.spec.sinks, kernel)
+    return flash_attn_varlen_func(q, k, v, window_size=kernel.window, softcap=kernel.soft_cap, **kernel.options)
 
 
 @dataclass
 class _Flash(KernelWithLse):
-    """The two halves of `flash_attn_varlen_func`, which it has for itself."""
+    """`flash_attn_varlen_func` of documents, with the boundaries of their queries and of their keys, in the two halves
+    that it has for itself."""
 
-    documents: PackedDocuments
+    queries: Bounds
+    keys: Bounds
     spec: AttentionSpec
 
     @property
+    def window(self) -> tuple[int, int]:
+        """(left, right): neighbors that a token sees besides itself; -1 for all."""
+        if self.spec.window is None:
+            return -1, -1
+        return self.spec.window - 1, 0 if self.spec.causal else -1
+
+    @property
+    def soft_cap(self) -> float:
+        return self.spec.soft_cap or 0.0
+
+    @property
     def options(self) -> dict[str, Any]:
-        cu_seqlens, max_seqlen, window = self.documents.cu_seqlens, self.documents.max_seqlen, self.spec.window
+        """Those that the function and its halves name alike."""
         return {
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens,
-            "max_seqlen_q": max_seqlen,
-            "max_seqlen_k": max_seqlen,
+            "cu_seqlens_q": self.queries.cu_seqlens,
+            "cu_seqlens_k": self.keys.cu_seqlens,
+            "max_seqlen_q": self.queries.longest,
+            "max_seqlen_k": self.keys.longest,
             "dropout_p": 0.0,
             "softmax_scale": self.spec.scale,
-            "causal": True,
-            "window_size_left": -1 if window is None else window - 1,
-            "window_size_right": -1 if window is None else 0,
-            "softcap": self.spec.soft_cap or 0.0,
-            "alibi_slopes": None,
+            "causal": self.spec.causal,
         }
+
+    @property
+    def _of_halves(self) -> dict[str, Any]:
+        left, right = self.window
+        window = {"window_size_left": left, "window_size_right": right}
+        return self.options | window | {"softcap": self.soft_cap, "alibi_slopes": None}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
-        out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, **self.options)
+        out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, **self._of_halves)
         return out, lse
 
     def backward(
@@ -89,5 +105,5 @@ class _Flash(KernelWithLse):
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _flash_attn_varlen_backward(grad, q, k, v, out, lse, dq, dk, dv, **self.options, deterministic=False)
+        _flash_attn_varlen_backward(grad, q, k, v, out, lse, dq, dk, dv, **self._of_halves, deterministic=False)
         return dq, dk, dv

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.cascade_parts import Cascade
 from archon.models.attention.common_beginnings import NODE_TOKENS, Forest, Node
 from archon.models.attention.documents import PackedDocuments, check_lengths
 from archon.models.attention.spec import AttentionSpec
@@ -103,6 +104,11 @@ class SharedPrefixes:
     def counts(self) -> Tensor:
         """Returns how many of the pack's tokens use each computed one: int64 [U]."""
         return torch.zeros_like(self.rows).scatter_add_(0, self.gather_index, torch.ones_like(self.gather_index))
+
+    @cached_property
+    def cascade(self) -> Cascade:
+        """The runs outside of trees and their contexts, for kernels of packed documents."""
+        return Cascade(self.parents, sum(trees.gather_index.numel() for trees in self.trees), self.rows.device)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

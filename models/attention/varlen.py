@@ -1,6 +1,7 @@
 """PyTorch's own variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision.
 
-With sinks it is tested against a reference of its interface; not yet verified on a GPU.
+With sinks and shared prefixes it is tested against a reference of its interface, and its forward is traced by `make
+test-cuda-traced`; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
+from archon.models.attention.cascade import cascade_attention
+from archon.models.attention.cascade_parts import Bounds
 from archon.models.attention.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.torch_parts import require_parts
@@ -33,8 +37,14 @@ class VarlenAttention(AttentionBackend):
         return flash_unsupported_reason(device, dtype)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        bounds = documents.cu_seqlens, documents.max_seqlen
+        bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
         return _attend(q, k, v, _Varlen(bounds, bounds, spec), spec)
+
+    def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> Tensor:
+            return _attend(q, k, v, _Varlen(queries, keys, spec), spec)
+
+        return cascade_attention(q, k, v, shared, spec, attend, _Varlen)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
         _ = keys.chunk_rows, keys.cu_seqlens
@@ -43,7 +53,7 @@ class VarlenAttention(AttentionBackend):
         # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
         k, v = keys.by_chunk(kv)
         cu_q, cu_k = keys.cu_seqlens
-        return _attend(q, k, v, _Varlen((cu_q, keys.max_queries), (cu_k, keys.max_keys), spec), spec)
+        return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec), spec)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen, spec: AttentionSpec) -> Tensor:
@@ -56,10 +66,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen, spec: AttentionSpe
 
 @dataclass
 class _Varlen(KernelWithLse):
-    """`varlen_attn` of documents: boundaries int32 [B + 1] and the longest length, of queries and of keys."""
+    """`varlen_attn` of documents, with the boundaries of their queries and of their keys."""
 
-    queries: tuple[Tensor, int]
-    keys: tuple[Tensor, int]
+    queries: Bounds
+    keys: Bounds
     spec: AttentionSpec
 
     @property
@@ -95,7 +105,7 @@ class _Varlen(KernelWithLse):
 
 @functools.cache
 def _check_parts() -> None:
-    require_parts("attention sinks with attn_type varlen", PARTS)
+    require_parts("attention sinks and shared prefixes with attn_type varlen", PARTS)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from tests.mutants.catalog.known_tests import FURTHER_MATRIX, MATRIX
 from tests.mutants.mutant import Mutant
 
 SINKS = "tests/models/test_sinks.py"
+CASCADE = "tests/models/test_cascade.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -53,8 +54,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "flash-attn is told of a window one token too wide",
         "models/attention/flash.py",
-        "(spec.window - 1, 0),\n",
-        "(spec.window, 0),\n",
+        "return self.spec.window - 1, 0 if",
+        "return self.spec.window, 0 if",
         ("tests/models/test_attention.py",),
     ),
     Mutant(
@@ -114,5 +115,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "sinks=spec.sinks.chunk(group.size)[group.rank]",
         "sinks=spec.sinks.chunk(group.size)[0]",
         (f"{FURTHER_MATRIX}[sinks-c2-float64-context_parallel=ulysses]",),
+    ),
+    Mutant(
+        "the backward of a context's kernel is given its own log-sum-exp, not the merged one",
+        "models/attention/cascade.py",
+        "ctx.save_for_backward(q, k, v, sinks, merged, lse, queries, keys)",
+        "ctx.save_for_backward(q, k, v, sinks, merged, run_lse, queries, keys)",
+        (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-answers-None-None-plain]",),
+    ),
+    Mutant(
+        "a run after two branches sees only the last one's tokens",
+        "models/attention/cascade_parts.py",
+        "above = () if parent < 0 else (*self._paths[number[parent]], number[parent])",
+        "above = () if parent < 0 else (number[parent],)",
+        (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-a history-None-None-plain]",),
+    ),
+    Mutant(
+        "a window ends one token too early in the context before a run",
+        "models/attention/cascade_parts.py",
+        "self._tail(path, window - 1)",
+        "self._tail(path, window - 2)",
+        (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-answers-45-None-plain]",),
     ),
 )
