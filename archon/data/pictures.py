@@ -37,6 +37,8 @@ MAX_ASPECT = 200
 """The largest ratio of a picture's sides, which is that of the processor."""
 MODES = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
 """PIL's modes of pictures that become red, green and blue without loss of range."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow's formats that are read. Others are seldom sent, and some, such as EPS, run another program on the file."""
 PictureSource = Any
 """A path, bytes, a PIL image, base64 text, a data URL, or a mapping with `bytes` or `path`, as data sets have."""
 
@@ -137,11 +139,13 @@ def open_image(source: PictureSource) -> PILImage:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large pictures, which are refused here by a limit of our own
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise PictureError(f"{name} has too many pixels for its size; expected at most {MAX_PIXELS:,}") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        raise PictureError(f"{name} is no image that Pillow reads: {_line(error)}") from error
+    except Image.UnidentifiedImageError as error:
+        raise PictureError(f"{name} is no image of the formats {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow raises errors of any kind for a damaged file
+        raise PictureError(f"{name} is truncated or damaged: {_line(error)}") from error
     return _decoded(image, name)
 
 
@@ -196,20 +200,22 @@ def _decoded(image: PILImage, name: str) -> PILImage:
         raise PictureError(f"{name} has {width} x {height} pixels; expected at most {MAX_PIXELS:,} in all")
     if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
         raise PictureError(f"{name} has {width} x {height} pixels; expected sides of at most {MAX_ASPECT} to 1")
-    if getattr(image, "n_frames", 1) != 1:
-        raise PictureError(f"{name} is an animation of {image.n_frames} frames; expected one picture")  # type: ignore[attr-defined]
     if image.mode not in MODES:
         raise PictureError(f"{name} has the mode {image.mode}; expected {', '.join(MODES)}: convert it to RGB")
     try:
-        image.load()
-        return _on_white(image)
-    except (OSError, ValueError, SyntaxError) as error:
+        frames = getattr(image, "n_frames", 1)
+        decoded = _on_white(image) if frames == 1 else None
+    except Exception as error:  # Pillow raises errors of any kind for a damaged file
         raise PictureError(f"{name} is truncated or damaged: {_line(error)}") from error
+    if decoded is None:
+        raise PictureError(f"{name} is an animation of {frames} frames; expected one picture")
+    return decoded
 
 
 def _on_white(image: PILImage) -> PILImage:
     from PIL import Image
 
+    image.load()
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image.convert("RGB")
     image = image.convert("RGBA")

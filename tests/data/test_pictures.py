@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
 import struct
 import zlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image, ImageDraw
 from transformers import AutoImageProcessor
 
 from archon.data import pictures
-from archon.data.pictures import PictureReader, expand_placeholders, n_rows, open_image
+from archon.data.pictures import FORMATS, PictureReader, expand_placeholders, n_rows, open_image
 from archon.models.args import ImageFormat
 from archon.schema.errors import ConfigError, PictureError
 from tests.models.test_vision import IMAGE, random_fields
@@ -46,7 +47,7 @@ def png(image: Image.Image, form: str = "PNG") -> bytes:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sees")
-    fields = random_fields(0) | {"model_type": "qwen3_5"}
+    fields = random_fields(0, "qwen3_5")
     fields["vision_config"] |= {
         "in_channels": 3,
         "patch_size": 4,
@@ -132,15 +133,17 @@ def frames() -> bytes:
         ("data:text/plain,hello", "is no image in base64"),
         ("data:image/png;base64,%%%", "a data URL is not base64"),
         ("no-such-file.png", "cannot be read: No such file"),
-        ("AAAA", "is no image that Pillow reads"),
+        ("AAAA", "is no image of the formats PNG, JPEG"),
         (b"", "is empty"),
-        (b"GIF89a", "is no image that Pillow reads"),
+        (b"GIF89a", "is no image of the formats PNG, JPEG"),
         (png(drawn())[:-60], "is truncated or damaged"),
         (png(drawn(), "JPEG")[:-200], "is truncated or damaged"),
         (bomb(60_000, 60_000), "too many pixels for its size; expected at most"),
         (bomb(9000, 9000), "9000 x 9000 pixels; expected at most"),
         (png(drawn().resize((804, 4))), "804 x 4 pixels; expected sides of at most 200 to 1"),
         (frames(), "an animation of 2 frames"),
+        (frames()[:170], "is truncated or damaged"),
+        (png(drawn(), "EPS"), "is no image of the formats"),
         (drawn().convert("I;16"), "has the mode I;16; expected RGB"),
         (drawn().convert("CMYK"), "has the mode CMYK; expected RGB"),
         ({"bytes": None}, "without bytes or path"),
@@ -151,6 +154,31 @@ def test_what_cannot_be_used_is_refused_in_one_line(reader: PictureReader, sourc
     with pytest.raises(PictureError, match=message) as caught:
         reader.read(source)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def refusal(data: bytes) -> str:
+    """What is said of a file; empty for one that is read."""
+    try:
+        assert open_image(data).mode == "RGB"
+    except PictureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:::PIL")
+@pytest.mark.parametrize("form", [*FORMATS, "animation"])
+def test_files_that_are_cut_or_have_wrong_bytes_are_read_or_refused_in_one_line(form: str) -> None:
+    whole, rng = frames() if form == "animation" else png(drawn(), form), random.Random(0)
+    cut = [refusal(whole[:length]) for length in range(0, len(whole), max(1, len(whole) // 300))]
+    assert sum(map(bool, cut)) > 150
+    changed = []
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 2, 9])):
+            data[rng.randrange(min(len(data), rng.choice([64, 400, len(data)])))] = rng.randrange(256)
+        changed.append(refusal(bytes(data)))
+    assert any(changed)
+    assert all("\n" not in said and len(said) < 400 for said in cut + changed)
 
 
 def test_files_of_too_many_bytes_are_refused_before_they_are_read(
@@ -176,7 +204,7 @@ def test_a_folder_that_says_nothing_of_pictures_is_refused(checkpoint: Path, tmp
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     with pytest.raises(ConfigError, match="makes pictures of red, green and blue"):
         PictureReader(tmp_path, ImageFormat(IMAGE, 2, 1, 2, 4))
-    text = random_fields(0)["text_config"] | {"model_type": "qwen3_5_text"}
+    text = random_fields(0, "qwen3_5")["text_config"] | {"model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(text))
     with pytest.raises(ConfigError, match="its model sees no images"):
         PictureReader(tmp_path)
