@@ -24,7 +24,7 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
 
-MAX_DIMS = 3  # of a parameter
+MAX_DIMS = 5  # of a parameter: those of a tower that embeds patches
 
 
 @dataclass(frozen=True)
