@@ -32,11 +32,11 @@ from archon.bench.origin import ROOT, commit, versions
 from archon.check.decoding import greedy_of_transformers
 from archon.check.family import CheckedFamily
 from archon.check.oracle import ContractError, hf_model, own_config, random_config, randomize_vectors
+from archon.check.random_configs import OWN_VISION
 from archon.check.round_trip import folder_tensors
 from archon.checkpoint.hf_io import load_model
 from archon.cli import main as archon_main
 from archon.models import get_model_spec
-from archon.models.spec import SEEING_FAMILIES
 from archon.rl.bootstrap import make_tokenizer
 from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
@@ -103,7 +103,7 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
     ids = greedy_of_transformers(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     answer, served = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:end]))
-    sees = get_model_spec(family.model_type).name in SEEING_FAMILIES
+    sees = get_model_spec(family.model_type).text is not None
     parameters = sum(weight.numel() for name, weight in theirs.named_parameters() if sees or "visual" not in name)
     return Subject(folder, work, parameters, answer, served)
 
@@ -112,8 +112,14 @@ def hf_composite(config: Any) -> Any:
     """Returns a fresh transformers model of text and images; archon computes its text and carries the rest."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
-    vision["out_hidden_size"] = config.text_config.hidden_size
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "num_position_embeddings": 16,
+    }
+    vision |= OWN_VISION.get(config.model_type, {}) | {"out_hidden_size": config.text_config.hidden_size}
     whole = type(config)(**config.to_dict() | {"vision_config": vision})
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(whole)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
-from archon.models.hf_config import Field, WindowPolicy, read_config
+from archon.models.hf_config import Field, WindowPolicy, as_dict, read_config, text_config
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.feed_forward import DenseLayer, get_activation
@@ -78,6 +78,7 @@ class BaseModelArgs:
         logits_soft_cap: bounds the logits, see `archon.models.head.LMHead`; None for no bound.
         initializer_range: standard deviation of newly initialized matrices.
         balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
+        is_composite: the decoder is part of a composite checkpoint, see `composite_types`.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
         composite_types: the model types of composite configs, and the type of the text decoder in each.
@@ -126,6 +127,7 @@ class BaseModelArgs:
     logits_soft_cap: float | None = None
     initializer_range: float = 0.02
     balance_by_bias: bool = False
+    is_composite: bool = False
     is_critic: bool = False
     attn_type: str = "auto"
 
@@ -299,9 +301,21 @@ class BaseModelArgs:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
         types = cls.model_types | {*cls.composite_types.values()}
-        args = read_config(hf_config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_must_be)
+        config, own = cls.decoder_config(as_dict(hf_config))
+        args = read_config(config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_must_be)
         if "sliding_window" in kwargs:
             # It applies to the layers that have a window in the config, or to all layers if none has.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
             args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
-        return cls(**{**args, "is_critic": is_critic, **kwargs})
+        return cls(**{**args, "is_critic": is_critic, **own, **kwargs})
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the config of the decoder, which of a composite one is a part, and arguments that are no fields of
+        it. A family whose config is of another form extends this.
+
+        Raises ConfigError, naming field and value.
+        """
+        model_type = config.get("model_type")
+        text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None
+        return (config, {}) if text_type is None else (text_config(config, text_type), {"is_composite": True})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
-from archon.models.vision.images import PackedImages, Picture
+from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
 from archon.schema.errors import BatchError
 
@@ -199,18 +199,12 @@ class BaseArchonModel(nn.Module):
             return out.unsqueeze(0)
         return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
-    def embed(self, tokens: Tensor, images: PackedImages | None) -> Tensor:
-        """Returns the embeddings [T, dim] of tokens [T]. Raises BatchError for images: this is a text model."""
-        if images is not None:
-            raise BatchError(f"{self.model_class.__name__} sees no images; expected a batch of text")
-        return self.tok_embeddings(tokens)
-
-    def see(self, pictures: Sequence[Picture], device: torch.device) -> list[Tensor]:
-        """Returns of each picture the rows [M, dim] that replace its placeholders, for `PackedImages.of_rows`.
+    def see(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Returns what a tower makes of patches [P, F] of images with these sizes, see `ImageRows.features`.
 
         Raises BatchError: this is a text model.
         """
-        raise BatchError(f"{self.model_class.__name__} sees no images; expected text")
+        raise BatchError(f"{self.model_class.__name__} sees no images; expected a batch of text")
 
     def hidden_states(
         self,
@@ -224,9 +218,11 @@ class BaseArchonModel(nn.Module):
 
         They are [T, dim], or [N, dim] at `attention.gather_index` [N].
         """
+        seen = None if images is None else images.seen(self.see)
         hidden = tokens
         if self.tok_embeddings is not None:
-            hidden = self.embed(tokens, images)
+            hidden = self.tok_embeddings(tokens)
+            hidden = hidden if seen is None else seen.embed(hidden)
             if (factor := self.args.embedding_multiplier) != 1:
                 hidden = hidden * (hidden.new_full((), factor) if self.args.embedding_multiplier_is_rounded else factor)
         attention.prepare(hidden)
@@ -241,6 +237,7 @@ class BaseArchonModel(nn.Module):
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)
+            hidden = hidden if seen is None else seen.add(hidden, int(layer))
         if attention.gather_index is not None:
             hidden = hidden.index_select(0, attention.gather_index)
         if self.norm is None:

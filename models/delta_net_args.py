@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from archon.models.args import BaseModelArgs
 from archon.models.fused_tensors import Fused
 from archon.models.hf_config import (
-    MUST_BE,
-    NO_EFFECT,
     NO_WINDOWS,
     Field,
     WindowPolicy,
-    as_dict,
     dense_fields,
     reject_field,
 )
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP, prefixed
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf_rope import MROPE_FIELDS, RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.delta_rule import DeltaRule
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.spec import MixerSpec
-from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
 """The kinds of layers, by their Hugging Face names."""
 
-# The ignored fields say how positions of images are laid out; those of text have one coordinate.
-QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=frozenset({"mrope_section", "mrope_interleaved"}))
+QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
 # Qwen3.5's published configs have these besides the fields of transformers' classes, which ignore them.
 QWEN3_5_MUST_BE: dict[str, Any] = {
     "attn_output_gate": True,
@@ -52,7 +46,6 @@ class DeltaNetModelArgs(BaseModelArgs):
         delta_rule: what computes its rule, see `archon.models.layers.delta_rule.DeltaRule`; no part of a checkpoint.
         layer_types: the kind of each layer; empty means attention in every `attention_interval`-th.
         attention_interval: used only without `layer_types`.
-        is_composite: the checkpoint is that of a model with further parts, see `composite_types`.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -68,7 +61,6 @@ class DeltaNetModelArgs(BaseModelArgs):
     qk_norm: bool = True
     norm_offset: float = 1.0
     attention_gated: bool = True
-    is_composite: bool = False
 
     hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25)
@@ -122,40 +114,13 @@ class DeltaNetModelArgs(BaseModelArgs):
         )
 
     @classmethod
-    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`."""
-        config = as_dict(hf_config)
-        text_type = cls.composite_types.get(config.get("model_type", ""))
-        if text_type is not None:
-            config, kwargs = text_config(config, text_type), {"is_composite": True} | kwargs
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `BaseModelArgs.decoder_config`."""
+        config, own = super().decoder_config(config)
         layer_types = config.pop("layer_types", None)
         if not isinstance(layer_types, list | tuple | None) or layer_types == []:
             reject_field("layer_types", layer_types, "expected a list with the kind of each layer, or null")
-        return super().from_hf_config(config, is_critic, layer_types=tuple(layer_types or ()), **kwargs)
-
-
-# Top-level fields of a composite config that the text decoder does not need.
-_COMPOSITE_NO_EFFECT = frozenset(
-    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-)
-
-
-def text_config(config: dict[str, Any], text_type: str) -> dict[str, Any]:
-    """Returns the config of the text decoder of a composite model, as one of `text_type`.
-
-    Raises ConfigError, naming the field, for a field that is unknown or contradicts the text's.
-    """
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        reject_field("text_config", text, "expected the config of the text decoder")
-    for name, value in config.items():
-        is_default = name in MUST_BE and (value is None or value == MUST_BE[name])
-        if not is_default and name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
-            reject_field(name, value, "archon does not know this field; remove it if it has no effect")
-    if text.get("model_type", text_type) != text_type:
-        reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
-    # As transformers ties them; a text's own field is that of the decoder alone.
-    return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return config, own | {"layer_types": tuple(layer_types or ())}
 
 
 def delta_net_fields(**dense: Any) -> dict[str, Field]:
@@ -208,21 +173,3 @@ DELTA_NET_BLOCKS_HF_MAP: dict[str, str | Fused | None] = {
         tuple(f"{_NATIVE}w{part}.weight" for part in "ba"), blocks=lambda args: args.delta_key_heads
     ),
 }
-
-
-class CompositeStateDictAdapter(BaseStateDictAdapter):
-    """Reads a decoder, alone or in a composite checkpoint, whose vision tower is carried.
-
-    The layers that predict further tokens are carried too.
-    """
-
-    carried: tuple[str, ...] = ("mtp.*", "model.visual.*")
-
-    def __init__(
-        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
-    ) -> None:
-        super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
-        assert isinstance(self.args, DeltaNetModelArgs)
-        if self.args.is_composite:
-            prefixed_map = prefixed(self.from_hf_map, "model.", "model.language_model.")
-            self.from_hf_map = prefixed_map  # type: ignore[misc]

@@ -146,6 +146,30 @@ def as_dict(hf_config: Any) -> dict[str, Any]:
     raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
 
 
+# Top-level fields of a composite config that the text decoder does not need.
+_COMPOSITE_NO_EFFECT = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+)
+
+
+def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
+    """Returns the config of the text decoder of a composite model, as one of `text_type`.
+
+    Raises ConfigError, naming the field, for a field that is unknown or contradicts the text's.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        reject_field("text_config", text, "expected the config of the text decoder")
+    for name, value in config.items():
+        is_default = name in MUST_BE and (value is None or value == MUST_BE[name])
+        if not is_default and name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
+            reject_field(name, value, "archon does not know this field; remove it if it has no effect")
+    if text.get("model_type", text_type) != text_type:
+        reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
+    # As transformers ties them; a text's own field is that of the decoder alone.
+    return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+
+
 def read_config(
     hf_config: Any,
     fields: Mapping[str, Field],

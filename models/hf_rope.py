@@ -46,6 +46,10 @@ _REQUIRED = {
 }
 
 
+# They say how positions of images are laid out; those of text have one coordinate.
+MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
+
+
 @dataclass(frozen=True)
 class RopePolicy:
     """How a family's config gives the rotations of its layers.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from archon.models.args import BaseModelArgs
-from archon.models.hf_config import Field, as_dict, reject_field
+from archon.models.hf_config import Field, reject_field
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
 from archon.schema.errors import ConfigError
@@ -86,15 +86,15 @@ class MoEModelArgs(BaseModelArgs):
         )
 
     @classmethod
-    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; accepts the `hf_aliases` of fields."""
-        config = as_dict(hf_config)
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `BaseModelArgs.decoder_config`; accepts the `hf_aliases` of fields."""
+        config, own = super().decoder_config(config)
         for alias, name in cls.hf_aliases.items():
             if alias in config and alias not in cls.hf_fields:
                 value = config.pop(alias)
                 if config.setdefault(name, value) != value:
                     reject_field(alias, value, f"it contradicts {name} {config[name]!r}; keep one")
-        return super().from_hf_config(config, is_critic, **kwargs)
+        return config, own
 
 
 def stepped_expert_fields(

@@ -11,7 +11,6 @@ from archon.models.delta_net_args import (
     QWEN3_5_HF_MAP,
     QWEN3_5_MUST_BE,
     QWEN3_5_ROPES,
-    CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
@@ -21,6 +20,7 @@ from archon.models.hf_names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.seeing import CompositeStateDictAdapter
 from archon.models.spec import family_spec
 
 

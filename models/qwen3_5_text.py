@@ -10,7 +10,6 @@ from archon.models.delta_net_args import (
     QWEN3_5_HF_MAP,
     QWEN3_5_MUST_BE,
     QWEN3_5_ROPES,
-    CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
@@ -18,6 +17,7 @@ from archon.models.delta_net_args import (
 from archon.models.hf_config import Field
 from archon.models.hf_rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
+from archon.models.seeing import CompositeStateDictAdapter
 from archon.models.spec import family_spec
 
 

@@ -47,10 +47,11 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
     "smollm3",
 )
 
-# Families that see: each a decoder of `FAMILIES`, whose contracts it has, and a tower.
+# Families that are another one of these, whose contracts they have, and a tower.
 SEEING_FAMILIES = ("qwen3_5",)
 
 # Model types that archon does not compute: the reason, and the family that comes nearest.
@@ -88,6 +89,7 @@ class ModelSpec:
         pipelining_fn: `pipelining_fn(model, plan=plan, stage=stage)` removes from a full model on the meta device, in
             place, what a pipeline stage does not hold; its layers are `plan.layers[stage]`. None for
             `archon.parallel.pipeline.prune`.
+        text: of a model that sees its decoder alone, which reads the same checkpoints and carries the tower.
     """
 
     name: str
@@ -97,6 +99,7 @@ class ModelSpec:
     parallelize_fn: ParallelizeFn
     supported_model_types: frozenset[str]
     pipelining_fn: PipeliningFn | None = None
+    text: ModelSpec | None = None
 
 
 def family_spec(
@@ -104,11 +107,12 @@ def family_spec(
     adapter: type[BaseStateDictAdapter],
     parallelize_fn: ParallelizeFn,
     pipelining_fn: PipeliningFn | None = None,
+    text: ModelSpec | None = None,
 ) -> ModelSpec:
     """Returns the spec of a family, with the model class of `adapter`, its arguments and their `model_types`."""
     model = adapter.model_class
     args = model.args_class
-    return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn)
+    return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn, text)
 
 
 class _Registry:
@@ -203,7 +207,7 @@ def register_model_spec(spec: ModelSpec) -> None:
 def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
     """Returns the spec of a Hugging Face `model_type`.
 
-    With `text_only` that of a model that sees is its decoder's, which reads the same checkpoints and carries the tower.
+    With `text_only` that of a model that sees is its decoder's, `ModelSpec.text`.
 
     Raises UnknownModelError, which lists the supported ones, the reason for a model type in `UNSUPPORTED`, and the
     plugins that could not be loaded; also for what is no string.
@@ -221,7 +225,7 @@ def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
             + "".join(f"; {failure}" for failure in _REGISTRY.failures)
         )
     spec = specs[model_type]
-    return specs[spec.model_args_class.composite_types.get(model_type, model_type)] if text_only else spec
+    return spec.text or spec if text_only else spec
 
 
 def is_text_of(args: BaseModelArgs, model_type: str) -> bool:

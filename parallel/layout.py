@@ -68,6 +68,7 @@ class ModelSizes:
         hidden: the widths of dense networks and shared experts.
         further_heads: (heads, key heads) of mixers with other counts.
         needs_ulysses: why context parallelism cannot gather keys in every layer; None if it can.
+        tower_layers: the first layers to which a vision tower gives something, so that a pipeline has them with it.
     """
 
     heads: int
@@ -79,6 +80,7 @@ class ModelSizes:
     expert_hidden: int = 0
     further_heads: tuple[tuple[int, int], ...] = ()
     needs_ulysses: str | None = None
+    tower_layers: int = 0
 
     @property
     def mixer_heads(self) -> tuple[tuple[int, int], ...]:

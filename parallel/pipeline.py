@@ -50,38 +50,47 @@ class StagePlan:
         return max(minimum, -(-wanted // self.pp) * self.pp)
 
 
-def plan_stages(config: PipelineConfig, pp: int, n_layers: int) -> StagePlan:
+def plan_stages(config: PipelineConfig, pp: int, n_layers: int, tower_layers: int = 0) -> StagePlan:
     """Assign layers to stages as the configuration says, by default so that the heaviest stage is as light as possible.
 
-    1F1B has one stage a rank and ZB-V two, whatever `stages_per_rank` is. Raises LayoutError where there are fewer
-    layers than stages, or where `layers_per_stage` does not add up.
+    1F1B has one stage a rank and ZB-V two, whatever `stages_per_rank` is. The first `tower_layers` layers are on the
+    first stage. Raises LayoutError where there are too few layers for the stages, where `layers_per_stage` does not add
+    up, and where its first stage has too few.
     """
+    least = max(1, tower_layers)
     stages = pp * {"1f1b": 1, "zbv": 2}.get(config.schedule, config.stages_per_rank)
     sizes = config.layers_per_stage
     if sizes is None:
-        if n_layers < stages:
+        if n_layers < stages - 1 + least:
+            first = f", the first {least} with its vision tower" if least > 1 else ""
             raise LayoutError(
                 f"pipeline of p = {pp} with schedule {config.schedule} has {stages} stages, and the model {n_layers} "
-                "layers; use a smaller p, or fewer stages a rank"
+                f"layers{first}; use a smaller p, or fewer stages a rank"
             )
-        sizes = [*_balanced_split(n_layers, stages, config.embedding_weight, config.head_weight)]
+        sizes = [*_balanced_split(n_layers, stages, config.embedding_weight, config.head_weight, least)]
     if len(sizes) != stages or sum(sizes) != n_layers or min(sizes) < 1:
         raise LayoutError(
             f"layers_per_stage is {sizes}; expected {stages} numbers of at least 1 that add up to the {n_layers} layers"
+        )
+    if sizes[0] < least:
+        raise LayoutError(
+            f"layers_per_stage is {sizes}; expected at least {least} layers on the first stage, to which the vision "
+            "tower there gives features of images"
         )
     bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
     return StagePlan(config.schedule, pp, tuple(pairwise(bounds)))
 
 
 @lru_cache(maxsize=1024)
-def _balanced_split(n_layers: int, stages: int, embedding: float, head: float) -> tuple[int, ...]:
-    """Returns the layers of each stage, at least one, that minimize the heaviest stage's weight; among equal splits,
-    the one whose later stages hold more. `embedding` and `head` are the extra weights of the first and last stage."""
+def _balanced_split(n_layers: int, stages: int, embedding: float, head: float, least: int) -> tuple[int, ...]:
+    """Returns the layers of each stage, at least one and `least` on the first, that minimize the heaviest stage's
+    weight; among equal splits, the one whose later stages hold more. `embedding` and `head` are the extra weights of
+    the first and last stage."""
     best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n_layers]
     for stage in range(stages):
         extra = (embedding if stage == 0 else 0.0) + (head if stage == stages - 1 else 0.0)
         row = [(float("inf"), 0)] * (n_layers + 1)
-        for end in range(stage + 1, n_layers + 1):
+        for end in range(stage + least, n_layers + 1):
             row[end] = min((max(best[-1][start][0], end - start + extra), -start) for start in range(stage, end))
         best.append([(cost, -start) for cost, start in row])
     sizes, end = [], n_layers

@@ -61,7 +61,7 @@ def resolve_layout(
     check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
-    stages = plan_stages(config.pipeline, layout.pp, sizes.layers) if dims.pp_enabled else None
+    stages = plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.tower_layers) if dims.pp_enabled else None
     return ResolvedLayout(layout, dims, kind, stages, compile_enabled(config.compile, device_type))
 
 
@@ -95,7 +95,7 @@ def violation(
     try:
         model_context_parallel_kind(context_parallel, layout, sizes)
         if layout.pp > 1:
-            plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers)
+            plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers, sizes.tower_layers)
     except LayoutError as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""The Qwen3.5 with a vision tower that the tests of data, RL and serving use, over lower-case letters and digits."""
+"""The models with a vision tower that the tests of data, RL and serving use, over lower-case letters and digits."""
 
 from __future__ import annotations
 
@@ -47,12 +47,38 @@ SMALL_SIGHT: dict[str, Any] = {
         "initializer_range": 0.2,
     },
 }
+_QWEN3_5 = (
+    "layer_types",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+SIGHTS: dict[str, dict[str, Any]] = {
+    "qwen3_5": SMALL_SIGHT,
+    "qwen3_vl": SMALL_SIGHT
+    | {
+        "text_config": {name: value for name, value in SMALL_SIGHT["text_config"].items() if name not in _QWEN3_5}
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            }
+        },
+        "vision_config": SMALL_SIGHT["vision_config"] | {"depth": 2, "deepstack_visual_indexes": [0, 1]},
+    },
+}
 RECIPE = TokenizerRecipe(alphabet="abcdefghijklmnopqrstuvwxyz0123456789 ?\n", images=True)
+# With the tags of tool responses, which transformers' own tokenizer of Qwen3.5 leaves out where it does not know them.
+RECIPES = {"qwen3_5": RECIPE, "qwen3_vl": RECIPE.model_copy(update={"alphabet": RECIPE.alphabet + "</_>"})}
 
 
-def write_sight(folder: Path) -> Path:
+def write_sight(folder: Path, model_type: str = "qwen3_5") -> Path:
     """Writes a checkpoint with random weights, the same every time. Returns its folder."""
-    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=RECIPE), folder / "blank")
+    config = BootstrapConfig(model_type=model_type, hf_config=SIGHTS[model_type], tokenizer=RECIPES[model_type])
+    write_blank(config, folder / "blank")
     engine = ArchonEngine(EngineConfig(path=str(folder / "blank"), init_from_scratch=True, device="cpu"))
     engine.initialize()
     engine.save(folder / "made")

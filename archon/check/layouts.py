@@ -185,7 +185,7 @@ def measure_rank(target: str, checkpoint: str, case: LayoutCase) -> dict[str, fl
 
 
 def _engine(checkpoint: Path, case: LayoutCase) -> ArchonEngine:
-    options = {"path": str(checkpoint), "device": "cpu", "dtype": "float64", "layout": case.layout}
+    options = {"path": str(checkpoint), "device": "cpu", "dtype": "float64", "layout": case.layout, "vision": "off"}
     engine = ArchonEngine(EngineConfig.model_validate(options | {"max_tokens_per_mb": MAX_TOKENS} | case.options))
     engine.initialize()
     return engine

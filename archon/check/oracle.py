@@ -19,10 +19,10 @@ class ContractError(Exception):
 
 
 def has_reference(model_type: str) -> bool:
-    """Returns whether transformers has a causal language model of this type."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    """Returns whether transformers has a causal language model of this type, or the whole model of a composite one."""
+    from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _model_mapping(model_type)
 
 
 def hf_classes(model_type: str) -> tuple[Any, Any]:
@@ -30,13 +30,18 @@ def hf_classes(model_type: str) -> tuple[Any, Any]:
 
     Of a composite type it is the whole model, whose checkpoints are read. Raises ConfigError where there is none.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import CONFIG_MAPPING
 
     if not has_reference(model_type):
         raise ConfigError(f"transformers has no causal language model of the type {model_type!r} to compare with")
     config_class = CONFIG_MAPPING[model_type]
-    models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_composite(model_type) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return config_class, models[config_class]
+    return config_class, _model_mapping(model_type)[config_class]
+
+
+def _model_mapping(model_type: str) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_composite(model_type) else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def is_composite(model_type: str) -> bool:

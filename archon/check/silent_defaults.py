@@ -22,7 +22,7 @@ from archon.check.oracle import (
 )
 from archon.check.parity import FP32_TOLERANCE
 from archon.models import get_model_spec
-from archon.models.hf_rope import GLOBAL, LOCAL
+from archon.models.hf_rope import GLOBAL, LOCAL, RopePolicy
 from archon.schema.errors import ConfigError
 
 Style = Literal["transformers 5", "hub"]
@@ -49,8 +49,11 @@ def hub_style(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
     policy = get_model_spec(config["model_type"], text_only=True).model_args_class.hf_ropes
     if is_composite(config["model_type"]):
-        text = config["text_config"]
-        return config | {"text_config": hub_style(text | {"model_type": text["model_type"]})}
+        return config | {"text_config": _with_outer_rope(config["text_config"], policy)}
+    return _with_outer_rope(config, policy)
+
+
+def _with_outer_rope(config: dict[str, Any], policy: RopePolicy) -> dict[str, Any]:
     outer = {name: value for name, value in config.items() if name != "rope_parameters"}
     rope = dict(config["rope_parameters"].get(GLOBAL, config["rope_parameters"]))
     outer["rope_theta"] = rope.pop("rope_theta")
@@ -91,9 +94,11 @@ def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 def restyled_fields(config: dict[str, Any]) -> set[str]:
     """Returns the fields that `hub_style` writes in another way, and those that RoPE's are read together with."""
     read_with = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
-    rope = config["rope_parameters"]
+    text = config.get("text_config", config)
+    rope = text["rope_parameters"]
     inner = {name for part in (rope, rope.get(GLOBAL, {}), rope.get(LOCAL, {})) for name in part}
-    return {name for name in hub_style(config) if "rope" in name} | inner | (read_with & config.keys())
+    restyled = hub_style(config).get("text_config", hub_style(config))
+    return {name for name in restyled if "rope" in name} | inner | (read_with & text.keys())
 
 
 def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:

@@ -143,7 +143,9 @@ class PictureRows:
         new = {each.digest: each for each in pictures if self._shared[each.digest].rows is None}
         if not new:
             return
-        merged = self.model.see([*new.values()], self.device)
-        for digest, rows in zip(new, merged, strict=True):
+        pixels = [picture.pixel_values for picture in new.values()]
+        features = self.model.see(torch.cat(pixels).to(self.device), tuple(picture.size for picture in new.values()))
+        square = sum(map(len, pixels)) // len(features)
+        for digest, rows in zip(new, features.split([len(part) // square for part in pixels]), strict=True):
             self._shared[digest].rows = rows
         self.computed += len(new)

@@ -138,7 +138,8 @@ class MemoryModel:
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
         """Returns the pipeline stages of a layout; None without pipeline parallelism."""
-        return plan_stages(config.pipeline, layout.pp, self.args.n_layers) if layout.pp > 1 else None
+        sizes = self.args.sizes
+        return plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.tower_layers) if layout.pp > 1 else None
 
     def estimate_rank(
         self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int

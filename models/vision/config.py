@@ -23,25 +23,31 @@ FIELDS = {
     "num_position_embeddings": Field("n_positions", int, 2304),
     "initializer_range": Field("initializer_range", float, 0.02),
 }
-VISION_MUST_BE: dict[str, Any] = MUST_BE | {"deepstack_visual_indexes": []}
+DEEPSTACK = "deepstack_visual_indexes"
 
 
-def read_vision_config(config: Any) -> VisionSpec:
+def read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> VisionSpec:
     """Returns the tower of a `vision_config`; null stands for the defaults of transformers' class.
+
+    Args:
+        deepstack: `VisionSpec.deepstack` of a config without the field; None in a family that has none.
 
     Raises ConfigError, naming field and value, for anything unsupported.
     """
+    fields = FIELDS | ({} if deepstack is None else {DEEPSTACK: Field("deepstack", list, deepstack)})
+    must_be = MUST_BE | ({DEEPSTACK: []} if deepstack is None else {})
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         reject_field("vision_config", config, "expected a dictionary or null")
     for name, value in config.items():
-        if name in VISION_MUST_BE and value not in (None, VISION_MUST_BE[name]):
-            reject_field(f"vision_config.{name}", value, f"archon supports only {VISION_MUST_BE[name]!r}")
-        if name not in {*FIELDS, *VISION_MUST_BE, "rope_parameters", *NO_EFFECT}:
+        if name in must_be and value not in (None, must_be[name]):
+            reject_field(f"vision_config.{name}", value, f"archon supports only {must_be[name]!r}")
+        if name not in {*fields, *must_be, "rope_parameters", *NO_EFFECT}:
             reject_field(
                 f"vision_config.{name}", value, "archon does not know this field; remove it if it has no effect"
             )
-    values = {field.native: read_field(config, name, field) for name, field in FIELDS.items()}
+    values = {field.native: read_field(config, name, field) for name, field in fields.items()}
+    values["deepstack"] = tuple(values.get("deepstack", ()))
     return VisionSpec(**values, rope_theta=_read_theta(config.get("rope_parameters")))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -72,7 +72,7 @@ class PackedImages:
         grids: the size of each image; P is the sum of rows times columns.
         rows: int64 [M], the token that each merged patch replaces.
         merged: int64 [M], which merged patches these are, where a rank has but some of the tokens; None for all.
-        computed: [M, dim], what the tower makes of them, where that is known; patches are then none.
+        computed: [M, 1 + D, dim], what the tower makes of them, where that is known; patches are then none.
     """
 
     patches: Tensor
@@ -83,8 +83,13 @@ class PackedImages:
 
     @classmethod
     def of_rows(cls, rows: Tensor, computed: Tensor) -> PackedImages:
-        """Returns merged patches that the tower has computed before, [M, dim], for the tokens `rows` [M]."""
+        """Returns merged patches that the tower has computed before, [M, 1 + D, dim], for the tokens `rows` [M]."""
         return cls(computed[:0], (), rows, computed=computed)
+
+    def seen(self, see: Callable[[Tensor, tuple[Grid, ...]], Tensor]) -> ImageRows:
+        """Returns what a forward needs of the images; `see` is `BaseArchonModel.see`."""
+        features = see(self.patches, self.grids) if self.computed is None else self.computed
+        return ImageRows(self.rows, features if self.merged is None else features.index_select(0, self.merged))
 
     @classmethod
     def of(
@@ -123,6 +128,30 @@ class PackedImages:
         merged = None if self.merged is None else to_device_async(self.merged, device)
         patches, rows = (to_device_async(x, device) for x in (self.patches, self.rows))
         return replace(self, patches=patches, rows=rows, merged=merged)
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """What a tower makes of the merged patches that a rank has tokens of.
+
+    Attributes:
+        tokens: int64 [M], those that the patches replace.
+        features: [M, 1 + D, dim]: of each patch its embedding, and what each of the first D layers is given of it
+            (DeepStack: Meng et al. 2024, arXiv:2406.04334).
+    """
+
+    tokens: Tensor
+    features: Tensor
+
+    def embed(self, hidden: Tensor) -> Tensor:
+        """Returns embeddings [T, dim] with those of the patches at their tokens."""
+        return hidden.index_copy(0, self.tokens, self.features[:, 0].to(hidden.dtype))
+
+    def add(self, hidden: Tensor, layer: int) -> Tensor:
+        """Returns the output [T, dim] of a layer (from 0), plus what it is given of each patch."""
+        if layer + 1 >= self.features.shape[1]:
+            return hidden
+        return hidden.index_add(0, self.tokens, self.features[:, layer + 1].to(hidden.dtype))
 
 
 def require_pictures(pictures: Sequence[Picture], image: ImageFormat) -> None:

@@ -15,6 +15,9 @@ _MODULES = {
     "merger.norm": "merger.norm",
     "merger.linear_fc1": "merger.feed_forward.w1",
     "merger.linear_fc2": "merger.feed_forward.w2",
+    "deepstack_merger_list.{}.norm": "deepstack_mergers.{}.norm",
+    "deepstack_merger_list.{}.linear_fc1": "deepstack_mergers.{}.feed_forward.w1",
+    "deepstack_merger_list.{}.linear_fc2": "deepstack_mergers.{}.feed_forward.w2",
 }
 VISION_HF_MAP: dict[str, str | Fused | None] = {
     "model.visual.pos_embed.weight": "visual.position_grid.weight",

@@ -1,7 +1,9 @@
-"""Qwen3.5's vision tower (Qwen3-VL, arXiv:2511.21631): a transformer over the patches of each image.
+"""The vision tower of Qwen3-VL and Qwen3.5 (Qwen 2025, arXiv:2511.21631): a transformer over the patches of each image.
 
 A patch is one row of a linear layer. The learned grid of positions is interpolated to the size of each image, and
 attention within an image, which is not causal, rotates one half of each head by the row and the other by the column.
+Besides the result of the last block, those of some others are merged for the decoder's first layers (DeepStack: Meng et
+al. 2024, arXiv:2406.04334).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class VisionSpec:
         out_dim: features of such a row.
         n_positions: entries of the learned grid of positions, a square number.
         initializer_range: standard deviation of fresh matrices.
+        deepstack: the blocks (from 0) whose results the decoder's first layers are given, in their order.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -59,9 +62,15 @@ class VisionSpec:
     n_positions: int = 2304
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
+    deepstack: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         get_activation(self.hidden_act)
+        if [*self.deepstack] != sorted({*self.deepstack} & {*range(self.depth)}):
+            raise ConfigError(
+                f"deepstack_visual_indexes is {[*self.deepstack]}; expected blocks of the tower, which has "
+                f"{self.depth}, in increasing order"
+            )
         if self.dim % (4 * self.n_heads):
             raise ConfigError(
                 f"the vision tower has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of "
@@ -90,7 +99,7 @@ class VisionSpec:
         features = self.channels * self.temporal_patch_size * self.patch_size**2
         width = self.dim * self.merge_size**2
         block = 4 * self.dim**2 + 2 * self.dim * self.hidden_dim + 2 * self.dim * patches
-        rows = patches // self.merge_size**2
+        rows = patches // self.merge_size**2 * (1 + len(self.deepstack))
         return 2 * (patches * (features * self.dim + self.depth * block) + rows * width * (width + self.out_dim))
 
     def build(self, attn_type: str) -> VisionTower:
@@ -206,17 +215,20 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Makes each square of patches one row of the decoder's residual stream."""
+    """Makes each square of patches one row of the decoder's residual stream.
 
-    def __init__(self, spec: VisionSpec) -> None:
+    The norm is over each patch, or over the whole square.
+    """
+
+    def __init__(self, spec: VisionSpec, *, norm_of_square: bool) -> None:
         super().__init__()
         self.width = spec.dim * spec.merge_size**2
-        self.norm = TowerNorm(spec.dim, NORM_EPS)
+        self.norm = TowerNorm(self.width if norm_of_square else spec.dim, NORM_EPS)
         self.feed_forward = VisionFeedForward(self.width, self.width, spec.out_dim, "gelu")
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [M, out_dim] for patches x [P, dim] in the order of `PackedImages.patches`."""
-        return self.feed_forward(self.norm(x).view(-1, self.width))
+        return self.feed_forward(self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.width))
 
 
 class VisionTower(nn.Module):
@@ -228,10 +240,11 @@ class VisionTower(nn.Module):
         self.patch_embedding = PatchEmbedding(spec)
         self.position_grid = PositionGrid(spec)
         self.blocks = nn.ModuleList([VisionBlock(layer, spec) for layer in range(spec.depth)])
-        self.merger = PatchMerger(spec)
+        self.merger = PatchMerger(spec, norm_of_square=False)
+        self.deepstack_mergers = nn.ModuleList([PatchMerger(spec, norm_of_square=True) for _ in spec.deepstack])
 
     def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """Returns [M, out_dim] for patches [P, F] of images with these sizes; see `PackedImages`."""
+        """Returns [M, 1 + D, out_dim] for patches [P, F] of images with these sizes; see `ImageRows.features`."""
         counts = tuple(height * width for height, width in grids)
         coordinates = to_device_async(patch_coordinates(grids, self.spec.merge_size), patches.device)
         sizes = torch.tensor(grids).repeat_interleave(torch.tensor(counts), dim=0).t()
@@ -240,9 +253,12 @@ class VisionTower(nn.Module):
         rotation = self._rotation(coordinates, x.dtype)
         attention = PackedAttention.from_lengths(counts, x.device, self.attn_type)
         attention.prepare(x)
-        for block in self.blocks:
+        mergers, features = dict(zip(self.spec.deepstack, self.deepstack_mergers, strict=True)), []
+        for layer, block in enumerate(self.blocks):
             x = block(x, rotation, attention)
-        return self.merger(x)
+            if layer in mergers:
+                features.append(mergers[layer](x))
+        return torch.stack([self.merger(x), *features], dim=1)
 
     @torch.no_grad()
     def _rotation(self, coordinates: Tensor, dtype: torch.dtype) -> Rotation:

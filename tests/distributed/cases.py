@@ -235,6 +235,21 @@ MODELS["seeing"] = {
 MODELS["seeing_attention"] = MODELS["seeing"] | {
     "text_config": _TEXT | {"layer_types": ["full_attention"] * DENSE["num_hidden_layers"]}
 }
+# Features of two blocks of the tower for the first layers, and layers for three further stages.
+MODELS["deepstack"] = MODELS["seeing"] | {
+    "model_type": "qwen3_vl",
+    "text_config": {name: value for name, value in DENSE.items() if name not in ("model_type", "rope_theta")}
+    | {
+        "num_hidden_layers": 5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 2, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": MODELS["seeing"]["vision_config"] | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
+}
 MODELS["untied_mixtral"] = MODELS["mixtral"] | {"tie_word_embeddings": False}
 STEPS = 3
 

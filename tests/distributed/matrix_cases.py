@@ -463,6 +463,27 @@ SEEING: tuple[Case, ...] = (
     _case("t2", "seeing", "adapters of the tower", **TOWER_LORA),
 )
 
+# The same, of a tower that also gives features to the first layers.
+DEEPSTACK_LORA = {"lora": {**TOWER_LORA["lora"], "targets": ["q_proj", "visual.deepstack_merger_list.1.linear_fc1"]}}
+DEEPSTACK: tuple[Case, ...] = (
+    _case("d2", "deepstack", "images on one rank alone", **TRAINED),
+    _case("d2", "deepstack", "images on one rank alone"),
+    _case("d2", "deepstack", activation_checkpoint=FULL, reshard_after_forward="always", **TRAINED),
+    _case("t2", "deepstack", "features of a rank's tokens", **TRAINED),
+    _case("t2", "deepstack"),
+    _case("c2", "deepstack", "images across a rank boundary", context_parallel="ulysses", **TRAINED),
+    _case("c2", "deepstack", "images across a rank boundary", context_parallel="allgather", **TRAINED),
+    _case("c2", "deepstack", context_parallel="allgather"),
+    _case("c2t2", "deepstack", context_parallel="ulysses", **TRAINED),
+    _pipeline("p2", "1f1b", "deepstack", "features of layers of the first stage", **TRAINED),
+    _pipeline("p2", "1f1b", "deepstack"),
+    _pipeline("d2p2", "interleaved_1f1b", "deepstack", "images on one rank alone", **TRAINED),
+    _pipeline("p2", "zbv", "deepstack", "weights' gradients apart from those of inputs", **TRAINED),
+    _case("d2", "deepstack", **LORA),
+    _case("d2", "deepstack", "adapters of the tower on one rank alone", **DEEPSTACK_LORA),
+    _case("t2", "deepstack", "adapters of the tower", **DEEPSTACK_LORA),
+)
+
 # Documents that begin alike, whose common beginnings are computed once; the reference computes each document by itself.
 BRANCHING = {"data": "branching", "max_tokens_per_mb": 340}
 BRANCHES: tuple[Case, ...] = (
@@ -491,6 +512,8 @@ BRANCHES: tuple[Case, ...] = (
     _case("t2", "seeing", "pictures of a common beginning", **BRANCHING),
     _case("c2", "seeing", "pictures of a common beginning", context_parallel="ulysses", **TRAINED, **BRANCHING),
     _pipeline("p2", "1f1b", "seeing", "pictures of a common beginning", **TRAINED, **BRANCHING),
+    _case("d2", "deepstack", "pictures of a common beginning", **TRAINED, **BRANCHING),
+    _case("c2t2", "deepstack", "pictures of a common beginning", context_parallel="ulysses", **TRAINED, **BRANCHING),
     _case("t2", "tied", **LORA, **BRANCHING),
     _case("d2e2", "moe", **SEVERAL, **BRANCHING),
     _pipeline("p2t2", "1f1b", **SEVERAL, **BRANCHING),
@@ -507,5 +530,5 @@ REPLAYED: tuple[Case, ...] = (
     _case("d2e2", "moe", "recomputation uses the experts given", activation_checkpoint=FULL, **GIVEN),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + BRANCHES + REPLAYED
+BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + DEEPSTACK + BRANCHES + REPLAYED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -10,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.doctor.checks import MAX_DIMS, inconsistencies
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.models.qwen3_5 import Qwen35Model
+from archon.models.seeing import SeeingModel
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions
 from archon.schema.config import EngineConfig
 from archon.schema.errors import BatchError, ConfigError
-from tests.models.seeing import TEXT, picture_rows, write_seeing
+from tests.models.seeing import TEXTS, picture_rows, write_seeing
 from tests.tolerances import REORDER_FP64
 
 COUNTS = [0, 2, 1, 0, 1]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen35Model]:
+@pytest.fixture(scope="module", params=TEXTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SeeingModel]:
     folder = tmp_path_factory.mktemp("seeing")
-    return folder / "weights", write_seeing(folder)
+    return folder / "weights", write_seeing(folder, request.param)
 
 
 def engine_of(path: Path, **options: Any) -> ArchonEngine:
@@ -35,7 +36,7 @@ def engine_of(path: Path, **options: Any) -> ArchonEngine:
     return engine
 
 
-def rows_one_at_a_time(model: Qwen35Model, batch: dict[str, Any]) -> list[Tensor]:
+def rows_one_at_a_time(model: SeeingModel, batch: dict[str, Any]) -> list[Tensor]:
     """The log-probabilities of each row's tokens after the first."""
     image, found = model.args.image_format, []
     for ids, mask, pictures in zip(batch["input_ids"], batch["attention_mask"], batch["images"], strict=True):
@@ -49,7 +50,7 @@ def rows_one_at_a_time(model: Qwen35Model, batch: dict[str, Any]) -> list[Tensor
     return found
 
 
-def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     engine = engine_of(path, vision="trained")
     batch = picture_rows(COUNTS, model.args.image_format)
@@ -70,7 +71,7 @@ def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple
         assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
 
 
-def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     batch = picture_rows(COUNTS, model.args.image_format)
     engine = engine_of(path)
@@ -83,7 +84,13 @@ def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, Qw
     assert all(torch.equal(frozen[name.removeprefix("visual.")], before[name]) for name in before if "visual." in name)
 
 
-def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_doctor_compares_every_parameter_of_a_tower(checkpoint: tuple[Path, SeeingModel]) -> None:
+    engine = engine_of(checkpoint[0])
+    assert max(parameter.dim() for parameter in engine.model.parameters()) == MAX_DIMS
+    assert inconsistencies(engine) == []
+
+
+def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     batch = picture_rows([1, 0, 2], model.args.image_format)
     found = []
@@ -94,7 +101,7 @@ def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, Qwen35Model])
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
 
 
-def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     engine = engine_of(path, vision="off", dtype="float32")
     text = {k: v for k, v in picture_rows([0, 0], model.args.image_format).items() if k != "images"}
@@ -108,7 +115,7 @@ def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, Qwen35M
         engine.forward_batch(picture_rows([1], model.args.image_format))
 
 
-def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     engine, image = engine_of(path), model.args.image_format
     batch = picture_rows([1, 2], image)
@@ -125,17 +132,19 @@ def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, Q
 
 
 def test_a_tower_that_does_not_exist_is_not_trained(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TEXT | {"model_type": "qwen3_5_text"}))
+    (tmp_path / "config.json").write_text(json.dumps(TEXTS["qwen3_5"] | {"model_type": "qwen3_5_text"}))
     with pytest.raises(ConfigError, match=r"vision = 'trained' .* family qwen3_5_text has none"):
         engine_of(tmp_path, vision="trained", init_from_scratch=True)
     with pytest.raises(ConfigError, match="lora freezes all of them"):
         EngineConfig(path=str(tmp_path), vision="trained", lora={"rank": 2})
 
 
-def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[Path, Qwen35Model]) -> None:
+def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[Path, SeeingModel]) -> None:
     path, model = checkpoint
     batch = picture_rows([1, 2], model.args.image_format)
     targets = ["q_proj", "visual.blocks.0.attn.qkv"]
+    if model.visual.spec.deepstack:
+        targets.append("visual.deepstack_merger_list.1.linear_fc2")
     engine = engine_of(path, lora={"rank": 2, "targets": targets, "init": "random"})
     assert {name.partition(".")[0] for name in engine.lora} == {"layers", "visual"}
     engine.save(path.parent / "adapter", format="peft")

@@ -10,10 +10,19 @@ import torch
 
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
-from archon.models.qwen3_5 import Qwen35Model
+from archon.models.seeing import SeeingModel
 from archon.models.vision.images import Picture
 from archon.schema.errors import RolloutError
-from tests.models.test_vision import IMAGE, Document, build, our_logits, random_document, random_fields, their_logits
+from tests.models.test_vision import (
+    IMAGE,
+    Document,
+    build,
+    of_each_family,
+    our_logits,
+    random_document,
+    random_fields,
+    their_logits,
+)
 from tests.tolerances import PARITY_FP32
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
@@ -31,7 +40,7 @@ def pictures(document: Document) -> list[Picture]:
     return [Picture(part, (1, *grid)) for part, grid in zip(patches, document.grids, strict=True)]
 
 
-def documents_of(ours: Qwen35Model, seed: int) -> list[Document]:
+def documents_of(ours: SeeingModel, seed: int) -> list[Document]:
     rng = random.Random(seed)
     return [random_document(rng, ours.args, images, torch.float32) for images in (0, 1, 3, 2)]  # type: ignore[arg-type]
 
@@ -49,9 +58,12 @@ def their_answer(theirs: Any, document: Document) -> list[int]:
     return tokens
 
 
+@of_each_family
 @pytest.mark.parametrize("seed", SEEDS)
-def test_greedy_answers_and_scores_are_those_of_transformers_whatever_is_computed_together(seed: int) -> None:
-    theirs, ours = build(random_fields(seed), seed)
+def test_greedy_answers_and_scores_are_those_of_transformers_whatever_is_computed_together(
+    seed: int, model_type: str
+) -> None:
+    theirs, ours = build(random_fields(seed, model_type), seed)
     documents = documents_of(ours, seed)
     wanted = [their_answer(theirs, document) for document in documents]
     # Prompts whole and in chunks that end within pictures; slots for all, and for fewer than there are answers.
@@ -68,8 +80,9 @@ def test_greedy_answers_and_scores_are_those_of_transformers_whatever_is_compute
         assert (torch.tensor(scores) - expected).abs().max() <= PARITY_FP32 * expected.abs().max()
 
 
-def test_prompts_of_equal_tokens_and_other_pictures_share_nothing() -> None:
-    _, ours = build(random_fields(1), 1)
+@of_each_family
+def test_prompts_of_equal_tokens_and_other_pictures_share_nothing(model_type: str) -> None:
+    _, ours = build(random_fields(1, model_type), 1)
     document = documents_of(ours, 1)[1]
     other = Document(document.tokens, document.grids, torch.randn_like(document.patches) * 3)
     engine = InProcessEngine.from_model(ours, max_seq_len=200, n_pages=200, page_size=4)
@@ -80,8 +93,9 @@ def test_prompts_of_equal_tokens_and_other_pictures_share_nothing() -> None:
     assert together[0].output_logprobs != together[1].output_logprobs
 
 
-def test_sampled_logprobs_are_those_of_a_packed_forward() -> None:
-    _, ours = build(random_fields(2), 2)
+@of_each_family
+def test_sampled_logprobs_are_those_of_a_packed_forward(model_type: str) -> None:
+    _, ours = build(random_fields(2, model_type), 2)
     documents = documents_of(ours, 2)
     engine = InProcessEngine.from_model(ours, max_seq_len=200, n_pages=200, page_size=4, prefill_tokens=7)
     answers = engine.generate([asked(document, greedy=False, seed=3, tokens=12) for document in documents])
@@ -95,8 +109,9 @@ def test_sampled_logprobs_are_those_of_a_packed_forward() -> None:
         assert answer.output_logprobs[: len(output)] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on() -> None:
-    _, ours = build(random_fields(3), 3)
+@of_each_family
+def test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on(model_type: str) -> None:
+    _, ours = build(random_fields(3, model_type), 3)
     document = documents_of(ours, 3)[2]
     engine = InProcessEngine.from_model(ours, weights="snapshot", max_seq_len=200, n_pages=200, page_size=4)
     generator, done = engine._generator, []
@@ -116,8 +131,9 @@ def test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on
     assert not generator.picture_rows._shared  # nothing is kept for requests that are over
 
 
-def test_what_is_wrong_with_the_pictures_of_a_request_is_said_in_one_line() -> None:
-    _, ours = build(random_fields(4), 4)
+@of_each_family
+def test_what_is_wrong_with_the_pictures_of_a_request_is_said_in_one_line(model_type: str) -> None:
+    _, ours = build(random_fields(4, model_type), 4)
     document = documents_of(ours, 4)[1]
     engine = InProcessEngine.from_model(ours, max_seq_len=200, n_pages=200)
     ids, (picture,) = document.tokens.tolist(), pictures(document)

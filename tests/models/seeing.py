@@ -1,4 +1,4 @@
-"""A small checkpoint of a model that sees, and batches with pictures for it."""
+"""Small checkpoints of models that see, and batches with pictures for them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers import CONFIG_MAPPING
 
 from archon.check.oracle import randomize_vectors
 from archon.checkpoint.hf_io import save_model
+from archon.models import get_model_spec
 from archon.models.args import ImageFormat
-from archon.models.qwen3_5 import Qwen35Model, Qwen35ModelArgs
+from archon.models.seeing import SeeingModel
 from archon.models.vision.images import Picture
 
 IMAGE, VOCAB = 60, 61
-TEXT: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "intermediate_size": 28,
     "vocab_size": VOCAB,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_value_head_dim": 8,
-    "linear_key_head_dim": 8,
     "rms_norm_eps": 0.1,
     "initializer_range": 0.08,
     "max_position_embeddings": 512,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
+}
+ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 100.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_5": DENSE
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_value_head_dim": 8,
+        "linear_key_head_dim": 8,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
     },
+    "qwen3_vl": DENSE | {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}},
 }
 VISION: dict[str, Any] = {
     "depth": 2,
@@ -55,20 +62,30 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 9,
     "initializer_range": 0.2,
 }
-FIELDS: dict[str, Any] = {"text_config": TEXT, "vision_config": VISION, "image_token_id": IMAGE}
+OWN_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5": {},
+    "qwen3_vl": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+}
 
 
-def seeing_config(**text: Any) -> dict[str, Any]:
+def seeing_config(model_type: str = "qwen3_5", **text: Any) -> dict[str, Any]:
     """A composite `config.json` that transformers writes, with some fields of the decoder changed."""
-    return json.loads(Qwen3_5Config(**FIELDS | {"text_config": TEXT | text}).to_json_string(use_diff=False))
+    config = CONFIG_MAPPING[model_type](
+        text_config=TEXTS[model_type] | text,
+        vision_config=VISION | OWN_VISION[model_type],
+        image_token_id=IMAGE,
+    )
+    return json.loads(config.to_json_string(use_diff=False))
 
 
-def write_seeing(folder: Path, seed: int = 0, **text: Any) -> Qwen35Model:
+def write_seeing(folder: Path, model_type: str = "qwen3_5", seed: int = 0, **text: Any) -> SeeingModel:
     """Writes a checkpoint in float32. Returns its model, in float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = seeing_config(**text)
+    config = seeing_config(model_type, **text)
     (folder / "config.json").write_text(json.dumps(config))
-    model = Qwen35Model(Qwen35ModelArgs.from_hf_config(config))
+    spec = get_model_spec(model_type)
+    model = spec.model_class(spec.model_args_class.from_hf_config(config))
+    assert isinstance(model, SeeingModel)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model.init_weights()

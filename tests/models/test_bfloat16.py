@@ -47,10 +47,10 @@ def error_ratio(family: str, seed: int, folder: Path) -> float:
     # Loaded from a file, transformers keeps some parameters and buffers in float32.
     theirs = type(exact).from_pretrained(folder, dtype=torch.bfloat16, **options)
     (folder / "config.json").write_text(json.dumps(own_config(config, family)))
-    ours = archon.load_model(folder, dtype=torch.bfloat16)
+    ours = archon.load_model(folder, dtype=torch.bfloat16, text_only=True)
     exact.load_state_dict(theirs.state_dict())
     lengths = random_lengths(seed)
-    tokens, positions, cu_seqlens, longest = pack(lengths, config.vocab_size, seed)
+    tokens, positions, cu_seqlens, longest = pack(lengths, ours.args.vocab_size, seed)
     with torch.no_grad():
         wanted = reference_logits(exact.double(), tokens, lengths)
         found: list[Tensor] = [

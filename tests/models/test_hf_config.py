@@ -83,8 +83,11 @@ def test_another_familys_config_is_refused(name: str) -> None:
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-# The defaults of GLM-4.5 give 42 features to a head, of which half is odd.
-NEEDED: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}}
+# The defaults of GLM-4.5 give 42 features to a head, of which half is odd; those of Qwen3-VL's tower another width.
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
+    "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,7 +96,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     config = own_config(hf_classes(REFERENCES.get(family, family))[0](**needed), family)
     args_class = get_model_spec(family).model_args_class
-    bare = {"model_type": family} | {name: config[name] for name in sizes if name in config} | needed
+    text = config.get("text_config", config)
+    bare: dict[str, Any] = {name: text[name] for name in sizes if name in text}
+    bare = {"model_type": family} | (bare if text is config else {"text_config": bare}) | needed
     assert args_class.from_hf_config(bare) == args_class.from_hf_config(config)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 with its tower: logits, every gradient and the positions of images equal transformers'; packed as single."""
+"""Models with a tower: logits, every gradient and the positions of images equal transformers'; packed as single."""
 
 from __future__ import annotations
 
@@ -10,49 +10,45 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
 from archon.check.oracle import randomize_vectors, relative
+from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
-from archon.models.qwen3_5 import Qwen35Model, Qwen35ModelArgs, Qwen35StateDictAdapter
-from archon.models.qwen3_5_text import Qwen35TextModel, Qwen35TextModelArgs
+from archon.models.seeing import SeeingModel, SeeingModelArgs
 from archon.models.vision.images import Grid, PackedImages, multimodal_positions
 from archon.schema.errors import BatchError, ConfigError
 from tests.tolerances import PARITY_FP32, REORDER_FP64
 
 IMAGE, VOCAB = 60, 61
+TYPES = ("qwen3_5", "qwen3_vl")
 SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 24))]
 
+of_each_family = pytest.mark.parametrize("model_type", TYPES)
 
-def random_fields(seed: int) -> dict[str, Any]:
+
+def random_fields(seed: int, model_type: str) -> dict[str, Any]:
     """Fields of a composite `config.json`; each layer's kind, each size and the merge of patches differ."""
     rng = random.Random(seed)
     width = rng.choice([24, 32])
     kv_heads = rng.choice([1, 2])
     head_dim = rng.choice([16, 24, 40])
-    pairs = int(head_dim * 0.5) // 2
+    pairs = int(head_dim * (0.5 if model_type == "qwen3_5" else 1)) // 2
     row, column = (rng.randint(0, pairs // 3 + 1) for _ in range(2))
     vision_heads = rng.choice([1, 2, 3])
     text = {
         "hidden_size": width,
         "num_hidden_layers": 2,
-        "layer_types": rng.choice([["full_attention"] * 2, ["linear_attention", "full_attention"]]),
         "num_attention_heads": kv_heads * rng.choice([1, 2]),
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": 28,
         "vocab_size": VOCAB,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_value_head_dim": 8,
-        "linear_key_head_dim": 8,
         "rms_norm_eps": 0.1,
         "initializer_range": 0.08,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": rng.choice([100.0, 1e4]),
-            "partial_rotary_factor": 0.5,
             "mrope_section": [max(0, pairs - row - column), row, column],
             "mrope_interleaved": True,
         },
@@ -72,18 +68,45 @@ def random_fields(seed: int) -> dict[str, Any]:
         "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "axial", "rope_theta": rng.choice([100.0, 1e4])},
     }
-    tied = rng.random() < 0.5
-    return {"text_config": text, "vision_config": vision, "image_token_id": IMAGE, "tie_word_embeddings": tied}
+    if model_type == "qwen3_5":
+        text["layer_types"] = rng.choice([["full_attention"] * 2, ["linear_attention", "full_attention"]])
+        text |= {f"linear_num_{kind}_heads": count for kind, count in (("value", 4), ("key", 2))}
+        text |= {f"linear_{kind}_head_dim": 8 for kind in ("value", "key")}
+        text["rope_parameters"]["partial_rotary_factor"] = 0.5
+    else:
+        text |= {"num_hidden_layers": rng.choice([2, 3]), "attention_bias": rng.random() < 0.5}
+        own = random.Random(f"deepstack {seed}")
+        depth, count = own.choice([1, 2, 3, 4]), own.choice([0, 1, 1, 2, 2, 2, 2])
+        vision |= {"depth": depth, "deepstack_visual_indexes": sorted(own.sample(range(depth), min(depth, count)))}
+    return {
+        "model_type": model_type,
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
 
 
-def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Qwen35Model]:
+def their_config(fields: dict[str, Any]) -> Any:
+    """transformers' config object of a `config.json`."""
+    return CONFIG_MAPPING[fields["model_type"]](
+        **{name: value for name, value in fields.items() if name != "model_type"}
+    )
+
+
+def adapter_of(config: Any) -> Any:
+    return get_model_spec(config.model_type).state_dict_adapter_class(config)
+
+
+def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, SeeingModel]:
     """transformers' model with every weight drawn at random, and archon's with the same weights."""
     torch.manual_seed(seed)
-    config = Qwen3_5Config(**fields)
-    theirs = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").to(dtype)
+    config = their_config(fields)
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    theirs = model_class._from_config(config, attn_implementation="eager").to(dtype)
     randomize_vectors(theirs)
-    adapter = Qwen35StateDictAdapter(config)
-    ours = Qwen35Model(adapter.args).to(dtype)
+    adapter = adapter_of(config)
+    ours = adapter.model_class(adapter.args).to(dtype)
     weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
     missing, unexpected = ours.load_state_dict(adapter.from_hf(weights), strict=False)
     assert not unexpected and {*missing} <= {"output.weight"}
@@ -100,7 +123,7 @@ class Document:
     patches: Tensor
 
 
-def random_document(rng: random.Random, args: Qwen35ModelArgs, images: int, dtype: torch.dtype) -> Document:
+def random_document(rng: random.Random, args: SeeingModelArgs, images: int, dtype: torch.dtype) -> Document:
     """Text and images in any order; as in a chat, tokens that mark its beginning and end are around each image."""
     merge, tokens, grids = args.vision.merge_size, [rng.randrange(IMAGE) for _ in range(rng.randint(1, 4))], []
     for _ in range(images):
@@ -125,10 +148,10 @@ def their_logits(theirs: Any, document: Document) -> Tensor:
     return theirs(input_ids=tokens, use_cache=False, **images).logits[0]
 
 
-def our_logits(ours: Qwen35Model, documents: list[Document]) -> Tensor:
+def our_logits(ours: SeeingModel, documents: list[Document]) -> Tensor:
     """archon's logits [T, V] of packed documents."""
     args = ours.args
-    assert isinstance(args, Qwen35ModelArgs)
+    assert isinstance(args, SeeingModelArgs)
     where = args.image_token_id, args.vision.merge_size
     lengths = torch.tensor([len(document.tokens) for document in documents])
     tokens = torch.cat([document.tokens for document in documents])
@@ -143,38 +166,59 @@ def our_logits(ours: Qwen35Model, documents: list[Document]) -> Tensor:
     return logits
 
 
-def random_documents(seed: int, args: Qwen35ModelArgs, dtype: torch.dtype = torch.float32) -> list[Document]:
-    """A document without images, one with one, and one with adjacent images, in any order."""
+def random_documents(seed: int, args: SeeingModelArgs, dtype: torch.dtype = torch.float32) -> list[Document]:
+    """A document without images, one with one, and one with adjacent images, in any order; or an image in each."""
     rng = random.Random(seed)
-    return [random_document(rng, args, images, dtype) for images in rng.sample([0, 1, 2], 3)]
+    counts = [1, 1, 1] if seed % 4 == 3 else rng.sample([0, 1, 2], 3)
+    return [random_document(rng, args, images, dtype) for images in counts]
 
 
+@of_each_family
 @pytest.mark.parametrize("seed", SEEDS)
-def test_logits_and_every_gradient_equal_transformers_one_document_at_a_time(seed: int) -> None:
-    theirs, ours = build(random_fields(seed), seed)
+def test_logits_and_every_gradient_equal_transformers_one_document_at_a_time(seed: int, model_type: str) -> None:
+    theirs, ours = build(random_fields(seed, model_type), seed)
     documents = random_documents(seed, ours.args)
     logits, expected = our_logits(ours, documents), torch.cat([their_logits(theirs, each) for each in documents])
     weight = torch.randn_like(expected)
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
     differences = {"logits": relative(logits, expected)}
-    wanted = Qwen35StateDictAdapter(theirs.config).from_hf({n: p.grad for n, p in theirs.named_parameters()})
+    wanted = adapter_of(theirs.config).from_hf({n: p.grad for n, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None and wanted[name].abs().max() > 0, name
         differences[name] = relative(parameter.grad, wanted[name])
     assert {name: found for name, found in differences.items() if not found <= PARITY_FP32} == {}
 
 
+@of_each_family
+def test_a_batch_without_any_image_equals_transformers_and_leaves_the_tower_alone(model_type: str) -> None:
+    theirs, ours = build(random_fields(6, model_type), 6)
+    documents = [random_document(random.Random(seed), ours.args, 0, torch.float32) for seed in range(3)]
+    logits, expected = our_logits(ours, documents), torch.cat([their_logits(theirs, each) for each in documents])
+    weight = torch.randn_like(expected)
+    (logits * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert relative(logits, expected) <= PARITY_FP32
+    grads = {name: p.grad for name, p in theirs.named_parameters() if "visual" not in name}
+    for hf_name, grad in grads.items():
+        for target in adapter_of(theirs.config).hf_to_native(hf_name):
+            if not target.must_equal and target.placement is None:
+                assert relative(ours.get_parameter(target.name).grad, grad) <= PARITY_FP32, hf_name
+    assert all(parameter.grad is None for parameter in ours.visual.parameters())
+
+
+@of_each_family
 @pytest.mark.parametrize("seed", range(4))
-def test_packed_documents_equal_single_ones(seed: int) -> None:
-    _, ours = build(random_fields(seed), seed, torch.float64)
+def test_packed_documents_equal_single_ones(seed: int, model_type: str) -> None:
+    _, ours = build(random_fields(seed, model_type), seed, torch.float64)
     documents = random_documents(seed, ours.args, torch.float64)
     single = torch.cat([our_logits(ours, [document]) for document in documents])
     assert relative(our_logits(ours, documents), single) <= REORDER_FP64
 
 
-def test_images_do_not_see_each_other() -> None:
-    _, ours = build(random_fields(0), 0)
+@of_each_family
+def test_images_do_not_see_each_other(model_type: str) -> None:
+    _, ours = build(random_fields(0, model_type), 0)
     document = random_document(random.Random(0), ours.args, 2, torch.float32)
     first = document.grids[0][0] * document.grids[0][1]
     before = ours.visual(document.patches, tuple(document.grids))
@@ -184,8 +228,9 @@ def test_images_do_not_see_each_other() -> None:
     assert torch.equal(before[own:], after[own:]) and not torch.equal(before[:own], after[:own])
 
 
-def test_a_batch_of_one_row_is_a_pack() -> None:
-    _, ours = build(random_fields(1), 1)
+@of_each_family
+def test_a_batch_of_one_row_is_a_pack(model_type: str) -> None:
+    _, ours = build(random_fields(1, model_type), 1)
     document = random_document(random.Random(1), ours.args, 1, torch.float32)
     where = IMAGE, ours.visual.spec.merge_size
     positions, _ = multimodal_positions(document.tokens, document.grids, *where)
@@ -196,21 +241,24 @@ def test_a_batch_of_one_row_is_a_pack() -> None:
     assert torch.equal(logits[0], our_logits(ours, [document]))
 
 
-def test_text_alone_has_the_same_logits_with_positions_of_one_coordinate() -> None:
-    _, ours = build(random_fields(2), 2)
+@of_each_family
+def test_text_alone_has_the_same_logits_with_positions_of_one_coordinate(model_type: str) -> None:
+    _, ours = build(random_fields(2, model_type), 2)
     document = random_document(random.Random(2), ours.args, 0, torch.float32)
     length = len(document.tokens)
     bounds = torch.tensor([0, length], dtype=torch.int32)
     assert torch.equal(ours(document.tokens, torch.arange(length), bounds, length), our_logits(ours, [document]))
 
 
-def test_positions_equal_transformers_on_1000_random_interleavings() -> None:
+@of_each_family
+def test_positions_equal_transformers_on_1000_random_interleavings(model_type: str) -> None:
     rng = random.Random(0)
     models: dict[int, Any] = {}
     with torch.device("meta"):
         for merge in (1, 2, 3):
-            fields = random_fields(0)
-            models[merge] = Qwen3_5Model(Qwen3_5Config(**fields | {"vision_config": {"spatial_merge_size": merge}}))
+            fields = random_fields(0, model_type) | {"vision_config": {"spatial_merge_size": merge}}
+            config = their_config(fields)
+            models[merge] = MODEL_MAPPING[type(config)](config)
     for _ in range(1000):
         merge = rng.choice([1, 2, 3])
         tokens: list[int] = [rng.randrange(IMAGE) for _ in range(rng.choice([0, 1, 7]))]
@@ -229,10 +277,11 @@ def test_positions_equal_transformers_on_1000_random_interleavings() -> None:
         assert following == len(tokens) + deltas.item() == positions.max() + 1
 
 
+@of_each_family
 @pytest.mark.parametrize("seed", [3, 8])
-def test_greedy_tokens_after_images_equal_transformers(seed: int) -> None:
+def test_greedy_tokens_after_images_equal_transformers(seed: int, model_type: str) -> None:
     """transformers decodes from its cache; here each token is appended, at the position after the largest."""
-    theirs, ours = build(random_fields(seed), seed)
+    theirs, ours = build(random_fields(seed, model_type), seed)
     document = random_document(random.Random(seed), ours.args, 2, torch.float32)
     where, prompt = (IMAGE, ours.visual.spec.merge_size), len(document.tokens)
     images = PackedImages.of(document.tokens, document.patches, document.grids, *where)
@@ -284,9 +333,10 @@ def test_pixels_that_fit_no_image_are_refused() -> None:
         PackedImages.of(torch.tensor([IMAGE] * 2), torch.zeros(7, 12), [(2, 4)], IMAGE, 2)
 
 
-def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise() -> None:
-    theirs, _ = build(random_fields(3), 3)
-    adapter = Qwen35StateDictAdapter(theirs.config)
+@of_each_family
+def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise(model_type: str) -> None:
+    theirs, _ = build(random_fields(3, model_type), 3)
+    adapter = adapter_of(theirs.config)
     weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
     back = adapter.to_hf(adapter.from_hf(weights))
     assert back.keys() == weights.keys() == adapter.hf_shapes().keys()
@@ -294,10 +344,12 @@ def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise() -> None:
     assert adapter.is_carried("mtp.layers.0.norm.weight") and not adapter.is_carried("model.visual.merger.norm.bias")
 
 
-def test_fresh_weights_are_those_of_transformers_kind() -> None:
-    fields = random_fields(5)
+@of_each_family
+def test_fresh_weights_are_those_of_transformers_kind(model_type: str) -> None:
+    fields = random_fields(5, model_type)
     fields["vision_config"] |= {"hidden_size": 96, "num_heads": 2, "initializer_range": 0.5}
-    ours = Qwen35Model(Qwen35ModelArgs.from_hf_config(Qwen3_5Config(**fields)))
+    adapter = adapter_of(their_config(fields))
+    ours = adapter.model_class(adapter.args)
     ours.init_weights()
     assert {name for name, _ in ours.initializers()} >= dict(ours.named_parameters()).keys()
     tower = dict(ours.visual.named_parameters())
@@ -308,45 +360,63 @@ def test_fresh_weights_are_those_of_transformers_kind() -> None:
             assert weight.eq(1.0 if name.endswith("norm.weight") else 0.0).all(), name
 
 
-@pytest.mark.parametrize(
-    ("where", "change", "message"),
-    [
+NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
+    ("vision_config", {"window_size": 8}, "'vision_config.window_size' is 8; archon does not know"),
+    ("vision_config", {"num_position_embeddings": 8}, "num_position_embeddings is 8; expected a square"),
+    ("vision_config", {"num_heads": 5}, "expected heads of a multiple of 4 features"),
+    ("vision_config", {"out_hidden_size": 5}, "out_hidden_size of the vision tower is 5; expected .* hidden_size 32"),
+    ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "expected 'axial'"),
+    ("vision_config", {"depth": "two"}, "'depth' is 'two'; expected type int"),
+    ("rope_parameters", {"mrope_interleaved": False}, "'mrope_interleaved' is False; archon supports only true"),
+    ("rope_parameters", {"mrope_section": [1, 2]}, "'mrope_section' is .* expected three numbers"),
+    ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "depends on a document's length"),
+]
+OF_FAMILIES = {
+    "qwen3_5": [
         ("vision_config", {"deepstack_visual_indexes": [1]}, "vision_config.deepstack_visual_indexes.* supports only"),
-        ("vision_config", {"window_size": 8}, "'vision_config.window_size' is 8; archon does not know"),
-        ("vision_config", {"num_position_embeddings": 8}, "num_position_embeddings is 8; expected a square"),
-        ("vision_config", {"num_heads": 5}, "expected heads of a multiple of 4 features"),
-        (
-            "vision_config",
-            {"out_hidden_size": 5},
-            "out_hidden_size of the vision tower is 5; expected .* hidden_size 32",
-        ),
-        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "expected 'axial'"),
-        ("vision_config", {"depth": "two"}, "'depth' is 'two'; expected type int"),
-        ("rope_parameters", {"mrope_interleaved": False}, "'mrope_interleaved' is False; archon supports only true"),
-        ("rope_parameters", {"mrope_section": [1, 2]}, "'mrope_section' is .* expected three numbers"),
-        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "depends on a document's length"),
     ],
+    "qwen3_vl": [
+        ("vision_config", {"deepstack_visual_indexes": indexes}, message)
+        for indexes, message in (
+            ([4], r"deepstack_visual_indexes is \[4\]; expected blocks of the tower, which has 4"),
+            ([2, 1], r"is \[2, 1\]; expected blocks .* in increasing order"),
+            ([1, 1], r"is \[1, 1\]; expected blocks"),
+            ([-1], r"is \[-1\]; expected a list of integers, none negative"),
+            ("all", "is 'all'; expected type list"),
+            ([0, 1, 2, 3], r"is \[0, 1, 2, 3\], for as many of the decoder's first layers; expected at most 2"),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "where", "change", "message"),
+    [(model_type, *case) for model_type, own in OF_FAMILIES.items() for case in (*NOT_COMPUTED, *own)],
 )
-def test_what_is_not_computed_is_refused(where: str, change: dict[str, Any], message: str) -> None:
-    config = Qwen3_5Config(**random_fields(7)).to_dict()
-    config["text_config"]["hidden_size"] = config["vision_config"]["out_hidden_size"] = 32
+def test_what_is_not_computed_is_refused(model_type: str, where: str, change: dict[str, Any], message: str) -> None:
+    config = their_config(random_fields(7, model_type)).to_dict()
+    config["text_config"] |= {"hidden_size": 32, "num_hidden_layers": 2}
+    config["vision_config"] |= {"out_hidden_size": 32, "depth": 4, "deepstack_visual_indexes": []}
     (config if where == "vision_config" else config["text_config"])[where].update(change)
     with pytest.raises(ConfigError, match=message):
-        Qwen35ModelArgs.from_hf_config(config)
+        get_model_spec(model_type).model_args_class.from_hf_config(config)
 
 
-def test_images_for_a_model_of_text_are_refused() -> None:
-    ours = Qwen35TextModel(Qwen35TextModelArgs.from_hf_config(Qwen3_5Config(**random_fields(0))))
+@of_each_family
+def test_images_for_a_model_of_text_are_refused(model_type: str) -> None:
+    text = get_model_spec(model_type, text_only=True)
+    ours = text.model_class(text.model_args_class.from_hf_config(their_config(random_fields(0, model_type))))
     images = PackedImages(torch.zeros(1, 12), ((1, 1),), torch.zeros(1, dtype=torch.int64))
     bounds = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(BatchError, match="Qwen35TextModel sees no images"):
+    with pytest.raises(BatchError, match="TextModel sees no images"):
         ours(torch.tensor([1, 2]), torch.arange(2), bounds, 2, images=images)
     with pytest.raises(ValueError, match=r"positions have shape \(3, 2\), but this model's have one coordinate"):
         ours.hidden_states(torch.tensor([1, 2]), torch.zeros(3, 2, dtype=torch.int64), PackedAttention(bounds, 2))
 
 
-def test_a_towers_operations_are_those_that_pytorch_counts() -> None:
-    _, ours = build(random_fields(4), 4)
+@of_each_family
+def test_a_towers_operations_are_those_that_pytorch_counts(model_type: str) -> None:
+    _, ours = build(random_fields(4, model_type), 4)
     spec, grid = ours.visual.spec, (4 * ours.visual.spec.merge_size, 2 * ours.visual.spec.merge_size)
     patches = grid[0] * grid[1]
     x = torch.randn(patches, torch.Size(spec.patch_shape).numel())

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from archon.models import get_model_spec
 from archon.parallel.layout import ModelSizes, parse_layout
 from archon.parallel.pipeline import plan_stages
 from archon.parallel.resolve import resolve_layout
 from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
+from tests.distributed.cases import MODELS
 
 DENSE = ModelSizes(heads=8, kv_heads=4, vocab=104, layers=4, hidden=(72,))
 MOE = ModelSizes(heads=8, kv_heads=4, vocab=104, layers=4, hidden=(72, 40), experts=6, expert_hidden=9)
@@ -82,3 +84,18 @@ def test_what_is_decided_with_the_layout() -> None:
     staged = resolve_layout(config("p2"), DENSE, "cuda")
     assert staged.stages == plan_stages(PipelineConfig(), 2, 4)
     assert staged.compiled and staged.dims.device_type == "cuda"
+
+
+def test_layers_that_a_tower_gives_features_are_on_the_first_stage() -> None:
+    sizes = get_model_spec("qwen3_vl").model_args_class.from_hf_config(MODELS["deepstack"]).sizes
+    assert (sizes.layers, sizes.tower_layers) == (5, 2)
+    staged = resolve_layout(config("p4"), sizes).stages
+    assert staged is not None and staged.layers == ((0, 2), (2, 3), (3, 4), (4, 5))
+    too_many = r"has 5 stages, and the model 5 layers, the first 2 with its vision tower; use a smaller p"
+    with pytest.raises(LayoutError, match=too_many):
+        resolve_layout(config("p5"), sizes)
+    pipeline = {"layers_per_stage": [1, 4]}
+    with pytest.raises(LayoutError, match=r"is \[1, 4\]; expected at least 2 layers on the first stage, to which the"):
+        resolve_layout(config("p2", pipeline=pipeline), sizes)
+    with pytest.raises(LayoutError, match="has 5 stages, and the model 4 layers; use"):
+        resolve_layout(config("p5"), DENSE)

@@ -23,7 +23,7 @@ from archon.schema.errors import ConfigError, RolloutError
 from archon.training import SFTConfig, SFTTrainer
 from archon.training.batch_sharding import take_rows
 from archon.training.metrics import read_jsonl
-from tests.small_sight import write_sight
+from tests.small_sight import SIGHTS, write_sight
 from tests.tolerances import FIRST_RATIO_FP32
 
 
@@ -33,8 +33,11 @@ def vowels(prompt: str, completions: str, prompt_ids: list[int], completion_ids:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sight(tmp_path_factory.mktemp("sight"))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sight(tmp_path_factory.mktemp("sight"), getattr(request, "param", "qwen3_5"))
+
+
+of_each_family = pytest.mark.parametrize("checkpoint", SIGHTS, indirect=True)
 
 
 def config_of(checkpoint: Path, **changes: Any) -> RLConfig:
@@ -63,6 +66,7 @@ def opened(checkpoint: Path) -> Iterator[RLTrainer]:
         yield trainer
 
 
+@of_each_family
 def test_the_first_ratio_is_one_with_pictures_and_is_refused_where_the_pixels_did_not_travel(opened: RLTrainer) -> None:
     batch = opened.rollout_batch().trajectories
     assert [len(images) for images in batch["images"]] == [1] * len(batch["rewards"])
@@ -154,6 +158,7 @@ class LooksTwice:
         return vowels("", (first.content or "") + (second.content or ""), [], [])
 
 
+@of_each_family
 @pytest.mark.slow
 def test_an_agent_sends_pictures_through_openais_client_and_is_trained(checkpoint: Path) -> None:
     trainer = RLTrainer(
@@ -170,6 +175,7 @@ def test_an_agent_sends_pictures_through_openais_client_and_is_trained(checkpoin
             assert metrics["grad_norm"] > 0
 
 
+@of_each_family
 @pytest.mark.slow
 def test_sft_learns_from_pictures_and_its_tower_moves_where_it_is_trained(checkpoint: Path, tmp_path: Path) -> None:
     for vision in ("frozen", "trained"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -17,8 +19,9 @@ from archon.data.pictures import PictureReader
 from archon.data.shapes import scenes
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
+from archon.schema.errors import PictureError
 from archon.serve import AgentServer
-from tests.small_sight import write_sight
+from tests.small_sight import SIGHTS, write_sight
 
 PNG = scenes("test")[0][0].picture()
 OTHER = scenes("test")[1][0].picture()
@@ -41,9 +44,9 @@ class Sight:
         return AgentServer(self.tokenizer, self.engine, gconfig, reader=self.reader, **options)
 
 
-@pytest.fixture(scope="module")
-def sight(tmp_path_factory: pytest.TempPathFactory) -> Sight:
-    return Sight(write_sight(tmp_path_factory.mktemp("sight")))
+@pytest.fixture(scope="module", params=SIGHTS)
+def sight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    return Sight(write_sight(tmp_path_factory.mktemp("sight"), request.param))
 
 
 @pytest.fixture
@@ -92,11 +95,31 @@ async def test_every_protocol_sees_the_same_picture(post: Any, sight: Sight) -> 
     assert several["input_tokens"] > counted["input_tokens"]
 
 
-async def test_what_cannot_be_seen_is_refused_in_one_line(post: Any, sight: Sight) -> None:
-    file = io.BytesIO()
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """A web server with a picture: its URL, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(PNG)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+async def test_what_cannot_be_seen_is_refused_in_one_line(
+    post: Any, sight: Sight, listener: tuple[str, list[str]]
+) -> None:
+    file, (web, asked) = io.BytesIO(), listener
     Image.new("RGB", (9000, 9000)).save(file, "PNG")
     for urls, text, problem in (
-        (["http://127.0.0.1:9/x.png"], "?", "is not fetched"),
+        ([f"{web}/x.png"], "?", "is not fetched"),
         (["file:///etc/hostname"], "?", "is not fetched"),
         (["/etc/hostname"], "?", "is not fetched"),
         ([url_of(PNG[: len(PNG) // 2])], "?", "truncated"),
@@ -111,11 +134,14 @@ async def test_what_cannot_be_seen_is_refused_in_one_line(post: Any, sight: Sigh
         assert response.status_code == 400
         assert problem in message
         assert "\n" not in message
-    source = {"type": "url", "url": "http://127.0.0.1:9/x.png"}
+    source = {"type": "url", "url": f"{web}/x.png"}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
     response = await post("messages", max_tokens=4, **body)
     assert response.status_code == 400
     assert "is not fetched" in response.json()["error"]["message"]
+    with pytest.raises(PictureError, match="is a URL, and archon fetches none"):
+        sight.reader.read(f"{web}/x.png")
+    assert asked == []
 
     blind = AgentServer(sight.tokenizer, sight.engine)
     url = await blind.start()

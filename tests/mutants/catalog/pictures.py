@@ -12,14 +12,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/paged.py",
         "positions[: self.n_decode] += self.decode.offsets",
         "positions[: self.n_decode] += 0",
-        (f"{GENERATED}::test_sampled_logprobs_are_those_of_a_packed_forward",),
+        (f"{GENERATED}::test_sampled_logprobs_are_those_of_a_packed_forward[qwen3_5]",),
     ),
     Mutant(
         "prompts of equal tokens share their pages whatever their pictures are",
         "archon/generation/sequence.py",
         "self.prompt_key = (self.adapter, (*self.prompt, *self.pictures.key))",
         "self.prompt_key = (self.adapter, (*self.prompt, 0))",
-        (f"{GENERATED}::test_prompts_of_equal_tokens_and_other_pictures_share_nothing",),
+        (f"{GENERATED}::test_prompts_of_equal_tokens_and_other_pictures_share_nothing[qwen3_5]",),
     ),
     Mutant(
         "a prompt of the same tokens as the last one has its pictures",
@@ -33,14 +33,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/generator.py",
         "self.picture_rows.forget()",
         "pass",
-        (f"{GENERATED}::test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on",),
+        (f"{GENERATED}::test_an_update_of_the_weights_is_seen_by_the_tower_and_by_answers_that_go_on[qwen3_5]",),
     ),
     Mutant(
         "a request names a file of the server as its picture",
         "archon/serve/pictures.py",
         'if source[:5].lower() != "data:":',
         'if "://" in source:',
-        ("tests/serve/test_pictures.py::test_what_cannot_be_seen_is_refused_in_one_line",),
+        ("tests/serve/test_pictures.py::test_what_cannot_be_seen_is_refused_in_one_line[qwen3_5]",),
     ),
     Mutant(
         "questions of all kinds are asked about drawn pictures, whatever kinds are wanted",

@@ -6,7 +6,14 @@ from tests.mutants.catalog.known_tests import FURTHER_MATRIX
 from tests.mutants.mutant import Mutant
 
 VISION = "tests/models/test_vision.py"
-PARITY = f"{VISION}::test_logits_and_every_gradient_equal_transformers_one_document_at_a_time"
+_PARITY = f"{VISION}::test_logits_and_every_gradient_equal_transformers_one_document_at_a_time"
+
+
+def parity(*seeds: int, family: str = "qwen3_5") -> tuple[str, ...]:
+    """The tests of these seeds."""
+    return tuple(f"{_PARITY}[{seed}-{family}]" for seed in seeds)
+
+
 IMAGES = "tests/engine/test_images.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -15,49 +22,49 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/layers/rope.py",
         "axes[frequency] = axis",
         "axes[frequency] = 3 - axis",
-        (f"{PARITY}[1]", f"{PARITY}[3]"),
+        parity(1, 3),
     ),
     Mutant(
         "text goes on after an image's rows, however many columns it has",
         "models/vision/images.py",
         "position += max(rows, columns)",
         "position += rows",
-        (f"{VISION}::test_positions_equal_transformers_on_1000_random_interleavings",),
+        (f"{VISION}::test_positions_equal_transformers_on_1000_random_interleavings[qwen3_5]",),
     ),
     Mutant(
         "patches of a square are in the order of the image",
         "models/vision/images.py",
         "squares.transpose(2, 3).reshape(2, -1)",
         "squares.reshape(2, -1)",
-        (f"{PARITY}[1]", f"{PARITY}[3]", f"{PARITY}[4]"),
+        parity(1, 3, 4),
     ),
     Mutant(
         "a patch sees only the patches before it",
         "models/vision/tower.py",
         "AttentionSpec(spec.head_dim**-0.5, causal=False)",
         "AttentionSpec(spec.head_dim**-0.5, causal=True)",
-        (f"{PARITY}[1]", f"{PARITY}[3]"),
+        parity(1, 3),
     ),
     Mutant(
         "all images are one document",
         "models/vision/tower.py",
         "PackedAttention.from_lengths(counts, ",
         "PackedAttention.from_lengths((sum(counts),), ",
-        (f"{VISION}::test_images_do_not_see_each_other",),
+        (f"{VISION}::test_images_do_not_see_each_other[qwen3_5]",),
     ),
     Mutant(
         "an image's rows are added to the embedding of its placeholders",
-        "models/qwen3_5.py",
-        "hidden.index_copy(0, images.rows, merged)",
-        "hidden.index_add(0, images.rows, merged)",
-        (f"{PARITY}[1]", f"{PARITY}[3]"),
+        "models/vision/images.py",
+        "hidden.index_copy(0, self.tokens, self.features[:, 0]",
+        "hidden.index_add(0, self.tokens, self.features[:, 0]",
+        parity(1, 3),
     ),
     Mutant(
         "a frozen tower is trained",
         "archon/engine/build.py",
         'self.config.vision == "frozen"',
         'self.config.vision == "thawed"',
-        (f"{IMAGES}::test_a_tower_is_frozen_unless_it_is_to_be_trained",),
+        (f"{IMAGES}::test_a_tower_is_frozen_unless_it_is_to_be_trained[qwen3_5]",),
     ),
     Mutant(
         "a rank takes an image's first rows, whichever of its tokens it has",
@@ -72,5 +79,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "found = self.ranks.all_reduce_any([mb.has_images for mb in batches], self.device)",
         "found = [mb.has_images for mb in batches]",
         (f"{FURTHER_MATRIX}[seeing-d2-float64-vision=trained]",),
+    ),
+    Mutant(
+        "each of the first layers is given what the next one is to be given",
+        "models/vision/images.py",
+        "self.features[:, layer + 1]",
+        "self.features[:, -1 - layer]",
+        parity(2, 3, family="qwen3_vl"),
+    ),
+    Mutant(
+        "layers that are given features may be on any stage of a pipeline",
+        "models/seeing.py",
+        "tower_layers=len(self.vision.deepstack)",
+        "tower_layers=0",
+        ("tests/parallel/test_resolve.py::test_layers_that_a_tower_gives_features_are_on_the_first_stage",),
+    ),
+    Mutant(
+        "a file that is cut short ends the request with an error of Pillow's",
+        "archon/data/pictures.py",
+        "decoded = _on_white(image) if frames == 1 else None\n    except Exception as error:",
+        "decoded = _on_white(image) if frames == 1 else None\n    except OSError as error:",
+        (
+            "tests/data/test_pictures.py::test_files_that_are_cut_or_have_wrong_bytes_are_read_or_refused_in_one_line[animation]",
+        ),
     ),
 )
