@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 Client = TypeVar("Client")
 
+REUSED_SECONDS = 2.0
+"""Until when an idle connection may be used again. uvicorn, so vLLM and SGLang, closes it after 5 s, which a loop that
+did not run meanwhile has not seen: it would send a request into a connection that is closed."""
+
 
 def http_client() -> httpx.AsyncClient:
     """Returns a client without proxies, time-outs and a limit on connections."""
     httpx = require_package("httpx")
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    # For each request httpx looks, for each idle connection, at all: 9 ms where there are 100, 2 ms where 10 are kept.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=10)
     return httpx.AsyncClient(trust_env=False, timeout=None, verify=tls_context(), limits=limits)
 
 
 def aiohttp_session() -> aiohttp.ClientSession:
     """Returns a session without proxies, time-outs and a limit on connections."""
     aiohttp = require_package("aiohttp")
-    connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0)
+    connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0, keepalive_timeout=REUSED_SECONDS)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 

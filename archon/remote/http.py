@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from archon.remote.clients import http_client, loop_client, require_package
+from archon.remote.clients import aiohttp_session, loop_client, require_package, tls_context
 from archon.schema.errors import RolloutError
 
 CONNECT_SECONDS = 10.0
@@ -36,7 +37,7 @@ class Http:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
-        self._httpx = require_package("httpx")
+        self._httpx, self._aiohttp = require_package("httpx"), require_package("aiohttp")
 
     def get(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:
         return self._send("GET", path, None, seconds)
@@ -59,42 +60,43 @@ class Http:
 
     async def answer(self, path: str, body: dict[str, Any], seconds: float) -> Any:
         """Posts on the running event loop. A caller that is canceled closes the connection, which ends the request."""
-        client = await loop_client(http_client, lambda client: client.is_closed, lambda client: client.aclose())
+        # httpx looks at every connection at the start and end of every request, which costs milliseconds each where
+        # there are hundreds.
+        session = await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
+        timeout = self._aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
+        sent = session.post(self.url + path, json=body, headers=self._headers, timeout=timeout, allow_redirects=False)
         try:
-            response = await client.post(
-                self.url + path, json=body, headers=self._headers, timeout=self._timeout(seconds)
-            )
-        except self._httpx.HTTPError as error:
+            async with sent as response:
+                content = await response.read()
+        except (TimeoutError, self._aiohttp.ClientError) as error:
             raise self._failure(path, seconds, error) from None
-        return self._content(path, response)
+        return self._content(path, response.status, content)
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float, *, has_content: bool = True
     ) -> Any:
         try:
-            with self._httpx.Client(trust_env=False, timeout=self._timeout(seconds)) as client:
+            timeout = self._httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+            with self._httpx.Client(trust_env=False, timeout=timeout, verify=tls_context()) as client:
                 response = client.request(method, self.url + path, json=body, headers=self._headers)
         except self._httpx.HTTPError as error:
             raise self._failure(path, seconds, error) from None
-        return self._content(path, response, has_content)
-
-    def _timeout(self, seconds: float) -> Any:
-        return self._httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        return self._content(path, response.status_code, response.content, has_content)
 
     def _failure(self, path: str, seconds: float, error: Exception) -> ServerError:
-        if isinstance(error, self._httpx.TimeoutException):
+        if isinstance(error, TimeoutError | self._httpx.TimeoutException):
             return ServerError(f"{self.url}{path} did not answer within {seconds:g} s")
         return ServerError(f"{self.url}{path} cannot be reached ({type(error).__name__}: {error})")
 
-    def _content(self, path: str, response: Any, has_content: bool = True) -> Any:
-        if response.status_code >= 400:
-            message = f"{self.url}{path} answered with status {response.status_code}: {response.text[:500]}"
-            if response.status_code in (408, 429) or response.status_code >= 500:
+    def _content(self, path: str, status: int, content: bytes, has_content: bool = True) -> Any:
+        if status >= 400:
+            message = f"{self.url}{path} answered with status {status}: {content.decode(errors='replace')[:500]}"
+            if status in (408, 429) or status >= 500:
                 raise ServerError(message)
-            raise RefusedError(message, response.status_code)
+            raise RefusedError(message, status)
         if not has_content:
             return None
         try:
-            return response.json()
+            return json.loads(content)
         except ValueError:
             raise ServerError(f"{self.url}{path} answered with something other than JSON") from None

@@ -184,4 +184,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not old:",
         ("tests/remote/test_fleet.py::test_the_only_server_is_started_anew_elsewhere_while_answers_wait",),
     ),
+    Mutant(
+        "a connection is used again that the server has closed",
+        "archon/remote/clients.py",
+        "keepalive_timeout=REUSED_SECONDS",
+        "keepalive_timeout=3600",
+        (
+            "tests/remote/test_http.py::test_a_connection_that_the_server_closed_while_the_loop_stood_still_is_not_used_again",
+        ),
+    ),
 )

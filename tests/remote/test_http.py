@@ -1,0 +1,102 @@
+"""Requests to one server: what many at once cost, and connections that the server has closed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from archon.remote.clients import REUSED_SECONDS
+from archon.remote.http import Http
+from tests.tolerances import SOON_SECONDS
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+Serve = Callable[[int, float], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts a server in a thread: of how many requests it waits for before it answers any, and after how many seconds
+    it closes a connection that nothing comes over."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def start(at_once: int, idle_seconds: float) -> str:
+        everyone = asyncio.Barrier(at_once)
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                while True:
+                    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), idle_seconds)
+                    length = next(line for line in head.lower().splitlines() if line.startswith(b"content-length:"))
+                    await reader.readexactly(int(length.split()[1]))
+                    await everyone.wait()
+                    writer.write(ANSWER)
+            except (TimeoutError, asyncio.IncompleteReadError):
+                writer.close()
+
+        starting = asyncio.start_server(handle, "127.0.0.1", 0, backlog=at_once)
+        server = asyncio.run_coroutine_threadsafe(starting, loop).result(SOON_SECONDS)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    yield start
+    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(SOON_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=SOON_SECONDS) if others else None
+
+
+async def ask(http: Http, n: int) -> None:
+    answers = await asyncio.gather(*(http.answer("/generate", {"n": i}, SOON_SECONDS) for i in range(n)))
+    assert answers == [{}] * n
+
+
+def calls_per_request(url: str, n: int) -> float:
+    """Returns how many functions are called for each of n requests at once, the second time."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, value: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    async def twice() -> None:
+        http = Http(url)
+        await ask(http, n)
+        sys.setprofile(count)
+        try:
+            await ask(http, n)
+        finally:
+            sys.setprofile(None)
+
+    asyncio.run(twice())
+    return calls / n
+
+
+def test_a_request_costs_the_same_however_many_others_are_under_way(serve: Serve) -> None:
+    """A client that looks at every connection for each request costs a trainer more than the training."""
+    few, many = (calls_per_request(serve(n, SOON_SECONDS), n) for n in (5, 100))
+    assert many < 1.5 * few
+
+
+def test_a_connection_that_the_server_closed_while_the_loop_stood_still_is_not_used_again(serve: Serve) -> None:
+    """As between two rollouts, while the trainer computes."""
+    idle_seconds = REUSED_SECONDS + 0.5
+    http = Http(serve(1, idle_seconds))
+    with asyncio.Runner() as runner:
+        assert runner.run(http.answer("/generate", {}, SOON_SECONDS)) == {}
+        time.sleep(idle_seconds + 0.5)
+        assert runner.run(http.answer("/generate", {}, SOON_SECONDS)) == {}
