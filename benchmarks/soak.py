@@ -46,11 +46,11 @@ ON_SERVERS = (
 COMPILED = "torchinductor_"
 
 
-def soak(folder: Path, seconds: float, servers: int) -> dict[str, Any]:
+def soak(folder: Path, seconds: float, servers: int, start: Path | None = None) -> dict[str, Any]:
     """Run, watch, interrupt; returns what came of it."""
     run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
-    changes = list(CHANGES)
+    changes = [*CHANGES, *([f"actor.path={start}", "bootstrap=null"] if start else [])]
     if servers:
         launch = f"{{engine: archon, count: {servers}, args: [device=cpu]}}"
         changes += [*ON_SERVERS, f"rollout.launch={launch}"]
@@ -97,9 +97,11 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--servers", type=int, default=0, help="0: the generator of the run's own process")
+    parser.add_argument("--start", type=Path, help="the recipe's first checkpoint; default: one is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(Path(folder), 60 * options.minutes, options.servers)
+        start = options.start.absolute() if options.start else None
+        found = soak(Path(folder), 60 * options.minutes, options.servers, start)
     clean = found["flat"] and not found["processes_left"] and not found["temporary_files_left"]
     found["passed"] = clean and found["code"] == 128 + signal.SIGINT and not found["failed"]
     options.record.write_text(json.dumps(found) + "\n")

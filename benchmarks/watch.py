@@ -83,9 +83,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Private and shared memory of a process, in bytes; what several share counts once for them all."""
+    """Private and shared memory of a process, in bytes; what several share counts once for them all. Pages of files,
+    such as code, are left out: a process's part of them changes as others come and go that map the same files."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
