@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import async_layouts
-from benchmarks.async_layouts import CASES, CONTROL, PROMPTS_PER_STEP, Case, is_as_expected, outcome
+from benchmarks.async_layouts import CASES, CONTROL, PROMPTS_PER_STEP, SYNCHRONOUS, Case, is_as_expected, outcome, rows
 from benchmarks.harness import BenchmarkError
+from benchmarks.runs import RECORDS
 
 GOOD = {"code": 0, "each_once": True, "staleness_max": 2.0, "reward_before": 0.4, "reward_after": 0.95}
 
@@ -22,6 +23,24 @@ def test_every_layout_has_every_staleness() -> None:
         (layout, staleness) for layout in ("d2", "t2", "p2", "d2t2") for staleness in (0, 2, 8)
     }
     assert all(case.servers and not case.control for case in cases)
+
+
+def test_the_record_has_every_run_and_each_did_what_is_expected() -> None:
+    lines = [json.loads(line) for line in (RECORDS / "async_layouts.jsonl").read_text().splitlines()]
+    cases = [SYNCHRONOUS, CONTROL, *map(Case.parse, CASES)]
+    assert [line["case"] for line in lines] == [case.name for case in cases]
+    synchronous = lines[0]["reward_after"]
+    assert synchronous > lines[0]["reward_before"] + 0.5, "little was learned, so little could go wrong"
+    for case, line in zip(cases, lines, strict=True):
+        assert is_as_expected(case, line, synchronous, async_layouts.WITHIN), line
+
+
+def test_no_two_numbers_are_trained_on_and_held_out() -> None:
+    train, test = (
+        {frozenset(row["prompt"].rstrip("=").split("?")) for row in rows(split)} for split in ("train", "test")
+    )
+    assert len(test) > 200 and not train & test
+    assert all(row["answer"] == max(row["prompt"][0], row["prompt"][3]) for row in rows("test"))
 
 
 @pytest.mark.parametrize(
