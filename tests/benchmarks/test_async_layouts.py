@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import async_layouts
 from benchmarks.async_layouts import CASES, CONTROL, PROMPTS_PER_STEP, SYNCHRONOUS, Case, is_as_expected, outcome, rows
-from benchmarks.harness import BenchmarkError
+from benchmarks.harness import ROOT, BenchmarkError
 from benchmarks.runs import RECORDS
 
 GOOD = {"code": 0, "each_once": True, "staleness_max": 2.0, "reward_before": 0.4, "reward_after": 0.95}
@@ -33,6 +33,17 @@ def test_the_record_has_every_run_and_each_did_what_is_expected() -> None:
     assert synchronous > lines[0]["reward_before"] + 0.5, "little was learned, so little could go wrong"
     for case, line in zip(cases, lines, strict=True):
         assert is_as_expected(case, line, synchronous, async_layouts.WITHIN), line
+
+
+def test_the_guide_says_what_the_record_says() -> None:
+    synchronous, control, *runs = map(json.loads, (RECORDS / "async_layouts.jsonl").read_text().splitlines())
+    before, after = (f"{synchronous[f'reward_{when}']:.3f}" for when in ("before", "after"))
+    lowest, highest = (f"{of(run['reward_after'] for run in runs):.3f}" for of in (min, max))
+    said = (
+        f"from {before} to {after}, these to between {lowest} and {highest}, and shuffled rewards to "
+        f"{control['reward_after']:.3f}"
+    )
+    assert said in " ".join((ROOT / "rl" / "README.md").read_text().split())
 
 
 def test_no_two_numbers_are_trained_on_and_held_out() -> None:
