@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,7 @@ def soak(folder: Path, seconds: float, servers: int, start: Path | None = None) 
         "seconds": seconds,
         "servers": servers,
         "episodes": EPISODES if servers else None,
+        "running": statistics.median(row.get("rollout/running", 0) for row in steps),
         "samples": len(samples),
         "mib_by_minute": watch.mib_by_minute(),
         "code": code,

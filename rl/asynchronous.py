@@ -150,7 +150,7 @@ class AsyncRollout:
         chosen.sort(key=lambda item: item.prompt.index)
         kept = [item.episode for item in chosen if item.trainable and item.episode]
         others = [item.episode for item in chosen if not item.trainable and item.episode] + self._replaced
-        counts = Counter(prompts=self._batch, resampled=len(self._replaced))
+        counts = Counter(prompts=self._batch, resampled=len(self._replaced), running=len(self._running))
         self._replaced = []
         return Gathered(kept + others, len(kept), counts)
 

@@ -129,6 +129,13 @@ async def test_at_most_so_many_episodes_run_at_once(engine: InProcessEngine, tok
     assert [len(batch) for batch in batches] == [B] * 4
 
 
+async def test_a_batch_counts_the_episodes_that_still_run(engine: InProcessEngine, tokenizer: Any) -> None:
+    rollouts = ahead(engine, Delayed(tokenizer, lambda index: 0 if index < B else 60), Stream())
+    batch = await asyncio.wait_for(rollouts.collect(0), 60)
+    assert batch.counts["running"] == len(rollouts.untrained) == 2 * B
+    await rollouts.close()
+
+
 async def test_episodes_go_on_while_the_policy_is_trained(engine: InProcessEngine, tokenizer: Any) -> None:
     rollouts = ahead(engine, Delayed(tokenizer), Stream(), staleness=1)
     await rollouts.collect(0)
