@@ -4,16 +4,20 @@
     python -m benchmarks.lora_learning --only grpo sft        # runs whose names begin so
     python -m benchmarks.lora_learning --only grpo-seed0 --again -- total_steps=10
     python -m benchmarks.lora_learning --picture              # only the picture, from the record
+    python -m benchmarks.lora_learning --only grpo-seed0 --again --keep runs   # keeps the run and its export
+    python -m benchmarks.lora_learning --only grpo-seed0 --exported --keep runs   # compares the export anew
 
 A line of the record is one run: the held-out reward of sampled answers before and after, its curve over steps and
 seconds (of SFT the loss, of DPO the share of pairs that are told apart), where the seconds and the bytes of pushes
-went, and of a run of RL the reward of its export's greedy answers, in archon and in transformers, which must be equal.
+went, and of a run of RL on sums what its export earns in archon and in transformers, by greedy answers, which must be
+as good, and by sampled ones, which may differ by chance.
 A run that the record has is not repeated; one that takes longer than its minutes is stopped, and its line says so.
 
 What is expected: GRPO with adapters of rank 16 raises the reward by at least 0.25 within 20 minutes, with each of three
-seeds, on sums and on syllogisms of reasoning_gym (`reasoning-…`); with rewards shuffled over the batch it stays within
-0.1 of where it began; after as many steps all weights, with the same three seeds at the best of three learning rates,
-are at most 0.03 better than adapters; SFT and DPO raise it too. The command ends with 1 where that is not so.
+seeds, on sums (`grpo-…`) and on two tasks of reasoning_gym (`letters-…`, `syllogism-…`); with rewards shuffled over the
+batch it stays within 0.1 of where it began; after as many steps all weights, with the same three seeds at the best of
+three learning rates, are at most 0.03 better than adapters; SFT and DPO raise it too. The command ends with 1 where
+that is not so.
 """
 
 from __future__ import annotations
@@ -27,19 +31,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from archon.bench.origin import commit
+from archon.cli.config import load_config
+from archon.rl.config import RLConfig
+from archon.rl.recipes import sums
+from archon.rl.trainer import RLTrainer
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
-from benchmarks.lora_learning import sums
-from benchmarks.lora_learning.in_transformers import greedy_reward
+from benchmarks.lora_learning.exports import compared, is_adapter, standard_error
 from benchmarks.lora_learning.picture import draw
 
 HERE = Path(__file__).parent
+RECIPES = ROOT / "rl" / "recipes"
+SUMS = RECIPES / "smollm2_sums.yaml"
+GYM = {"letters": RECIPES / "smollm2_letter_counting.yaml", "syllogism": RECIPES / "smollm2_syllogism.yaml"}
 RECORD = ROOT / "benchmarks" / "records" / "lora_learning.jsonl"
 RISE, FLAT, CLOSE, MINUTES = 0.25, 0.1, 0.03, 20.0
 FULL_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")
@@ -57,22 +68,26 @@ class Run:
     metric: str = "eval/reward"
     model: str = "actor"
     minutes: float = MINUTES
-    recipe: str | None = None
+    recipe: Path | None = None
 
     @property
     def config(self) -> Path:
         """The file of the recipe."""
-        return HERE / (self.recipe or {"rl": "grpo.yaml", "sft": "sft.yaml", "preference": "dpo.yaml"}[self.command])
+        return self.recipe or {"rl": SUMS, "sft": HERE / "sft.yaml", "preference": HERE / "dpo.yaml"}[self.command]
 
 
 RUNS = {
     **{f"grpo-seed{seed}": Run("rl", (f"seed={seed}", f"actor.lora.seed={seed}")) for seed in range(3)},
     "shuffled-seed0": Run("rl", ("control.shuffle_rewards=true",)),
     **{
-        f"reasoning-seed{seed}": Run("rl", (f"seed={seed}", f"actor.lora.seed={seed}"), recipe="reasoning.yaml")
+        f"{task}-seed{seed}": Run("rl", (f"seed={seed}", f"actor.lora.seed={seed}"), recipe=recipe)
+        for task, recipe in GYM.items()
         for seed in range(3)
     },
-    "reasoning-shuffled-seed0": Run("rl", ("control.shuffle_rewards=true",), recipe="reasoning.yaml"),
+    **{
+        f"{task}-shuffled-seed0": Run("rl", ("control.shuffle_rewards=true",), recipe=recipe)
+        for task, recipe in GYM.items()
+    },
     # All weights have three times the backward pass, so that as many steps take longer.
     **{
         f"full-lr{rate}": Run("rl", ("actor.lora=null", f"actor.optimizer.lr={rate}"), minutes=3 * MINUTES)
@@ -111,38 +126,43 @@ def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[st
     line |= measured(read_jsonl(metrics) if metrics.exists() else [], settings.metric, seconds)
     if code == 0 and settings.command != "rl":
         before, after = (reward_of(model, adapter, folder) for adapter in (None, run_dir / "export"))
-        line |= {"before": before["reward"], "after": after["reward"]}
-    elif code == 0 and settings.config == HERE / "grpo.yaml":
-        line |= {"greedy": greedy_rewards(model, run_dir / "export", folder)}
+        line |= {"before": before, "after": after}
+    elif code == 0 and settings.config == SUMS:
+        line |= {"exported": exported(model, run_dir / "export", folder)}
     return line
 
 
-def reward_of(model: Path, export: Path | None, folder: Path, *, greedy: bool = False) -> dict[str, float]:
-    """Returns the held-out `reward` of the model, of adapters on it or of another whole checkpoint, and with `greedy`
-    that of greedy answers, `greedy_reward`."""
-    from archon.cli.config import load_config
-    from archon.rl.config import RLConfig
-    from archon.rl.trainer import RLTrainer
-
-    is_adapter = export is not None and (export / "adapter_config.json").exists()
-    changes = [f"run_dir={folder / 'measured'}", f"evaluation.greedy={str(greedy).lower()}"]
-    changes += [f"actor.lora={{path: {export}}}"] if is_adapter else ["actor.lora=null"]
-    changes += [f"actor.path={model if is_adapter or export is None else export}"]
-    with RLTrainer(load_config(RLConfig, HERE / "grpo.yaml", changes)).opened() as trainer:
-        return {name.removeprefix("eval/"): value for name, value in trainer.evaluate().items()}
+def reward_of(model: Path, export: Path | None, folder: Path) -> float:
+    """Returns the held-out reward of sampled answers of the model, or of a run's export."""
+    with opened(model, export, folder) as trainer:
+        return trainer.evaluate()["eval/reward"]
 
 
-def greedy_rewards(model: Path, export: Path, folder: Path) -> dict[str, float]:
-    """Returns the held-out reward of an export's greedy answers, in archon and in transformers."""
-    from archon.cli.config import load_config
-    from archon.rl.config import RLConfig
+def exported(model: Path, export: Path, folder: Path) -> dict[str, Any]:
+    """Returns what an export's answers to held-out sums earn in archon and in transformers, see `compared`."""
     from archon.rl.rewards.datasets import exact_match_reward
 
-    limit = load_config(RLConfig, HERE / "grpo.yaml", []).gconfig.max_new_tokens
-    return {
-        "archon": reward_of(model, export, folder, greedy=True)["greedy_reward"],
-        "transformers": greedy_reward(model, export, sums.rows("test"), exact_match_reward, limit),
-    }
+    with opened(model, export, folder) as trainer:
+        return compared(
+            model,
+            export,
+            trainer.generator,
+            trainer.tokenizer,
+            sums.rows("test"),
+            reward=exact_match_reward,
+            max_new_tokens=trainer.config.gconfig.max_new_tokens,
+        )
+
+
+@contextmanager
+def opened(model: Path, export: Path | None, folder: Path) -> Iterator[RLTrainer]:
+    """A trainer of the sums that is not trained, with the weights of the model or of an export."""
+    changes = [f"run_dir={folder / 'measured'}"]
+    adapters = export is not None and is_adapter(export)
+    changes += [f"actor.lora={{path: {export}}}" if adapters else "actor.lora=null"]
+    changes += [f"actor.path={model if adapters or export is None else export}"]
+    with RLTrainer(load_config(RLConfig, SUMS, changes)).opened() as trainer:
+        yield trainer
 
 
 def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dict[str, Any]:
@@ -177,19 +197,18 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
     done = {name: line for name, line in lines.items() if _ended(line)}
     found = {f"{name} did not end well": False for name in lines.keys() - done.keys()}
     adapters = [line for name, line in done.items() if name.startswith("grpo-")]
-    reasoning = [line for name, line in done.items() if name.startswith("reasoning-seed")]
-    for line in [*adapters, *reasoning]:
+    of_gym = [line for name, line in done.items() if name.startswith(tuple(f"{task}-seed" for task in GYM))]
+    for line in [*adapters, *of_gym]:
         in_time = [value for _, seconds, value in line["curve"] if seconds <= 60 * MINUTES]
         rise = in_time[-1] - line["before"]
         found[f"{line['run']} rises by {rise:+.3f} in {MINUTES:g} minutes (at least {RISE})"] = rise >= RISE
     for name, line in done.items():
-        if name.startswith(("shuffled-", "reasoning-shuffled-")):
+        if "shuffled-" in name:
             moved = line["after"] - line["before"]
             found[f"{name} moves by {moved:+.3f} (at most {FLAT})"] = abs(moved) <= FLAT
     for name, line in done.items():
-        if "greedy" in line:
-            ours, theirs = line["greedy"]["archon"], line["greedy"]["transformers"]
-            found[f"{name}'s export earns {ours:.3f} greedily, in transformers {theirs:.3f}"] = ours == theirs
+        if "exported" in line:
+            found |= _same_in_transformers(name, line["exported"])
     full = {name: line for name, line in done.items() if name.startswith("full-")}
     if full and adapters:
         of_rates = {name: full[name] for rate in FULL_RATES if (name := f"full-lr{rate}") in full}
@@ -210,52 +229,82 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
     return found
 
 
+def _same_in_transformers(name: str, of: dict[str, Any]) -> dict[str, bool]:
+    """Returns whether an export's answers earn the same in both, sampled ones within three standard errors."""
+    greedy, sampled, error = of["greedy"], of["sampled"], 3 * standard_error(of)
+    differing = f"{of['differing']} of {of['prompts']} answers differ"
+    greedily = f"{greedy['archon']:.3f} greedily, in transformers {greedy['transformers']:.3f} ({differing})"
+    apart = sampled["transformers"] - sampled["archon"]
+    return {
+        f"{name}'s export earns {greedily}": greedy["archon"] == greedy["transformers"],
+        f"{name}'s export earns {apart:+.3f} in transformers, sampled (at most {error:.3f})": abs(apart) <= error,
+    }
+
+
 def _ended(line: dict[str, Any]) -> bool:
     return bool(line.get("curve")) and (line["code"] == 0 or line.get("stopped", False))
 
 
 def read_record(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the newest line of each run."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {line["run"]: line for line in map(json.loads, lines)}
+    """Returns the newest line of each run, with what a later line alone says of its export."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+        found[line["run"]] = line if "code" in line else found.get(line["run"], {}) | {"exported": line["exported"]}
+    return found
+
+
+def append(record: Path, line: dict[str, Any]) -> None:
+    """Adds a line to a record."""
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def main() -> int:
     """Makes the runs that are missing, one after the other, and the picture. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines; every run appends its own")
-    parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of names: {' '.join(RUNS)}")
+    parser.add_argument("--only", nargs="+", default=[""], help=f"names, or beginnings of several: {' '.join(RUNS)}")
     parser.add_argument("--again", action="store_true", help="also runs that the record has")
     parser.add_argument("--picture", action="store_true", help="no runs, only the picture")
+    parser.add_argument("--exported", action="store_true", help="no runs, only the exports that are in --keep")
     parser.add_argument("--model", type=Path, help="its folder; by default the one that the tests make")
     parser.add_argument("--threads", type=int, default=2, help="of every run")
     parser.add_argument("--keep", type=Path, help="folder in which the runs stay; by default they are deleted")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, changes = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
-    chosen = [name for name in RUNS if name.startswith(tuple(options.only))]
-    if not chosen:
+    if not (chosen := named(options.only)):
         parser.error(f"no run begins with {' or '.join(options.only)}; there are {', '.join(RUNS)}")
+    if options.exported and options.keep is None:
+        parser.error("--exported needs the folder --keep of earlier runs")
     record: Path = options.record
-    there = {name for name, line in read_record(record).items() if _ended(line)}
-    missing = [] if options.picture else [name for name in chosen if options.again or name not in there]
-    if missing:
-        model = options.model or _real_model()
-        with tempfile.TemporaryDirectory() as temporary:
-            for name in missing:
+    model = None if options.picture else options.model or _real_model()
+    with tempfile.TemporaryDirectory() as temporary:
+        if model is not None and options.exported:
+            for name in chosen:
+                append(
+                    record, {"run": name, "exported": exported(model, options.keep / name / "export", Path(temporary))}
+                )
+        elif model is not None:
+            there = {name for name, line in read_record(record).items() if _ended(line)}
+            for name in [name for name in chosen if options.again or name not in there]:
                 line = run(name, model, options.keep or Path(temporary), options.threads, changes)
                 if options.keep is None:  # a run of all weights leaves two gigabytes
                     shutil.rmtree(Path(temporary) / name, ignore_errors=True)
-                with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                say(
-                    f"{name}: {line.get('before')} to {line.get('after')}, {line['seconds']:.0f} s, code {line['code']}"
-                )
+                append(record, line)
+                after = f"{line.get('before')} to {line.get('after')}"
+                say(f"{name}: {after}, {line['seconds']:.0f} s, code {line['code']}")
     lines = {name: line for name, line in read_record(record).items() if name in RUNS}
     found = verdicts(lines)
     for what, fine in found.items():
         say(f"{'as expected' if fine else 'NOT AS EXPECTED'}: {what}")
     say(f"picture: {draw(lines, record.with_suffix('.png'))}")
     return int(not all(found.values()))
+
+
+def named(wanted: Sequence[str]) -> list[str]:
+    """Returns the runs of these names, and of a word that is no name those that begin with it."""
+    beginnings = tuple(word for word in wanted if word not in RUNS)
+    return [name for name in RUNS if name in wanted or (beginnings and name.startswith(beginnings))]
 
 
 def _real_model() -> Path:

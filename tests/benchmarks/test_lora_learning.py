@@ -16,32 +16,11 @@ from archon.rl.config import RLConfig
 from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, PreferenceConfig, SFTConfig
 from benchmarks.harness import ROOT
-from benchmarks.lora_learning import sums
-from benchmarks.lora_learning.__main__ import RUNS, measured, reward_of, run, verdicts
+from benchmarks.lora_learning.__main__ import RUNS, append, measured, named, read_record, reward_of, run, verdicts
 from benchmarks.lora_learning.picture import draw
 from tests.small_qwen3 import SMALL_QWEN3
 
 SCHEMAS: dict[str, Any] = {"rl": RLConfig, "sft": SFTConfig, "preference": PreferenceConfig}
-
-
-def test_no_sum_is_trained_on_that_is_held_out() -> None:
-    def asked(split: str) -> set[frozenset[str]]:
-        rows = sums.rows(split)
-        last = [[m for m in row["prompt"] if m["role"] == "user"][-1]["content"] for row in rows]
-        return {frozenset(text.removeprefix("What is ").removesuffix("?").split(" + ")) for text in last}
-
-    for kind in ("", "sft", "pairs"):
-        train, test = asked(kind or "train"), asked(f"{kind}_test" if kind else "test")
-        assert len(test) > 90 and len(train) > 3000 and not train & test
-
-
-def test_rewarded_preferred_and_imitated_answers_are_the_right_ones() -> None:
-    row, pair, conversation = sums.rows("train")[7], sums.rows("pairs")[7], sums.rows("sft")[7]
-    terms, value = row["answer"].split(" = ")
-    assert sum(map(int, terms.split(" + "))) == int(value)
-    assert pair["chosen"] == row["answer"] != pair["rejected"]
-    assert pair["prompt"] == row["prompt"] == conversation["prompt"][:-1]
-    assert conversation["prompt"][-1] == {"role": "assistant", "content": row["answer"]}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -57,7 +36,8 @@ def test_runs_differ_in_what_their_names_say_alone(name: str, tmp_path: Path) ->
         "grpo": {"seed", "actor"},
         "shuffled": {"control"},
         "full": {"seed", "actor"},
-        "reasoning": {"seed", "actor"},
+        "letters": {"seed", "actor"},
+        "syllogism": {"seed", "actor"},
     }
     expected = {"control"} if "shuffled" in name else kinds.get(kind, set())
     assert different <= expected
@@ -83,6 +63,26 @@ def line(name: str, after: float, seconds: float = 600.0, push_bytes: float = 1.
     return {"run": name, "code": 0, "curve": curve, "before": 0.2, "after": after, "push_bytes": push_bytes}
 
 
+def exported(greedy: float, sampled: float) -> dict[str, Any]:
+    rewards = {"greedy": {"archon": 0.8, "transformers": greedy}, "sampled": {"archon": 0.8, "transformers": sampled}}
+    return {"prompts": 200, "differing": 2} | rewards
+
+
+def test_what_is_found_of_an_export_joins_the_line_of_its_run(tmp_path: Path) -> None:
+    record, run = tmp_path / "record.jsonl", line("grpo-seed0", 0.8)
+    append(record, run)
+    append(record, {"run": "grpo-seed0", "exported": exported(0.8, 0.8)})
+    assert read_record(record) == {"grpo-seed0": run | {"exported": exported(0.8, 0.8)}}
+    append(record, run)
+    assert read_record(record) == {"grpo-seed0": run}, "a later run has another export"
+
+
+def test_runs_are_chosen_by_their_names_or_by_what_several_begin_with() -> None:
+    assert named(["full-lr1.0e-5", "dpo"]) == ["full-lr1.0e-5", "dpo-seed0"]
+    assert named(["grpo"]) == [f"grpo-seed{seed}" for seed in range(3)] and named([""]) == list(RUNS)
+    assert named(["no-such"]) == []
+
+
 def test_expectations_are_those_of_the_runs() -> None:
     good = [line("grpo-seed0", 0.8), line("shuffled-seed0", 0.25), line("full-lr3.0e-5", 0.82, push_bytes=30.0)]
 
@@ -93,16 +93,18 @@ def test_expectations_are_those_of_the_runs() -> None:
     assert failed() == []
     assert "rises by +0.200" in failed(line("grpo-seed1", 0.4))[0]
     assert "rises by +0.000" in failed(line("grpo-seed1", 0.8, seconds=1300.0))[0]
-    assert "rises by +0.200" in failed(line("reasoning-seed1", 0.4))[0]
-    assert "reasoning-shuffled-seed0 moves by +0.150" in failed(line("reasoning-shuffled-seed0", 0.35))[0]
+    assert "rises by +0.200" in failed(line("letters-seed1", 0.4))[0]
+    assert "letters-shuffled-seed0 moves by +0.150" in failed(line("letters-shuffled-seed0", 0.35))[0]
     assert "moves by +0.150" in failed(line("shuffled-seed0", 0.35))[0]
     assert "at most 0.03 apart" in failed(line("full-lr1.0e-4", 0.84, push_bytes=30.0))[0]
     assert "10.0% of a full one" in failed(line("full-lr3.0e-5", 0.82, push_bytes=10.0))[0]
     of_two_seeds = line("full-lr1.0e-5", 0.82, push_bytes=30.0), line("full-lr1.0e-5-seed1", 0.86)
     assert "at 0.840 (full-lr1.0e-5, 2 seeds), at most 0.03 apart" in failed(*of_two_seeds)[0]
     assert "have the best rate (full-lr3.0e-5)" in failed(line("full-lr1.0e-5-seed1", 0.7))[0]
-    unequal = line("grpo-seed0", 0.8) | {"greedy": {"archon": 0.8, "transformers": 0.79}}
-    assert "earns 0.800 greedily, in transformers 0.790" in failed(unequal)[0]
+    unequal = line("grpo-seed0", 0.8) | {"exported": exported(0.79, 0.85)}
+    assert "earns 0.800 greedily, in transformers 0.790 (2 of 200 answers differ)" in failed(unequal)[0]
+    unequal["exported"] = exported(0.8, 0.65)
+    assert "earns -0.150 in transformers, sampled (at most 0.134)" in failed(unequal)[0]
     assert failed({"run": "dpo-seed0", "code": 1}) == ["dpo-seed0 did not end well"]
 
 
@@ -138,5 +140,5 @@ def test_a_run_from_its_first_step_to_its_line(tmp_path: Path) -> None:
     found = run("grpo-seed0", tmp_path / "model", tmp_path, 1, rl)
     assert found["code"] == 0 and found["steps"] == 2 and found["push_bytes"] > 0
     assert found["largest_first_logprob_diff"] < 1e-4
-    assert found["greedy"]["archon"] == found["greedy"]["transformers"]
-    assert reward_of(tmp_path / "model", tmp_path / "grpo-seed0" / "export", tmp_path)["reward"] >= 0
+    assert found["exported"]["differing"] == 0 and found["exported"]["prompts"] == 200
+    assert reward_of(tmp_path / "model", tmp_path / "grpo-seed0" / "export", tmp_path) >= 0

@@ -1,0 +1,1 @@
+"""Ready configurations, and the data of those whose prompts are conversations."""
