@@ -8,11 +8,12 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 KILL_RECORD := benchmarks/records/kills.jsonl
 CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-vllm test-hosts test-cuda-traced test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
+.PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
+	@echo "make demo-real  SmolLM2-135M-Instruct, a real pretrained model, learns two-digit sums, on the CPU"
 	@echo "make test       every test that takes less than 10 s"
 	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
 	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
@@ -41,6 +42,10 @@ setup:
 
 demo: setup
 	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
+
+demo-real: setup
+	.venv/bin/python -m tests.real_model
+	.venv/bin/archon rl --config rl/recipes/smollm2_sums.yaml
 
 test: setup
 	$(PYTEST) -m "not slow and not real and not vllm and not netns and not cuda_traced"

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lora_learning.record import newest
+
 RECORDS = Path(__file__).resolve().parent / "records"
 
 Line = dict[str, Any]
@@ -50,18 +52,30 @@ def _control(line: Line | None) -> list[str]:
 
 
 def _lora_learning(lines: Sequence[Line]) -> list[list[str]]:
-    newest = {line["run"]: line for line in lines if line.get("curve")}
     return [
         [
-            line["run"],
+            name,
             *(f"{line[key]:.3f}" for key in ("before", "after")),
             f"{line['steps']:,}",
             f"{line['seconds'] / 60:.0f} min",
             f"{line['push_bytes'] / 2**20:.0f} MiB" if "push_bytes" in line else "-",
             f"{line['push_seconds']:.2f} s" if "push_seconds" in line else "-",
+            *_in_transformers(line.get("exported")),
         ]
-        for line in newest.values()
+        for name, line in newest(lines).items()
+        if line.get("curve")
     ]
+
+
+def _in_transformers(found: Line | None) -> list[str]:
+    """Returns what an export's answers earn in archon and in transformers: greedy, then sampled."""
+    if found is None:
+        return ["-", "-"]
+    greedy, sampled = (
+        " / ".join(f"{found[kind][where]:.3f}" for where in ("archon", "transformers"))
+        for kind in ("greedy", "sampled")
+    )
+    return [f"{greedy}, {found['differing']} of {found['prompts']} differ", sampled]
 
 
 def _layouts(lines: Sequence[Line]) -> list[list[str]]:
@@ -166,7 +180,10 @@ _TABLES = {
     "lora_learning": (
         "Adapters and all weights of a real model",
         "python -m benchmarks.lora_learning",
-        ("SmolLM2-135M-Instruct, sums", "held-out before", "after", "steps", "time", "a push", "takes"),
+        (
+            *("SmolLM2-135M-Instruct", "held-out before", "after", "steps", "time", "a push", "takes"),
+            *("export in archon / transformers, greedy", "sampled"),
+        ),
         _lora_learning,
     ),
     "rl_layouts": (

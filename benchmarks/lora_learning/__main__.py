@@ -9,7 +9,7 @@
 
 A line of the record is one run: the held-out reward of sampled answers before and after, its curve over steps and
 seconds (of SFT the loss, of DPO the share of pairs that are told apart), where the seconds and the bytes of pushes
-went, and of a run of RL on sums what its export earns in archon and in transformers, by greedy answers, which must be
+went, and of a run of RL what its export earns in archon and in transformers, by greedy answers, which must be
 as good, and by sampled ones, which may differ by chance.
 A run that the record has is not repeated; one that takes longer than its minutes is stopped, and its line says so.
 
@@ -23,7 +23,6 @@ that is not so.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -40,12 +39,12 @@ from typing import Any
 from archon.bench.origin import commit
 from archon.cli.config import load_config
 from archon.rl.config import RLConfig
-from archon.rl.recipes import sums
 from archon.rl.trainer import RLTrainer
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
 from benchmarks.lora_learning.exports import compared, is_adapter, standard_error
 from benchmarks.lora_learning.picture import draw
+from benchmarks.lora_learning.record import append, read_record
 
 HERE = Path(__file__).parent
 RECIPES = ROOT / "rl" / "recipes"
@@ -127,8 +126,8 @@ def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[st
     if code == 0 and settings.command != "rl":
         before, after = (reward_of(model, adapter, folder) for adapter in (None, run_dir / "export"))
         line |= {"before": before, "after": after}
-    elif code == 0 and settings.config == SUMS:
-        line |= {"exported": exported(model, run_dir / "export", folder)}
+    elif code == 0:
+        line |= {"exported": exported(name, model, run_dir / "export", folder)}
     return line
 
 
@@ -138,30 +137,20 @@ def reward_of(model: Path, export: Path | None, folder: Path) -> float:
         return trainer.evaluate()["eval/reward"]
 
 
-def exported(model: Path, export: Path, folder: Path) -> dict[str, Any]:
-    """Returns what an export's answers to held-out sums earn in archon and in transformers, see `compared`."""
-    from archon.rl.rewards.datasets import exact_match_reward
-
-    with opened(model, export, folder) as trainer:
-        return compared(
-            model,
-            export,
-            trainer.generator,
-            trainer.tokenizer,
-            sums.rows("test"),
-            reward=exact_match_reward,
-            max_new_tokens=trainer.config.gconfig.max_new_tokens,
-        )
+def exported(name: str, model: Path, export: Path, folder: Path) -> dict[str, Any]:
+    """Returns what the answers of a run's export earn in archon and in transformers, see `compared`."""
+    with opened(model, export, folder, RUNS[name].config) as trainer:
+        return compared(model, export, trainer)
 
 
 @contextmanager
-def opened(model: Path, export: Path | None, folder: Path) -> Iterator[RLTrainer]:
-    """A trainer of the sums that is not trained, with the weights of the model or of an export."""
+def opened(model: Path, export: Path | None, folder: Path, recipe: Path = SUMS) -> Iterator[RLTrainer]:
+    """Opens a trainer with the weights of the model or of an export, which is not trained."""
     changes = [f"run_dir={folder / 'measured'}"]
     adapters = export is not None and is_adapter(export)
     changes += [f"actor.lora={{path: {export}}}" if adapters else "actor.lora=null"]
     changes += [f"actor.path={model if adapters or export is None else export}"]
-    with RLTrainer(load_config(RLConfig, SUMS, changes)).opened() as trainer:
+    with RLTrainer(load_config(RLConfig, recipe, changes)).opened() as trainer:
         yield trainer
 
 
@@ -243,20 +232,6 @@ def _same_in_transformers(name: str, of: dict[str, Any]) -> dict[str, bool]:
 
 def _ended(line: dict[str, Any]) -> bool:
     return bool(line.get("curve")) and (line["code"] == 0 or line.get("stopped", False))
-
-
-def read_record(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the newest line of each run, with what a later line alone says of its export."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
-        found[line["run"]] = line if "code" in line else found.get(line["run"], {}) | {"exported": line["exported"]}
-    return found
-
-
-def append(record: Path, line: dict[str, Any]) -> None:
-    """Adds a line to a record."""
-    with record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def main() -> int:

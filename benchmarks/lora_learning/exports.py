@@ -9,74 +9,76 @@ from typing import Any
 
 import torch
 
+from archon.data.encoding import encode_prompt
 from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.rl.rewards import get_reward_fn
+from archon.rl.trainer import RLTrainer
+
+Rows = Sequence[dict[str, Any]]
 
 BATCH = 50
-Rows = Sequence[dict[str, Any]]
-"""With `prompt`, a conversation, and what the reward reads."""
 
 
 def is_adapter(export: Path) -> bool:
-    """Whether it has adapters in PEFT's format, and not a whole checkpoint."""
+    """Returns whether it has adapters in PEFT's format, and not a whole checkpoint."""
     return (export / "adapter_config.json").exists()
 
 
-def compared(model: Path, export: Path, generator: Any, tokenizer: Any, rows: Rows, **options: Any) -> dict[str, Any]:
-    """Returns the mean rewards of greedy and of sampled answers to the rows, one each, and how many greedy ones differ.
+def compared(model: Path, export: Path, trainer: RLTrainer) -> dict[str, Any]:
+    """Returns the mean rewards of greedy and of sampled answers to the held-out rows, one each, in archon and in
+    transformers, and how many greedy ones differ.
 
     Args:
-        model: the checkpoint that adapters are of; its tokenizer is the policy's.
-        export: of a run from that checkpoint.
-        generator: archon's in-process one, with the export's weights.
-        options: `reward`, a function of answers, and `max_new_tokens`.
+        model: the checkpoint that the run began with; its tokenizer is the policy's.
+        export: of the run.
+        trainer: opened, with the export's weights; it answers for archon.
     """
-    policy, found = _policy(model, export), dict[str, Any](prompts=len(rows))
+    rows, policy = trainer.rows_of("eval_data"), _policy(model, export)
+    found: dict[str, Any] = {"prompts": len(rows)}
     for name, greedy in (("greedy", True), ("sampled", False)):
-        theirs = of_transformers(policy, model, rows, options["max_new_tokens"], greedy=greedy)
-        ours = of_archon(generator, tokenizer, rows, options["max_new_tokens"], greedy=greedy)
-        found[name] = {"archon": _mean(ours, rows, **options), "transformers": _mean(theirs, rows, **options)}
+        gconfig = trainer.config.gconfig.new(n_samples=1, greedy=greedy, temperature=1.0)
+        ours = of_archon(trainer.generator, trainer.tokenizer, rows, gconfig)
+        theirs = of_transformers(policy, model, rows, gconfig)
+        reward = get_reward_fn(str(trainer.config.reward))
+        found[name] = {"archon": _mean(ours, rows, reward), "transformers": _mean(theirs, rows, reward)}
         if greedy:
             found["differing"] = sum(own != other for own, other in zip(ours, theirs, strict=True))
     return found
 
 
 def standard_error(found: dict[str, Any]) -> float:
-    """Returns that of the difference of the two means of sampled answers, whose rewards are 0 or 1."""
+    """Returns that of the difference of the two means of sampled answers, whose rewards are nearly all 0 or 1."""
     share = sum(found["sampled"].values()) / 2
     return math.sqrt(2 * share * (1 - share) / found["prompts"])
 
 
-def of_archon(generator: Any, tokenizer: Any, rows: Rows, max_new_tokens: int, *, greedy: bool) -> list[str]:
+def of_archon(generator: Any, tokenizer: Any, rows: Rows, gconfig: GenerationHyperparameters) -> list[str]:
     """Returns an answer to each row, from archon's generator."""
-    gconfig = GenerationHyperparameters(max_new_tokens=max_new_tokens, greedy=greedy)
-    gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True) for row in rows]
-    requests = [ModelRequest(prompt, gconfig.new(seed=seed)) for seed, prompt in enumerate(prompts)]
-    return tokenizer.batch_decode(
-        [answer.output_tokens for answer in generator.generate(requests)], skip_special_tokens=True
-    )
+    ended = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+    requests = [ModelRequest(encode_prompt(tokenizer, row), ended.new(seed=seed)) for seed, row in enumerate(rows)]
+    tokens = [answer.output_tokens for answer in generator.generate(requests)]
+    return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
-def of_transformers(policy: Any, model: Path, rows: Rows, max_new_tokens: int, *, greedy: bool) -> list[str]:
+def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyperparameters) -> list[str]:
     """Returns an answer to each row, from transformers' generate: greedy, or sampled from all of the distribution."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if not greedy:
-        torch.manual_seed(0)
-        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": False} if gconfig.greedy else sampled
+    torch.manual_seed(0)
     texts = list[str]()
     for start in range(0, len(rows), BATCH):
         prompts = tokenizer.apply_chat_template(
-            [row["prompt"] for row in rows[start : start + BATCH]],
+            [row["messages"] for row in rows[start : start + BATCH]],
             add_generation_prompt=True,
             padding=True,
             return_dict=True,
             return_tensors="pt",
         )
         with torch.inference_mode():
-            answers = policy.generate(**prompts, max_new_tokens=max_new_tokens, **sampling)
+            answers = policy.generate(**prompts, max_new_tokens=gconfig.max_new_tokens, **sampling)
         texts += tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
@@ -92,7 +94,9 @@ def _policy(model: Path, export: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(export))
 
 
-def _mean(answers: Sequence[str], rows: Rows, reward: Callable[..., float], **options: Any) -> float:
-    del options
-    rewards = [reward(None, text, None, None, **row) for text, row in zip(answers, rows, strict=True)]
+def _mean(answers: Sequence[str], rows: Rows, reward: Callable[..., float]) -> float:
+    rewards = []
+    for text, row in zip(answers, rows, strict=True):
+        others = {name: value for name, value in row.items() if name != "prompt"}
+        rewards.append(float(reward(None, text, None, None, **others)))
     return sum(rewards) / len(rewards)

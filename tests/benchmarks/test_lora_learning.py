@@ -16,8 +16,9 @@ from archon.rl.config import RLConfig
 from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, PreferenceConfig, SFTConfig
 from benchmarks.harness import ROOT
-from benchmarks.lora_learning.__main__ import RUNS, append, measured, named, read_record, reward_of, run, verdicts
+from benchmarks.lora_learning.__main__ import RUNS, measured, named, reward_of, run, verdicts
 from benchmarks.lora_learning.picture import draw
+from benchmarks.lora_learning.record import append, read_record
 from tests.small_qwen3 import SMALL_QWEN3
 
 SCHEMAS: dict[str, Any] = {"rl": RLConfig, "sft": SFTConfig, "preference": PreferenceConfig}

@@ -70,7 +70,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VL
 @pytest.fixture(scope="session")
 def server(serve: Callable[..., VLLMServer], checkpoint: Path) -> VLLMServer:
     """vLLM with the random model; tests push their own weights."""
-    return serve(checkpoint, "--enable-lora", "--max-lora-rank", "8")
+    return serve(checkpoint, "--enable-lora", "--max-lora-rank", "8", extension="tests.vllm.stale_head.Extension")
 
 
 @pytest.fixture

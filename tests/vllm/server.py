@@ -16,6 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE = "0.32.0"
 READY_SECONDS = 600
+EXTENSION = "archon.serve.vllm_extension.Extension"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""For vLLM on a machine without a GPU or a network."""
 
 
 def environment() -> Path:
@@ -37,7 +46,7 @@ def _end_with_parent() -> None:
 class VLLMServer:
     """`vllm serve` on a free port of loopback, with every route that archon uses."""
 
-    def __init__(self, model: Path, log: Path, *options: str, length: int = 512) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, extension: str = EXTENSION) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -45,18 +54,13 @@ class VLLMServer:
         command = [
             *(str(environment() / "bin" / "vllm"), "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
-            *("--max-model-len", str(length), "--max-num-seqs", "32", "--enforce-eager", "--enable-scale-out"),
-            *("--worker-extension-cls", "archon.serve.vllm_extension.Extension"),
+            *("--max-model-len", "512", "--max-num-seqs", "32", "--enforce-eager", "--enable-scale-out"),
+            *("--worker-extension-cls", extension),
             *("--weight-transfer-config", json.dumps({"backend": "archon"}), *options),
         ]
-        needed = {
+        needed = ENVIRONMENT | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(ROOT),
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}

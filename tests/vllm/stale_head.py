@@ -1,9 +1,15 @@
-"""archon's extension of vLLM without its repair of tied embeddings, as vLLM's own reload leaves them."""
+"""archon's extension of vLLM, whose repair of tied embeddings a test can leave out, as vLLM's own reload does."""
 
 from __future__ import annotations
 
 from archon.serve import vllm_extension
 
-vllm_extension.repack_embeddings = lambda model: None
+_REPAIR = vllm_extension.repack_embeddings
 
-Extension = vllm_extension.Extension
+
+class Extension(vllm_extension.Extension):
+    """A base of vLLM's worker: its methods can be called by `/collective_rpc`."""
+
+    def leave_head_stale(self, stale: bool) -> None:
+        """Chooses whether later reloads keep the old head of tied embeddings."""
+        vllm_extension.repack_embeddings = (lambda model: None) if stale else _REPAIR
