@@ -1,6 +1,6 @@
 """Questions of reasoning_gym in chat form, after worked ones that show the form of an answer.
 
-Without them SmolLM2-135M-Instruct answers in sentences, which earn nothing; with two of them about a third is right.
+Without them SmolLM2-135M-Instruct answers in sentences, which earn nothing; with two of them about a quarter is right.
 """
 
 from __future__ import annotations
