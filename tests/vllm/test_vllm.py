@@ -39,6 +39,9 @@ VLLM = environment() / "bin" / "vllm"
 
 # Two implementations of float32 attention and head: measured 5e-5 at most on SmolLM2, 3e-6 on this model.
 LOGPROB = 1e-4
+# Of the 256 tokens that verify a push, which begin the recipe's prompts: measured 1.01e-4 at most over 20 pushes, by one
+# improbable token. A push that the product accepts may differ by 1e-2 in one.
+RECIPE_PUSH = 3e-4
 FIGURES = ("push/difference", "push/bytes", "push/seconds", "first_logprob_diff", "reward", "seconds/rollout")
 
 
@@ -170,7 +173,7 @@ def twenty_steps(config: RLConfig, transport: Transport) -> list[dict[str, Any]]
     return verified_steps(Path(config.run_dir))
 
 
-def verified_steps(run_dir: Path) -> list[dict[str, Any]]:
+def verified_steps(run_dir: Path, push_limit: float = LOGPROB) -> list[dict[str, Any]]:
     """Checks every step of a run and every push, and returns the steps' records."""
     records = read_jsonl(run_dir / "metrics.jsonl")
     steps = [record for record in records if "push/difference" in record]
@@ -179,7 +182,7 @@ def verified_steps(run_dir: Path) -> list[dict[str, Any]]:
         print(figures)
     assert [step["version"] for step in steps] == list(range(1, 21))
     assert all(step["first_logprob_diff"] < LOGPROB for step in steps), "the first-step gate, on every step"
-    assert all(0 < step["push/difference"] < LOGPROB and step["push/servers"] == 1 for step in steps)
+    assert all(0 < step["push/difference"] < push_limit and step["push/servers"] == 1 for step in steps)
     assert all(math.isfinite(step["loss"]) for step in steps)
     assert sum(step["grad_norm"] > 0 for step in steps) > 10
     return steps
@@ -221,7 +224,7 @@ def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path)
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    verified_steps(tmp_path / "run")
+    verified_steps(tmp_path / "run", RECIPE_PUSH)
     assert (tmp_path / "run" / "export" / "adapter_model.safetensors").exists()
 
 
