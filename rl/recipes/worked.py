@@ -10,6 +10,8 @@ from typing import Any
 from archon.data.environments import parse_environment
 from archon.rl.environments import reasoning_gym
 
+__all__ = ["letter_counting", "syllogism"]
+
 WORKED, TRAINED, HELD_OUT = 20, 1000, 200
 """The first rows of `train`, of which two with different answers are worked, and the numbers of rows of both splits."""
 
