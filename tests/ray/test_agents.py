@@ -95,7 +95,7 @@ def test_an_agent_that_fails_costs_its_sample_and_is_counted(
     ray: Any, engine: Any, tokenizer: Any, tmp_path: Path, how: str, kind: str
 ) -> None:
     """In two episodes, so that a worker which was lost or is blocked has been replaced."""
-    seconds = 3.0 if kind == "agent_timeout" else 60.0
+    seconds = 10.0 if kind == "agent_timeout" else 60.0
     for result, context in run(engine, made(how, tmp_path, tokenizer, seconds), episodes=2):
         assert isinstance(result, dict) and result["rewards"].tolist() == [1.0]
         assert context.drops == Counter({kind: 2})
