@@ -10,15 +10,17 @@ import pickle
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from archon.remote.config import WorkersConfig
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import WorkerPool
-from archon.rl.rewards.ray_pool import RayPool
 from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
+
+if TYPE_CHECKING:
+    from archon.remote.config import WorkersConfig
+    from archon.rl.rewards.ray_pool import RayPool
 
 ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
 _SECONDS = 15.0
@@ -91,6 +93,8 @@ class AsyncRewardWrapper:
             return
         frame = setup_frame(function, self.name)
         if workers is not None and workers.kind == "ray":
+            from archon.rl.rewards.ray_pool import RayPool  # with the configuration, which a worker does not read
+
             self._pool = RayPool(frame, self.name, self.timeout_seconds, self._max_workers, workers)
         else:
             self._pool = WorkerPool(frame, self.name, self.timeout_seconds, self._max_workers)

@@ -30,7 +30,7 @@ class AgentFailure(RolloutError):  # noqa: N818 - the base of classes named by w
     kind: str = "agent_failed"
 
 
-class AgentTimeout(AgentFailure):
+class AgentTimeout(AgentFailure, TimeoutError):  # noqa: N818 - as its base
     """The run was longer than its time limit, and was canceled."""
 
     kind = "agent_timeout"
