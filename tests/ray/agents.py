@@ -36,6 +36,12 @@ class Told:
         (self.folder / f"{sample}").write_text(str(os.getpid()))
         workflow_context.record(asked=1.0)
         await ask(given, data["prompt"])
+        if self.how == "dies with all":
+            while len(list(self.folder.iterdir())) < 3:  # noqa: ASYNC110 - the runs share a folder alone
+                await asyncio.sleep(0.01)
+            if sample:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await asyncio.sleep(600)
         if not sample or self.how == "well":
             return 1.0
         if self.how == "hangs":

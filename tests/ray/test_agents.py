@@ -103,7 +103,7 @@ def test_an_agent_that_fails_costs_its_sample_and_is_counted(
 
 
 def test_a_worker_that_dies_costs_the_runs_that_it_has(ray: Any, engine: Any, tokenizer: Any, tmp_path: Path) -> None:
-    ((result, context),) = run(engine, made("dies", tmp_path, tokenizer, agents=1, runs=3))
+    ((result, context),) = run(engine, made("dies with all", tmp_path, tokenizer, agents=1, runs=3))
     assert isinstance(result, RolloutError) and "was lost" in str(result)
     assert context.drops == Counter({"agent_lost": 3})
 
