@@ -215,7 +215,7 @@ def rl(subject: Subject) -> str:
     run(
         "rl", f"run_dir={folder}", f"actor.path={subject.folder}", f"total_steps={STEPS}", *subject.data,
         "reward=exact_match", "actor.device=cpu", "algorithm.kl.coef=0", "evaluation.every=0",
-        "rollout.prompts_per_step=2", "rollout.reward_workers=1", "gconfig.n_samples=2", "gconfig.max_new_tokens=4",
+        "rollout.prompts_per_step=2", "rollout.workers.rewards=1", "gconfig.n_samples=2", "gconfig.max_new_tokens=4",
         "generator.max_slots=4",
     )  # fmt: skip
     return trained(subject, folder)

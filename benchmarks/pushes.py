@@ -99,7 +99,7 @@ def measure_deltas(checkpoint: Path, folder: Path) -> dict[str, Any]:
         "total_steps": RL_STEPS,
         "actor": {"path": str(checkpoint), "optimizer": {"lr": 1e-6}},
         "gconfig": {"n_samples": 4, "max_new_tokens": 12},
-        "rollout": {"prompts_per_step": 2, "gold_checked": 0, "reward_workers": 1},
+        "rollout": {"prompts_per_step": 2, "gold_checked": 0, "workers": {"rewards": 1}},
         "algorithm": {"kl": {"coef": 0.0}},
         "train_data": {"path": "arithmetic"},
         "reward": "benchmarks.pushes.vowels",

@@ -48,8 +48,9 @@ class RolloutConfig(StrictModel):
         None, ge=1, description="episodes at once, where max_staleness is above 0; null: as many as it admits"
     )
     reward_timeout: float = Field(15.0, gt=0, le=MAX_SECONDS, description="seconds one reward may run")
-    reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
-    workers: WorkersConfig | None = Field(None, description="where rewards and agents run; null: on this machine")
+    workers: WorkersConfig | None = Field(
+        None, description="where rewards and agents run, and how many at once; null: on this machine"
+    )
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     agent_sampling: AgentSampling = Field(
         "override",
@@ -65,7 +66,10 @@ class RolloutConfig(StrictModel):
     )
     push: PushConfig | None = Field(None, description="of weights to the servers; null: its defaults")
 
-    renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "max_refills": "rollout.max_resamples",
+        "reward_workers": "rollout.workers.rewards",
+    }
 
 
 class EvaluationConfig(StrictModel):

@@ -25,6 +25,7 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GeneratorConfig
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
+from archon.remote.config import WorkersConfig
 from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout, Gathered
@@ -285,9 +286,8 @@ class RLTrainer(BaseTrainer):
         config, rollout = self.config, self.config.rollout
         require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
-        wrapper = AsyncRewardWrapper(
-            config.reward, rollout.reward_timeout, rollout.reward_workers, workers=rollout.workers
-        )
+        workers = rollout.workers or WorkersConfig()
+        wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, workers.rewards, workers=workers)
         with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
@@ -304,7 +304,7 @@ class RLTrainer(BaseTrainer):
                 "tokenizer": self.tokenizer,
                 "processor": self.reader,
                 "train_data": config.train_data,
-                "workers": rollout.workers,
+                "workers": workers,
             }
             arguments = config.workflow_args if workflow_kwargs is None else workflow_kwargs
             trained = resolve_workflow(workflow, arguments, **offered)

@@ -82,6 +82,7 @@ class WorkersConfig(StrictModel):
         description="local: rewards in processes of this machine, agents on the trainer's event loop; ray: both in "
         "workers on the nodes of the cluster at RAY_ADDRESS, except rewards that are async",
     )
+    rewards: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
     agents: int = Field(8, ge=1, le=4096, description="kind ray: agent workers, each a process")
     runs: int = Field(1, ge=1, le=4096, description="kind ray: runs of an agent at once in one such worker")
     resources: Resources | None = Field(
@@ -90,7 +91,7 @@ class WorkersConfig(StrictModel):
 
     @model_validator(mode="after")
     def _options_are_of_the_kind(self) -> WorkersConfig:
-        given = sorted(self.model_fields_set - {"kind"})
+        given = sorted(self.model_fields_set - {"kind", "rewards"})
         if self.kind == "local" and given:
             raise ValueError(f"{given[0]} is set, which is of kind ray, and kind is local")
         return self

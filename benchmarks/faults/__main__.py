@@ -169,7 +169,7 @@ def _config(blank: Path, run_dir: Path, urls: list[str], disk: Path, staleness: 
             "prompts_per_step": 6,
             "gold_checked": 0,
             "dump_groups": 6,
-            "reward_workers": 1,
+            "workers": {"rewards": 1},
             "max_staleness": staleness,
             "servers": urls,
             "push": {"folder": str(disk), "seconds": SECONDS, "answer_seconds": SECONDS},

@@ -118,7 +118,7 @@ def rl_overrides(checkpoint, dataset, tmp_path) -> list[str]:
         "algorithm.kl.coef=0",
         "total_steps=2",
         "rollout.prompts_per_step=4",
-        "rollout.reward_workers=1",
+        "rollout.workers.rewards=1",
         "gconfig.n_samples=4",
         "gconfig.max_new_tokens=4",
         "generator.max_slots=16",

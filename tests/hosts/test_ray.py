@@ -72,11 +72,11 @@ def test_a_run_goes_on_after_the_node_of_its_servers_was_cut_off(
 ) -> None:
     run_dir, told_path = tmp_path / "run", tmp_path / "told"
     run = small_run(blank, run_dir) | {"generator": None, "total_steps": 200}
-    run["rollout"] |= {"push": {"transport": "disk", "seconds": 10, "answer_seconds": 10}, "reward_workers": 2}
+    run["rollout"] |= {"push": {"transport": "disk", "seconds": 10, "answer_seconds": 10}}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(run))
     line = guide[2].replace("HEAD", cable.addresses[0]).replace("/shared/me", str(tmp_path))
     line = line.replace("vllm, count: 8", "archon, count: 2, args: [device=cpu], seconds: 240")
-    line = line.replace("{GPU: 1}", "{far: 1}").replace("kind: ray", "kind: ray, resources: {far: 1}")
+    line = line.replace("{GPU: 1}", "{far: 1}").replace("kind: ray", "kind: ray, rewards: 2, resources: {far: 1}")
     setting, program, *arguments = shlex.split(line)
     with told_path.open("w") as told:
         trainer = subprocess.Popen(

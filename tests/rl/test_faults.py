@@ -26,7 +26,7 @@ from tests.checkpoint.killing import assert_checkpoints_whole
 from tests.rl.written import records
 
 MakeConfig = Callable[..., RLConfig]
-ROLLOUT = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "reward_workers": 1}
+ROLLOUT = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "workers": {"rewards": 1}}
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig
 def test_a_run_goes_on_without_the_samples_whose_reward_fails_and_counts_them(
     rl_config: MakeConfig, reward: str, kind: str, max_staleness: int
 ) -> None:
-    rollout = ROLLOUT | {"prompts_per_step": 2, "reward_timeout": 0.3, "reward_workers": 4}
+    rollout = ROLLOUT | {"prompts_per_step": 2, "reward_timeout": 0.3, "workers": {"rewards": 4}}
     config = rl_config(
         total_steps=2,
         reward=f"tests.rl.rewards_for_tests.{reward}",

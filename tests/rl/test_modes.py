@@ -112,7 +112,7 @@ def alone(rl_config: MakeConfig, tmp_path: Path) -> Callable[..., RLConfig]:
     def make(mode: str, **changes: Any) -> RLConfig:
         experiences = {"path": str(tmp_path / "buffer.db"), "weights_from": str(tmp_path / "train")}
         given = {"mode": mode, "run_dir": str(tmp_path / mode), "total_steps": 3, "resume": True}
-        given["rollout"] = {"prompts_per_step": 4, "gold_checked": 0, "reward_workers": 1}
+        given["rollout"] = {"prompts_per_step": 4, "gold_checked": 0, "workers": {"rewards": 1}}
         return rl_config(**given | changes | {"experiences": experiences | changes.get("experiences", {})})
 
     return make
@@ -135,7 +135,9 @@ def test_what_is_explored_is_trained_on_once_in_order_as_in_one_process(alone: A
     assert [record["staleness_max"] for record in records] == [0, 1, 2]
 
     # The first step, sampled with the weights that it updates, is that of a run in one process.
-    RLTrainer(rl_config(total_steps=1, rollout={"prompts_per_step": 4, "gold_checked": 0, "reward_workers": 1})).train()
+    RLTrainer(
+        rl_config(total_steps=1, rollout={"prompts_per_step": 4, "gold_checked": 0, "workers": {"rewards": 1}})
+    ).train()
     (together,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for name in ("reward", "loss", "grad_norm", "entropy", "first_logprob_diff"):
         assert together[name] == pytest.approx(records[0][name], rel=1e-5, abs=1e-7)
@@ -161,7 +163,7 @@ def test_an_explorer_that_was_stopped_goes_on_and_takes_the_trainers_weights(alo
 @pytest.mark.slow
 def test_passes_say_how_often_a_group_is_trained_on(alone: Any, tmp_path: Path) -> None:
     make_trainer(alone("explore", total_steps=1)).train()
-    rollout = {"prompts_per_step": 3, "gold_checked": 0, "reward_workers": 1}
+    rollout = {"prompts_per_step": 3, "gold_checked": 0, "workers": {"rewards": 1}}
     make_trainer(alone("train", total_steps=10, rollout=rollout, experiences={"passes": 2})).train()
     records = read_jsonl(tmp_path / "train" / "metrics.jsonl")
     assert [(r["experiences"], r["groups"]) for r in records] == [(3, 3), (6, 3), (8, 2)]
@@ -196,7 +198,7 @@ def test_what_an_explorer_adds_when_resumed_gets_its_own_passes(
         return read(buffer, numbers)
 
     monkeypatch.setattr(ExperienceBuffer, "read", noted)
-    rollout = {"prompts_per_step": 3, "gold_checked": 0, "reward_workers": 1}
+    rollout = {"prompts_per_step": 3, "gold_checked": 0, "workers": {"rewards": 1}}
     make_trainer(alone("explore", total_steps=1)).train()
     make_trainer(alone("train", total_steps=2, rollout=rollout, experiences={"passes": 2})).train()
     make_trainer(alone("explore", total_steps=2)).train()

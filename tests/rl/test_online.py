@@ -62,7 +62,7 @@ def test_clients_outside_rate_their_sessions_and_a_run_trains_on_them(
     command += [
         *(f"run_dir={tmp_path / 'run'}", "total_steps=4", "actor.init_from_scratch=true", "algorithm.kl.coef=0"),
         *("rollout.prompts_per_step=3", "rollout.dump_groups=3", f"rollout.max_staleness={staleness}"),
-        *("gconfig.n_samples=2", "gconfig.max_new_tokens=4", "rollout.reward_workers=1", "generator.max_slots=32"),
+        *("gconfig.n_samples=2", "gconfig.max_new_tokens=4", "rollout.workers.rewards=1", "generator.max_slots=32"),
     ]
     env = os.environ | {"ARCHON_TOKEN": TOKEN}
     with subprocess.Popen(

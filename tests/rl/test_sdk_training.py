@@ -87,7 +87,7 @@ def test_an_agent_of_each_framework_calls_its_tool_and_is_trained(
             "actor": {"path": str(checkpoint), "optimizer": {"lr": 1e-5}},
             "algorithm": {"kl": {"coef": 0.0}},
             "gconfig": {"n_samples": 4, "max_new_tokens": sdk_agents.MAX_TOKENS},
-            "rollout": {"prompts_per_step": 2, "gold_checked": 0, "dump_groups": 0, "reward_workers": 1},
+            "rollout": {"prompts_per_step": 2, "gold_checked": 0, "dump_groups": 0, "workers": {"rewards": 1}},
             "generator": {"max_slots": 16},
             "train_data": {
                 "path": f"python:{sdk_agents.__name__}.rows",

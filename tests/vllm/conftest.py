@@ -87,7 +87,7 @@ def rl_config(checkpoint: Path, tmp_path: Path) -> Callable[..., RLConfig]:
             "rollout": {
                 "prompts_per_step": 6,
                 "gold_checked": 8,
-                "reward_workers": 1,
+                "workers": {"rewards": 1},
                 "servers": [server.url for server in servers],
             },
             "train_data": {"path": "arithmetic"},

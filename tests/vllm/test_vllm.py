@@ -216,7 +216,7 @@ def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path)
     program, *arguments = shlex.split(shown("launched", GUIDE, "bash").replace("path/to/vllm", str(VLLM)))
     few = ["total_steps=20", "rollout.prompts_per_step=2", "gconfig.n_samples=4", "eval_data=null"]
     few += [f"actor.path={SMOLLM2.make(SMOLLM2.folder)}", f"run_dir={tmp_path / 'run'}"]
-    few += ["algorithm.zero_variance_groups=keep", "rollout.gold_checked=0", "rollout.reward_workers=1"]
+    few += ["algorithm.zero_variance_groups=keep", "rollout.gold_checked=0", "rollout.workers.rewards=1"]
     assert program == "archon"
     done = subprocess.run(
         [sys.executable, "-m", program, *arguments, *few],
@@ -238,7 +238,7 @@ def test_the_ten_lines_of_the_guide(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "vllm").symlink_to(environment())
     _, *arguments = shlex.split(commands[1])
     smaller = ["total_steps=2", "gconfig.max_new_tokens=8", "rollout.prompts_per_step=4", "train_data.path=arithmetic"]
-    smaller += ["reward=exact_match", "actor.device=cpu", "rollout.reward_workers=1"]
+    smaller += ["reward=exact_match", "actor.device=cpu", "rollout.workers.rewards=1"]
     smaller += ["rollout.launch.args=[--max-model-len=512,--max-num-seqs=16,--enforce-eager]"]
     done = subprocess.run(
         [sys.executable, "-m", "archon", *arguments, *smaller],

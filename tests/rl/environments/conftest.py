@@ -40,7 +40,7 @@ def short_run(speaking_blank: Path, tmp_path: Path) -> Callable[..., RLConfig]:
                 "actor": {"path": str(speaking_blank), "init_from_scratch": True, "optimizer": {"lr": 1e-3}},
                 "algorithm": {"kl": {"coef": 0.0}},
                 "gconfig": {"n_samples": 2, "max_new_tokens": 6},
-                "rollout": {"prompts_per_step": 2, "dump_groups": 2, "reward_workers": 1},
+                "rollout": {"prompts_per_step": 2, "dump_groups": 2, "workers": {"rewards": 1}},
                 "generator": {"max_slots": 4, "page_size": 16, "max_seq_len": 1536},
             }
             | changes

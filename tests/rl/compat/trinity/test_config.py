@@ -328,7 +328,7 @@ def trainable(small: dict[str, Any], blank: Path) -> dict[str, Any]:
     small["trainer"] = {"total_steps": 2}
     small["explorer"] = {"rollout_model": {"seed": 1}}
     small["archon"] = {"actor": {"init_from_scratch": True, "device": "cpu"}, "generator": {"max_slots": 16}}
-    small["archon"]["rollout"] = {"reward_workers": 1}
+    small["archon"]["rollout"] = {"workers": {"rewards": 1}}
     taskset = small["buffer"]["explorer_input"]["taskset"]
     small["buffer"]["explorer_input"]["eval_tasksets"] = [{"path": taskset["path"], "split": "test"}]
     return small
@@ -362,7 +362,7 @@ def test_a_registered_name_alone_is_enough_in_python(rl_config: Any, tasks: Path
     """Rows and columns that the workflow reads are those of `train_data`, whose section says nothing of them."""
     data = {"path": str(tasks), "prompt_key": "question", "response_key": "answer"}
     config = rl_config(total_steps=1, train_data=data, workflow="simple_workflow")
-    rollout = {"prompts_per_step": 2, "reward_workers": 1}
+    rollout = {"prompts_per_step": 2, "workers": {"rewards": 1}}
     for given in (None, "simple_workflow"):
         with RLTrainer(config.model_copy(update={"rollout": RolloutConfig(**rollout)})).opened(given) as trainer:
             batch = trainer.rollout_batch()

@@ -353,7 +353,7 @@ def run(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         file.write_text(text)
         assert yaml.safe_load(text)
         small = ["archon.actor.init_from_scratch=true", "archon.actor.device=cpu", "archon.actor.dtype=float32"]
-        small += ["archon.generator.max_slots=16", "archon.rollout.reward_workers=1", "archon.total_steps=3"]
+        small += ["archon.generator.max_slots=16", "archon.rollout.workers.rewards=1", "archon.total_steps=3"]
         with pytest.raises(SystemExit) as left:
             main(["rl", "--config", str(file), *small, *overrides])
         assert not left.value.code, capsys.readouterr().err
