@@ -91,7 +91,8 @@ class WorkersConfig(StrictModel):
 
     @model_validator(mode="after")
     def _options_are_of_the_kind(self) -> WorkersConfig:
-        given = sorted(self.model_fields_set - {"kind", "rewards"})
+        of_ray = ("agents", "resources", "runs")
+        given = [name for name in of_ray if getattr(self, name) != type(self).model_fields[name].default]
         if self.kind == "local" and given:
             raise ValueError(f"{given[0]} is set, which is of kind ray, and kind is local")
         return self
