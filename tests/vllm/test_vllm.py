@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,26 +189,27 @@ def verified_steps(run_dir: Path, push_limit: float = LOGPROB) -> list[dict[str,
     return steps
 
 
-@pytest.fixture
-def stale_server(server: VLLMServer) -> Iterator[VLLMServer]:
-    """That server while it keeps the old head of tied embeddings."""
+@contextmanager
+def stale_head(server: VLLMServer) -> Iterator[None]:
+    """Pushes within leave the old head of tied embeddings in place."""
 
-    def leave_head_stale(stale: bool) -> None:
+    def leave(stale: bool) -> None:
         Http(server.url).command("/collective_rpc", {"method": "leave_head_stale", "args": [stale]})
 
-    leave_head_stale(True)
-    yield server
-    leave_head_stale(False)
+    leave(True)
+    try:
+        yield
+    finally:
+        leave(False)
 
 
 def test_the_stale_head_of_tied_embeddings_is_noticed(
-    rl_config: MakeConfig, stale_server: VLLMServer, checkpoint: Path
+    rl_config: MakeConfig, server: VLLMServer, checkpoint: Path
 ) -> None:
     """vLLM reloads them on a CPU, keeps the old packed head, and answers with status 200."""
-    trainer = RLTrainer(rl_config(stale_server, actor={"path": str(checkpoint), "optimizer": {"lr": 1e-2}}))
-    # The first push already changes the embedding of a server that has other tests' weights.
-    noticed = r"scores the tokens of a probe .* push of version [01]"
-    with pytest.raises(NoServerError, match=noticed), trainer.opened():
+    trainer = RLTrainer(rl_config(server, actor={"path": str(checkpoint), "optimizer": {"lr": 1e-2}}))
+    noticed = r"scores the tokens of a probe .* push of version 1"
+    with trainer.opened(), stale_head(server), pytest.raises(NoServerError, match=noticed):
         trainer.train_step()
 
 
