@@ -67,6 +67,8 @@ def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyp
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     sampling = {"do_sample": False} if gconfig.greedy else sampled
+    # Padding too ends an answer, as it does in training.
+    ends = list(gconfig.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids)
     torch.manual_seed(0)
     texts = list[str]()
     for start in range(0, len(rows), BATCH):
@@ -78,7 +80,7 @@ def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyp
             return_tensors="pt",
         )
         with torch.inference_mode():
-            answers = policy.generate(**prompts, max_new_tokens=gconfig.max_new_tokens, **sampling)
+            answers = policy.generate(**prompts, max_new_tokens=gconfig.max_new_tokens, eos_token_id=ends, **sampling)
         texts += tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
