@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
-from archon.remote.clients import aiohttp_session, http_client, loop_client
+from archon.remote.clients import http_client, loop_client, loop_session
 from archon.schema.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class WorkflowContext:
 
     async def get_aiohttp_session(self) -> aiohttp.ClientSession:
         """Returns the event loop's shared session, which is closed with it."""
-        return await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
+        return await loop_session()
 
     def enter_sample(self, index: int) -> EpisodeContext:
         """Makes the running task work on answer `index` of its episode, and returns its context."""

@@ -176,8 +176,8 @@ class RayWorkers:
         try:
             async with asyncio.timeout(GRACE_SECONDS):
                 await answer
-        except self._ray.exceptions.TaskCancelledError:
-            pass
+        except (self._ray.exceptions.TaskCancelledError, self._ray.exceptions.RayTaskError):
+            pass  # it was canceled, or raised before: either way the worker is well
         except (TimeoutError, self._ray.exceptions.RayError):
             self._replace(worker)
             return
@@ -235,4 +235,9 @@ class RayWorkers:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(f"workers of {self._what} cannot be started: {first_line(error)}")

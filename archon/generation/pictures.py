@@ -144,7 +144,8 @@ class PictureRows:
         if not new:
             return
         pixels = [picture.pixel_values for picture in new.values()]
-        features = self.model.see(torch.cat(pixels).to(self.device), tuple(picture.size for picture in new.values()))
+        sizes = tuple(picture.size for picture in new.values())
+        features = self.model.see(to_device_async(torch.cat(pixels), self.device), sizes)
         square = sum(map(len, pixels)) // len(features)
         for digest, rows in zip(new, features.split([len(part) // square for part in pixels]), strict=True):
             self._shared[digest].rows = rows

@@ -38,6 +38,11 @@ def aiohttp_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
+async def loop_session() -> aiohttp.ClientSession:
+    """Returns the running event loop's shared session, which is closed with it."""
+    return await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
+
+
 def require_package(package: str) -> Any:
     """Returns the module `package`; raises `ConfigError` where it is not installed."""
     try:

@@ -82,8 +82,10 @@ class WorkersConfig(StrictModel):
         description="local: rewards in processes of this machine, agents on the trainer's event loop; ray: both in "
         "workers on the nodes of the cluster at RAY_ADDRESS, except rewards that are async",
     )
-    rewards: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
-    agents: int = Field(8, ge=1, le=4096, description="kind ray: agent workers, each a process")
+    rewards: int | None = Field(
+        None, ge=1, description="reward processes of each trainer process; null: one a core, at most 8"
+    )
+    agents: int = Field(8, ge=1, le=4096, description="kind ray: agent workers of each trainer process, each a process")
     runs: int = Field(1, ge=1, le=4096, description="kind ray: runs of an agent at once in one such worker")
     resources: Resources | None = Field(
         None, description="kind ray: what a worker takes of its node, by Ray's names; null: a CPU"

@@ -117,7 +117,8 @@ class RemoteEngine:
     """Asks the servers of a fleet. Make one by `connect`, and push weights before the first request.
 
     The requests of a group go to one server, which computes their prompt once; groups go to the least loaded. A server
-    that fails leaves the fleet, its requests are asked again elsewhere, and it returns by a push that is verified.
+    that fails leaves the fleet, its requests are asked again elsewhere, and it returns by a push that is verified, or,
+    where all are out, once it is verified to have the weights of the last.
     """
 
     servers: list[RemoteServer]
@@ -384,6 +385,8 @@ class RemoteEngine:
 
     def _move(self, urls: Sequence[str]) -> None:
         """Follows servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
+        if self._world.is_main:
+            return  # what starts them has moved them, perhaps again since
         for server, url in zip(self.servers, urls, strict=True):
             if server.url != url:
                 server.move(url)
@@ -507,7 +510,7 @@ class RemoteEngine:
                 if server.failure is None:
                     server.failure = str(error)
                     self._lose(server)
-                    self.log(f"a server is left out until the next push: {error}")
+                    self.log(f"a server is left out: {error}")
                 self.stats.retried += 1
             finally:
                 del self._running[key]

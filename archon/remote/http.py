@@ -8,7 +8,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from archon.remote.clients import aiohttp_session, loop_client, require_package, tls_context
+from archon.remote.clients import loop_session, require_package, tls_context
 from archon.schema.errors import RolloutError
 
 CONNECT_SECONDS = 10.0
@@ -62,7 +62,7 @@ class Http:
         """Posts on the running event loop. A caller that is canceled closes the connection, which ends the request."""
         # httpx looks at every connection at the start and end of every request, which costs milliseconds each where
         # there are hundreds.
-        session = await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
+        session = await loop_session()
         timeout = self._aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
         sent = session.post(self.url + path, json=body, headers=self._headers, timeout=timeout, allow_redirects=False)
         try:

@@ -58,10 +58,11 @@ def placement(resources: Mapping[str, float] | None) -> dict[str, Any]:
     """Returns the options of an actor that takes `resources` of a node, by default a CPU, and that Ray never starts
     again by itself."""
     resources = {"CPU": 1.0} if resources is None else resources
-    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
     return {
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
+        "memory": resources.get("memory"),
         "resources": others,
         "scheduling_strategy": "SPREAD",
         "max_restarts": 0,

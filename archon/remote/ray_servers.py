@@ -65,7 +65,10 @@ class RayHandle(ServerHandle):
     def _start(self) -> None:
         ray, self._end, self._failed_start = self._ray, None, None
         actor_class = ray.remote(ServerActor).options(**self._options, max_concurrency=3)
-        actor = self._actor = actor_class.remote(self.name, self._command, self._folder)
+        try:
+            actor = self._actor = actor_class.remote(self.name, self._command, self._folder)
+        except ValueError as error:
+            raise ConfigError(f"rollout.launch.resources: {first_line(error)}") from None
         try:
             self.url = ray.get(actor.start.remote(), timeout=self._seconds)
         except ray.exceptions.RayError as error:

@@ -57,7 +57,8 @@ class RemoteServer:
         model: the name that requests give.
         version: of its weights, once they were pushed and verified.
         verified: the versions of all pushes to it that were.
-        failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified.
+        failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified,
+            or, where all are out, once it is verified to have the weights of the last.
         running: requests that it is answering.
         answers, tokens: that it gave this process.
         pushing: whether it is getting weights, and must not be asked before they are verified.

@@ -81,7 +81,8 @@ class SlurmHandle(ServerHandle):
         while not url.exists():
             if (end := self.ended()) is not None or time.monotonic() > until:
                 raise ConfigError(end or f"job {self._job} ({self.name}) did not begin within {self._seconds:g} s")
-            time.sleep(0.2)
+            if self._over.wait(0.2):
+                raise ConfigError(f"{self.name} was ended before its job began")
         self.url = url.read_text().strip()
 
     def _beat(self) -> None:

@@ -136,7 +136,7 @@ class AsyncRewardWrapper:
         ):
             raise RewardError(
                 f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
-                "limits there (of a run: rollout.reward_timeout and workers.rewards), not here"
+                "limits there (of a run: rollout.reward_timeout and rollout.workers.rewards), not here"
             )
 
     def require_documented_form(self) -> None:

@@ -121,6 +121,11 @@ def test_an_agent_that_cannot_be_sent_is_refused(ray: Any, tokenizer: Any) -> No
         AgentWorkflow(Here("well", Path()), GCONFIG, tokenizer, workers=WorkersConfig(kind="ray"))
 
 
+def test_resources_that_ray_refuses_end_the_run(ray: Any, engine: Any, tokenizer: Any, tmp_path: Path) -> None:
+    ((error, _),) = run(engine, made("well", tmp_path, tokenizer, resources={"object_store_memory": 1e9}))
+    assert isinstance(error, ConfigError) and "cannot be started" in str(error)
+
+
 def test_agents_for_which_there_is_no_place_end_the_run(
     ray: Any, engine: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from archon.schema.errors import ConfigError
 from archon.training.metrics import read_jsonl
 from tests.rl.conftest import small_run
 from tests.test_readme import ROOT, shown
-from tests.tolerances import FIRST_RATIO_FP32
+from tests.tolerances import FIRST_RATIO_FP32, SOON_SECONDS
 
 WEB = Command([sys.executable, "-m", "http.server", "{port}", "--bind", "{host}"], {"MARK": "a 'quoted' value"})
 CONFIG = LaunchConfig(count=2, seconds=60)
@@ -178,6 +179,19 @@ def test_a_job_lives_on_while_nobody_watches_it(slurm: Path, tmp_path: Path, mon
     assert Http(url).listens()
     launched.close()
     wait_for(lambda: not Http(url).listens())
+
+
+def test_a_job_in_the_queue_does_not_delay_the_end_of_a_run(slurm: Path, tmp_path: Path) -> None:
+    queued = tmp_path / "bin" / "sbatch"
+    queued.write_text("#!/bin/bash\nsleep 60 >/dev/null 2>&1 &\necho $!\n")
+    handle = SlurmHandle("server-0", WEB, tmp_path, [], 60)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(handle.start)
+        wait_for(lambda: slurm.exists() or bool(list(tmp_path.glob("*.sh"))))
+        time.sleep(0.5)
+        handle.stop()
+        with pytest.raises(ConfigError, match="server-0 was ended before its job began"):
+            starting.result(SOON_SECONDS)
 
 
 def test_a_script_of_slurm_is_what_a_shell_reads(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_resources_are_those_of_ray() -> None:
     assert placement(None) | {} == placement({"CPU": 1.0})
     options = placement({"GPU": 2.0, "rack": 1.0})
     assert (options["num_cpus"], options["num_gpus"], options["resources"]) == (0, 2.0, {"rack": 1.0})
+    assert placement({"memory": 1e9}).items() >= {"memory": 1e9, "resources": {}}.items(), "no custom resource of Ray's"
     assert options["max_restarts"] == 0, "a server that Ray starts again would have other weights"
 
 
