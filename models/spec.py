@@ -51,8 +51,8 @@ FAMILIES = (
     "smollm3",
 )
 
-# Families that are another one of these, whose contracts they have, and a tower.
-SEEING_FAMILIES = ("qwen3_5",)
+# Models that see whose decoder is a family above, which has the contracts; others that see are in FAMILIES themselves.
+TOWERS_OF_FAMILIES = ("qwen3_5",)
 
 # Model types that archon does not compute: the reason, and the family that comes nearest.
 UNSUPPORTED: dict[str, tuple[str, str]] = {
@@ -144,7 +144,7 @@ class _Registry:
             if not self._discovered:
                 self._discovered = True  # first, since a plugin may register a family while it is imported
                 try:
-                    names = (*FAMILIES, *SEEING_FAMILIES)
+                    names = (*FAMILIES, *TOWERS_OF_FAMILIES)
                     self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in names)
                     self._add_plugins()
                 except BaseException:

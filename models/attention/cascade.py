@@ -25,14 +25,14 @@ from torch.autograd.function import once_differentiable
 from archon.models.attention.cascade_parts import Bounds, Part
 from archon.models.attention.documents import check_lengths
 from archon.models.attention.prefix import SharedPrefixes
-from archon.models.attention.sinks import KernelWithLse
+from archon.models.attention.sinks import KernelWithLse, add_sinks, gradient_of_sinks
 from archon.models.attention.spec import AttentionSpec
 from archon.models.attention.tree import tree_attention
 
 MakeKernel = Callable[[Bounds, Bounds, AttentionSpec], KernelWithLse]
-"""(queries, keys, spec) -> a kernel that aligns the last query of a document with its last key, without sinks."""
-Attend = Callable[[Tensor, Tensor, Tensor, Bounds, Bounds], Tensor]
-"""(q, k, v, queries, keys) -> differentiable attention by that kernel with the layer's options, sinks included."""
+"""(queries, keys, spec) -> a kernel that aligns the last query of a document with its last key."""
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""(q, k, v, kernel) -> differentiable attention by a kernel of the backend, with the sinks of its spec."""
 
 
 @torch.compiler.disable
@@ -56,12 +56,11 @@ def cascade_attention(
         return torch.cat(outs)
     q, k, v, own = q[first:], k[first:], v[first:], cascade.own
     if cascade.contexts is None:
-        outs.append(attend(q, k, v, own, own))
+        outs.append(attend(q, k, v, make_kernel(own, own, spec)))
     elif spec.window is not None:
         part = cascade.expanded(spec.window)
-        outs.append(
-            attend(q, k.index_select(0, part.key_rows), v.index_select(0, part.key_rows), part.queries, part.keys)
-        )
+        rows, kernel = part.key_rows, make_kernel(part.queries, part.keys, spec)
+        outs.append(attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel))
     else:
         plain = replace(spec, sinks=None)
         # A window of all keys: cuDNN, which PyTorch takes for attention without any, has log-sum-exps of other shapes.
@@ -96,7 +95,7 @@ class _Merged(torch.autograd.Function):
             assert lse.shape == (q.shape[1], tokens), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
         lse = run_lse.index_copy(1, queries, torch.logaddexp(run_lse.index_select(1, queries), context_lse))
         if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+            lse = add_sinks(lse, sinks)
         merged = run_out * _share(run_lse, lse)
         merged.index_add_(0, queries, out * _share(context_lse, lse.index_select(1, queries)))
         merged = merged.to(q.dtype)
@@ -122,10 +121,7 @@ class _Merged(torch.autograd.Function):
             own.to(lse.dtype).index_add_(0, rows, added.to(lse.dtype)).to(own.dtype)
             for own, added, rows in zip(grads, context_grads, (queries, keys, keys), strict=True)
         ]
-        dsinks = None
-        if sinks is not None:
-            row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
-            dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1).to(sinks.dtype)
+        dsinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return *sums, dsinks, None, None, None
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from archon.models.attention.documents import boundaries
 from archon.parallel.transfer import to_device_async
 
 Spans = Sequence[tuple[int, int]]
@@ -26,8 +26,7 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Bounds:
         """Returns the boundaries of documents of these lengths, on `device`."""
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(to_device_async(bounds, device), max(lengths))
+        return cls(boundaries(lengths, device), max(lengths))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Cascade:
     """
 
     def __init__(self, parents: Sequence[tuple[int, int, int]], in_trees: int, device: torch.device) -> None:
-        self.in_trees, self.device = in_trees, device
+        self.device = device
         self._spans, self._paths = list[tuple[int, int]](), list[tuple[int, ...]]()
         number: dict[int, int] = {}
         for run, (first, length, parent) in enumerate(parents):

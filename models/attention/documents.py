@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,11 @@ def check_lengths(documents: int, tokens: int) -> None:
     """Raises ValueError unless the documents have as many tokens as were given."""
     if documents != tokens:
         raise ValueError(f"documents of {documents} tokens in all, but {tokens} tokens were given; check cu_seqlens")
+
+
+def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Returns int32 [B + 1], the boundaries on `device` of documents of these lengths, one after another."""
+    return to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
 
 class PackedDocuments:

@@ -40,10 +40,7 @@ class FlashAttention(AttentionBackend):
         return _attend(q, k, v, _Flash(bounds, bounds, spec))
 
     def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> Tensor:
-            return _attend(q, k, v, _Flash(queries, keys, spec))
-
-        return cascade_attention(q, k, v, shared, spec, attend, _Flash)
+        return cascade_attention(q, k, v, shared, spec, _attend, _Flash)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Flash) -> Tensor:

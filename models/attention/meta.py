@@ -13,12 +13,11 @@ from torch import Tensor
 
 from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.backend import AttentionBackend
-from archon.models.attention.documents import PackedDocuments, check_lengths
+from archon.models.attention.documents import PackedDocuments, boundaries, check_lengths
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
-from archon.parallel.transfer import to_device_async
 from archon.schema.errors import ConfigError
 
 RecurrentState = tuple[Tensor, ...]
@@ -106,7 +105,7 @@ class PackedAttention(AttentionMeta):
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
         """Returns attention of documents of these lengths, with boundaries on `device`."""
-        bounds = to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
+        bounds = boundaries(lengths, device)
         return cls(bounds, max(lengths), attn_type, lengths)
 
     def prepare(self, hidden: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.cascade_parts import Cascade
 from archon.models.attention.common_beginnings import NODE_TOKENS, Forest, Node
-from archon.models.attention.documents import PackedDocuments, check_lengths
+from archon.models.attention.documents import PackedDocuments, boundaries, check_lengths
 from archon.models.attention.spec import AttentionSpec
 from archon.models.attention.tree import Trees, group_by_size, tree_attention, tree_paths
 from archon.parallel.transfer import to_device_async
@@ -127,7 +127,7 @@ class SharedPrefixes:
     def _level(own: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
         rows = torch.cat([torch.arange(first, first + length) for first, length, _ in own])
         lengths = tuple(length for _, length, _ in own)
-        bounds = to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
+        bounds = boundaries(lengths, device)
         before = None
         if own[0][2] >= 0:
             before = to_device_async(torch.tensor([place[parent] for _, _, parent in own]), device)

@@ -34,12 +34,24 @@ class KernelWithLse(abc.ABC):
         """Returns the gradients of q, k and v, for what `forward` returned."""
 
 
+def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns log-sum-exps [H, T] with those of sinks [H]."""
+    return torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient [H] of sinks, for that of out [T, H, D], and log-sum-exps [H, T] with the sinks."""
+    row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
+    dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
+    return dsinks.to(sinks.dtype)
+
+
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
         out, lse = kernel.forward(q, k, v)
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
-        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+        with_sinks = add_sinks(lse, sinks)
         out = (out * (lse - with_sinks).exp().t().unsqueeze(-1)).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, with_sinks)
         ctx.kernel = kernel
@@ -51,9 +63,7 @@ class _WithSinks(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse)
-        row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
-        dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
-        return dq, dk, dv, dsinks.to(sinks.dtype), None
+        return dq, dk, dv, gradient_of_sinks(grad, out, lse, sinks), None
 
 
 @torch.compiler.disable

@@ -38,13 +38,10 @@ class VarlenAttention(AttentionBackend):
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
         bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
-        return _attend(q, k, v, _Varlen(bounds, bounds, spec), spec)
+        return _attend(q, k, v, _Varlen(bounds, bounds, spec))
 
     def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> Tensor:
-            return _attend(q, k, v, _Varlen(queries, keys, spec), spec)
-
-        return cascade_attention(q, k, v, shared, spec, attend, _Varlen)
+        return cascade_attention(q, k, v, shared, spec, _attend, _Varlen)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
         _ = keys.chunk_rows, keys.cu_seqlens
@@ -53,12 +50,12 @@ class VarlenAttention(AttentionBackend):
         # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
         k, v = keys.by_chunk(kv)
         cu_q, cu_k = keys.cu_seqlens
-        return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec), spec)
+        return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen, spec: AttentionSpec) -> Tensor:
-    if spec.sinks is not None:
-        return attention_with_sinks(q, k, v, spec.sinks, kernel)
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen) -> Tensor:
+    if kernel.spec.sinks is not None:
+        return attention_with_sinks(q, k, v, kernel.spec.sinks, kernel)
     out = kernel(q, k, v)
     assert isinstance(out, Tensor)
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -76,12 +75,12 @@ class MathKernel(KernelWithLse):
         return dq, dk, dv
 
 
-def attend_whole(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> Tensor:
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: MathKernel) -> Tensor:
     """What a backend's own differentiable call computes."""
-    sides = (x.diff().tolist() for x in (queries.cu_seqlens, keys.cu_seqlens))
+    sides = (x.diff().tolist() for x in (kernel.queries.cu_seqlens, kernel.keys.cu_seqlens))
     of_queries, of_keys = sides
     parts = zip(q.split(of_queries), k.split(of_keys), v.split(of_keys), strict=True)
-    return torch.cat([attend(*document, spec) for document in parts])
+    return torch.cat([attend(*document, kernel.spec) for document in parts])
 
 
 def history(turns: int, tokens: int = 30) -> tuple[Tensor, tuple[int, ...]]:
@@ -116,7 +115,7 @@ def test_attention_and_gradients_are_those_of_whole_documents(
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     whole = (x.index_select(0, shared.gather_index) for x in qkv)
     expected = NaiveAttention().packed(*whole, documents_of(lengths), spec)
-    found = cascade_attention(*qkv, shared, spec, partial(attend_whole, spec), MathKernel)
+    found = cascade_attention(*qkv, shared, spec, attend_whole, MathKernel)
     check(found.index_select(0, shared.gather_index), expected, [*qkv, sinks])
 
 
@@ -135,6 +134,6 @@ def test_padding_is_one_more_run() -> None:
     assert shared is not None
     padded: SharedPrefixes = shared.padded(5)
     spec, qkv = AttentionSpec(SCALE), draw(len(shared.rows) + 5)
-    given = partial(attend_whole, spec), MathKernel
+    given = attend_whole, MathKernel
     expected = cascade_attention(*(x[:-5] for x in qkv), shared, spec, *given)
     torch.testing.assert_close(cascade_attention(*qkv, padded, spec, *given)[:-5], expected, rtol=0, atol=0)
