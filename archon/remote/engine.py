@@ -53,7 +53,7 @@ A stale head that moves bfloat16 logprobs by less than that on average passes (0
 it is further behind.
 """
 REMEMBERED_GROUPS = 4096
-PROBE_TOKENS = 256
+PROBE_TOKENS = 64
 
 
 class NoServerError(ConfigError):
