@@ -40,8 +40,8 @@ VLLM = environment() / "bin" / "vllm"
 
 # Two implementations of float32 attention and head: measured 5e-5 at most on SmolLM2, 3e-6 on this model.
 LOGPROB = 1e-4
-# Of the tokens that verify a push of the recipe: measured, over 256 of them, 1.01e-4 at most over 20 pushes. The product's own limit
-# is 1e-2.
+# Of the tokens that verify a push of the recipe: measured, over 256 of them, 1.01e-4 at most over 20 pushes. The
+# product's own limit is 1e-2.
 RECIPE_PUSH = 3e-4
 FIGURES = ("push/difference", "push/bytes", "push/seconds", "first_logprob_diff", "reward", "seconds/rollout")
 
