@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import islice
@@ -19,6 +21,8 @@ NO_ANSWER = "(none: many answers are right)"
 
 _STATED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _DRAWN = 4 * HELD_OUT_SHARE  # questions drawn for each row, at most
+_DRAWN_BALANCED = 5 * _DRAWN  # the same where rows of frequent answers are left out
+_ROW_OPTIONS = {"size", "max_share"}  # of the name, and not of the task
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
@@ -27,17 +31,22 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     No question of the split `test` is in `train`, whatever their seeds and sizes; `all` is what the package's
     `create_dataset` returns. A row holds `prompt`, `response`, the `environment` and the package's own `entry`.
 
+    With `max_share` below 1 questions are left out whose answer is that of too many rows before: however many of the
+    first rows are taken, no answer is that of more than this share of them, rounded up to a whole row.
+
     Raises:
         ConfigError: no such task or option, or a value that the task refuses.
-        DatasetError: no such split, or a task with too few questions for it.
+        DatasetError: no such split, or a task with too few questions, or too few answers, for it.
     """
     require_split(name, split, ("train", "test", "all"))
-    size = name.whole_number("size", SIZE)
-    kept = list(islice(_drawn(name, seed, size, split), size))
+    size, share = name.whole_number("size", SIZE), _max_share(name)
+    drawn = size * (_DRAWN_BALANCED if share < 1 else 1 if split == "all" else _DRAWN)
+    kept = list(islice(_limited(_drawn(name, seed, drawn, split), share), size))
     if len(kept) < size:
+        few, remedy = ("questions", "") if share == 1 else ("answers", "raise max_share, ")
         raise DatasetError(
-            f"{name.text}: {_DRAWN * size} questions have {len(kept)} of the split {split}, and size is {size}; "
-            "the task has few different questions: widen its options, or make size smaller"
+            f"{name.text}: {drawn} questions have {len(kept)} of the split {split}, and size is {size}; "
+            f"the task has few different {few}: {remedy}widen its options, or make size smaller"
         )
     return [
         {
@@ -50,12 +59,28 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _drawn(name: EnvironmentName, seed: int, size: int, split: str) -> Any:
-    if split == "all":
-        yield from _dataset(name, seed, size)
-        return
-    for item in _dataset(name, seed, _DRAWN * size):
-        if is_held_out(item["question"]) == (split == "test"):
+def _max_share(name: EnvironmentName) -> float:
+    share = name.options.get("max_share", 1)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"{name.text}: max_share is {share!r}, expected a share of the rows, above 0 and at most 1")
+    return float(share)
+
+
+def _drawn(name: EnvironmentName, seed: int, drawn: int, split: str) -> Iterator[dict[str, Any]]:
+    """Yields the questions of a split among the first `drawn` of the task."""
+    for item in _dataset(name, seed, drawn):
+        if split == "all" or is_held_out(item["question"]) == (split == "test"):
+            yield item
+
+
+def _limited(items: Iterable[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
+    """Yields items of which no answer has more than `share` of those that were yielded, rounded up."""
+    counts, yielded = Counter[str](), 0
+    for item in items:
+        answer = str(item["answer"])
+        if share == 1 or counts[answer] < math.ceil(round(share * (yielded + 1), 9)):
+            counts[answer] += 1
+            yielded += 1
             yield item
 
 
@@ -121,11 +146,11 @@ def _dataset(name: EnvironmentName, seed: int, size: int) -> Any:
     factory = import_environment(name, "reasoning_gym.factory")
     import_environment(name, "reasoning_gym")  # registers the tasks
     name.require_task(factory.DATASETS)
-    known = {field.name for field in fields(factory.DATASETS[name.task][1])} - {"seed"} | {"size"}
+    known = {field.name for field in fields(factory.DATASETS[name.task][1])} - {"seed"} | _ROW_OPTIONS
     if "seed" in name.options:
         raise ConfigError(f"{name.text}: the seed is no option of the name; set train_data.seed (or eval_data.seed)")
     name.require_options(known, f"the task {name.task}")
-    options = {option: value for option, value in name.options.items() if option != "size"}
+    options = {option: value for option, value in name.options.items() if option not in _ROW_OPTIONS}
     try:
         return factory.create_dataset(name.task, **options, seed=seed % 2**32, size=size)
     except (AssertionError, TypeError, ValueError) as error:

@@ -17,8 +17,13 @@ WORKED, TRAINED, HELD_OUT = 20, 1000, 200
 
 
 def letter_counting(split: str) -> list[dict[str, Any]]:
-    """Returns rows that ask how often a letter is in two to four words; `split` is train or test."""
-    return _after_worked("reasoning_gym:letter_counting?min_words=2&max_words=4", "Answer with a number.", split)
+    """Returns rows that ask how often a letter is in two to four words; `split` is train or test.
+
+    Of the package's questions two thirds are answered by 1, which alone would be learned; here no answer is that of
+    more than about a third.
+    """
+    task = "reasoning_gym:letter_counting?min_words=2&max_words=4&max_share=0.34"
+    return _after_worked(task, "Answer with a number.", split)
 
 
 def syllogism(split: str) -> list[dict[str, Any]]:

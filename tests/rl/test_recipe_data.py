@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,3 +44,9 @@ def test_no_row_asks_what_is_worked_or_held_out(task: Any) -> None:
     given = {name: row[name] for name in ("environment", "entry")}
     for answer, earned in ((row["response"], 1.0), ("I do not know", 0.0)):
         assert reasoning_gym.score("", None, answer, None, None, **given) == earned
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_no_count_of_letters_is_the_answer_of_more_than_about_a_third(split: str) -> None:
+    answers = Counter(row["response"] for row in worked.letter_counting(split))
+    assert max(answers.values()) / answers.total() < 0.35 and len(answers) > 3

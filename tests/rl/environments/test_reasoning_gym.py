@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,29 @@ def test_no_question_is_both_trained_on_and_held_out(seeds: tuple[int, int]) -> 
     assert len(train) > 100 and len(test) > 100 and not train & test
 
 
+@pytest.mark.parametrize("split", ["train", "test", "all"])
+def test_no_answer_has_more_than_its_share_of_the_first_rows_however_many(split: str) -> None:
+    """Two thirds of these questions are answered by 1, a fourth by 2, and few by more."""
+    path = "reasoning_gym:letter_counting?min_words=2&max_words=4"
+    plain = get_custom_dataset(f"{path}&size=120", split=split, seed=3)
+    limited = get_custom_dataset(f"{path}&size=120&max_share=0.3", split=split, seed=3)
+    answers = [row["answer"] for row in limited]
+    assert len(answers) == 120
+    assert max(Counter(row["answer"] for row in plain).values()) > 70
+    for taken in range(1, 121):
+        assert max(Counter(answers[:taken]).values()) <= -(-3 * taken // 10)
+
+    # The others are the questions that come first, in their order, and the same every time.
+    drawn = iter(get_custom_dataset(f"{path}&size=3000", split=split, seed=3))
+    assert all(any(row["prompt"] == other["prompt"] for other in drawn) for row in limited)
+    assert limited == get_custom_dataset(f"{path}&size=120&max_share=0.3", split=split, seed=3)
+    assert limited[:40] == [
+        row | {"environment": limited[0]["environment"]}
+        for row in get_custom_dataset(f"{path}&size=40&max_share=0.3", split=split, seed=3)
+    ]
+    assert scored(get_reward_fn("reasoning_gym:letter_counting"), limited[0], answers[0]) == 1.0
+
+
 @pytest.mark.parametrize("task", ["leg_counting", "spell_backward", "countdown", "sudoku", "word_sorting"])
 def test_the_reward_is_the_packages_own_score(task: str) -> None:
     """Of the gold answer it is 1, bare or in tags after thoughts; of the next row's answer what the package says."""
@@ -79,6 +103,13 @@ def test_the_options_of_a_row_are_those_of_its_scorer() -> None:
         ("reasoning_gym:gcd?min_nubers=3", {}, "the task gcd has no option 'min_nubers'; did you mean 'min_numbers'"),
         ("reasoning_gym:gcd?min_numbers=-3", {}, "the task refuses min_numbers=-3: "),
         ("reasoning_gym:gcd?size=many", {}, "size is 'many', expected a whole number of at least 1"),
+        ("reasoning_gym:gcd?max_share=0", {}, "max_share is 0, expected a share of the rows, above 0 and at most 1"),
+        ("reasoning_gym:gcd?max_share=third", {}, "max_share is 'third', expected a share"),
+        (
+            "reasoning_gym:syllogism?max_share=0.4&size=10",
+            {},
+            "of the split train, and size is 10; the task has few different answers: raise max_share",
+        ),
         ("reasoning_gym:gcd?size", {}, "after the question mark expected option=value"),
         ("reasoning_gym:gcd?size=1&size=2", {}, "an option is there twice"),
         ("reasoning_gym:gcd?seed=4", {}, "the seed is no option of the name; set train_data.seed"),
