@@ -60,7 +60,7 @@ test-real: setup
 test-vllm: setup
 	.ci/setup_vllm
 	.venv/bin/python -m tests.real_model
-	.venv/bin/python -m pytest -m vllm tests/vllm
+	$(PYTEST) -m vllm tests/vllm
 
 test-hosts: setup
 	.venv/bin/python -c 'import sys; from benchmarks.namespaces import missing; sys.exit(missing())'

@@ -23,8 +23,11 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # Its engine waits for its worker by spinning for a second: two threads of products beside it wait for each other.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
 }
-"""For vLLM on a machine without a GPU or a network."""
+"""For vLLM on a machine without a GPU or a network, beside other work."""
 
 
 def environment() -> Path:
@@ -63,11 +66,10 @@ class VLLMServer:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "PYTHONPATH": str(ROOT),
         }
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                env=inherited | needed,
+                env=os.environ | needed,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
