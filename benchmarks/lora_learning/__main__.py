@@ -256,9 +256,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         if model is not None and options.exported:
             for name in chosen:
-                append(
-                    record, {"run": name, "exported": exported(model, options.keep / name / "export", Path(temporary))}
-                )
+                answers = exported(name, model, options.keep / name / "export", Path(temporary))
+                append(record, {"run": name, "exported": answers})
         elif model is not None:
             there = {name for name, line in read_record(record).items() if _ended(line)}
             for name in [name for name in chosen if options.again or name not in there]:
