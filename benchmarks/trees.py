@@ -1,6 +1,6 @@
 """A training step on documents that begin alike: with common beginnings computed once, and each document by itself.
 
-A Qwen3 of 26 million parameters in float32, or one with experts: 8 samples of 256 tokens to a prompt of 768 tokens, in
+A Qwen3 of 26 million parameters in float32, or one with experts: 8 samples of 128 tokens to a prompt of 384 tokens, in
 one process, on two ranks, with experts, with adapters and compiled; an agent's history of 8 turns, each tried twice;
 and documents that share nothing. Both sides must compute the same first. Tokens per second are of all documents,
 whatever is computed of them.
@@ -23,8 +23,8 @@ from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 
 ARCHON, ALONE = "archon", "archon (each document by itself)"
-SAMPLES, PROMPT, ANSWER = 8, 768, 256
-TURNS, TRIES, TURN = 8, 2, 128
+SAMPLES, PROMPT, ANSWER = 8, 384, 128
+TURNS, TRIES, TURN = 8, 2, 64
 EXPERTS = "26M-experts"
 
 
