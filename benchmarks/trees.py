@@ -1,9 +1,9 @@
 """A training step on documents that begin alike: with common beginnings computed once, and each document by itself.
 
 A Qwen3 of 26 million parameters in float32, or one with experts: 8 samples of 128 tokens to a prompt of 384 tokens, in
-one process, on two ranks, with experts, with adapters and compiled; an agent's history of 8 turns, each tried twice;
-and documents that share nothing. Both sides must compute the same first. Tokens per second are of all documents,
-whatever is computed of them.
+one process, on two ranks (each with a prompt of its own, or with half of the heads), with experts, with adapters and
+compiled; an agent's history of 8 turns, each tried twice; and documents that share nothing. Both sides must compute the
+same first. Tokens per second are of all documents, whatever is computed of them.
 
     python -m benchmarks.trees
     python -m benchmarks.trees --case samples-d2 --quick
@@ -53,11 +53,12 @@ CASES = {
 }
 
 
-def documents(kind: str, vocab: int, scale: float) -> list[Any]:
-    """Returns int64 documents: samples of one prompt, turns with their histories, or some that share nothing."""
+def documents(kind: str, vocab: int, scale: float, rank: int = 0) -> list[Any]:
+    """Returns a rank's int64 documents: samples of one prompt, turns with their histories, or some that share
+    nothing."""
     import torch
 
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + rank)
 
     def draw(count: int) -> Any:
         return torch.randint(vocab, (max(2, int(count * scale)),), generator=generator)
@@ -78,9 +79,8 @@ def own_documents(options: dict[str, Any]) -> list[Any]:
     """Returns the documents of this rank: those of tensor-parallel ranks are the same."""
     from benchmarks.peer_models import hf_config
 
-    docs = documents(options["kind"], hf_config(options["checkpoint"])["vocab_size"], options["scale"])
-    ranks = options["ranks"] if options["layout"].startswith("d") else 1
-    return docs if ranks == 1 else docs[int(os.environ["RANK"]) :: ranks]
+    rank = int(os.environ["RANK"]) if options["ranks"] > 1 and options["layout"].startswith("d") else 0
+    return documents(options["kind"], hf_config(options["checkpoint"])["vocab_size"], options["scale"], rank)
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
@@ -133,10 +133,11 @@ def main() -> None:
         model = {"26M": "tiny", EXPERTS: "tiny-moe"}[case.model] if arguments.quick else case.model
         with tempfile.TemporaryDirectory() as folder:
             made = make_checkpoint(Path(folder), model)
-            tokens = sum(map(len, documents(case.kind, 100, scale)))
+            own = sum(map(len, documents(case.kind, 100, scale)))
+            tokens = own * (int(case.layout[1:]) if case.layout.startswith("d") else 1)
             options: dict[str, Any] = {"threads": arguments.threads, "checkpoint": str(made), "model": model}
             options |= {"kind": case.kind, "scale": scale, "layout": case.layout, "ranks": int(case.layout[1:])}
-            options |= {"compiled": case.compiled, "lora": case.lora, "tokens": tokens, "max_tokens_per_mb": tokens}
+            options |= {"compiled": case.compiled, "lora": case.lora, "tokens": tokens, "max_tokens_per_mb": own}
             measure(name, options, arguments.rounds, not (arguments.quick or arguments.no_record))
     return None
 
