@@ -22,7 +22,9 @@ require_parts("activation checkpointing", PARTS)
 
 # Costly to compute and small to keep. Batched products are left out: in a decoder they are the inside of unfused
 # attention, which its backward recomputes anyway.
-_SAVED_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm"})
+_SAVED_PRODUCTS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
+)
 
 # Experts that FSDP shards by themselves are gathered within the block, and a recomputed block has a different number of
 # FSDP's profiler marks. PyTorch counts every operator that is not listed here, and would refuse the block.

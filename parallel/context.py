@@ -8,12 +8,13 @@ Two splits of a pack over `cp` ranks; both may cut a document anywhere:
   same share of the causal triangle of every document (as in Llama 3: Dubey et al. 2024, arXiv:2407.21783, section
   3.3.2, for sequences).
 
-Ranks get equally many tokens, a multiple of `tp`, by a padding document at the end.
+Ranks get equally many tokens, a multiple of `tp`, by a padding document at the end; or, where the largest value of a
+tensor counts, by documents of one token that repeat the pack's first one, whose values are then those of that token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,11 +29,34 @@ Chunk = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Documents of `lengths`, the last one of `padding` tokens if that is not 0, and each rank's chunks in order."""
+    """Documents of `lengths`, the last one of `padding` tokens if that is not 0, and each rank's chunks in order.
+
+    With `repeats_first` the last `padding` ones have a token each.
+    """
 
     lengths: tuple[int, ...]
     padding: int
     chunks: tuple[tuple[Chunk, ...], ...]
+    repeats_first: bool = False
+
+    def repeating_first(self) -> ContextPlan:
+        """Returns the plan with a document for each token of the padding."""
+        if not self.padding:
+            return self
+        last = len(self.lengths) - 1
+        chunks = tuple(
+            tuple(
+                part
+                for document, start, stop in own
+                for part in (
+                    [(document, start, stop)]
+                    if document != last
+                    else [(last + token, 0, 1) for token in range(start, stop)]
+                )
+            )
+            for own in self.chunks
+        )
+        return replace(self, lengths=self.lengths[:-1] + (1,) * self.padding, chunks=chunks, repeats_first=True)
 
 
 def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
@@ -169,9 +193,15 @@ class SequenceShare(DealtTokens):
         valid_mask = self._own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
         self.valid_mask = to_device_async(valid_mask, device) if plan.padding else None
 
-    def take_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Same as `take`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
-        return self.take(x, fill)[self._between]
+    def take_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Same as `take`, of what a token's values are computed from; padding that repeats the first has its."""
+        if not self.plan.repeats_first:
+            return self.take(x, fill)
+        return torch.cat((x, x[:1].expand(self.padding, *x.shape[1:]))).index_select(0, self.index)
+
+    def take_inputs_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Same as `take_inputs`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
+        return self.take_inputs(x, fill)[self._between]
 
     def held_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices, among the tokens that this rank holds between layers, of those that `rows` [M] indexes
@@ -188,5 +218,7 @@ class SequenceShare(DealtTokens):
             return torch.stack([self.positions(axis) for axis in positions])
         if self.plan.padding:
             extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
+            if self.plan.repeats_first:
+                extra = torch.zeros_like(extra)
             positions = torch.cat((positions, extra))
         return positions.index_select(0, self.index)

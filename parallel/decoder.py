@@ -13,10 +13,11 @@ from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.compile import CompileChoice, apply_compile, compile_enabled
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.expert import apply_expert_parallel
+from archon.parallel.fp8 import apply_fp8
 from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
 from archon.parallel.resolve import check_options
 from archon.parallel.tensor import Treatment, apply_tensor_parallel
-from archon.schema.config import ActivationCheckpointConfig
+from archon.schema.config import ActivationCheckpointConfig, Fp8Recipe
 from archon.schema.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,12 @@ def parallelize_decoder(
     reshard_after_forward_policy: ReshardPolicy = "default",
     ac_config: ActivationCheckpointConfig | None = None,
     enable_compile: CompileChoice = "auto",
+    fp8: Fp8Recipe = "none",
 ) -> nn.Module:
     """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
-    The order is TP → EP → CP → activation checkpointing → compile → FSDP → weight tying: sharding inside a block
+    The order is TP → EP → CP → 8-bit products → activation checkpointing → compile → FSDP → weight tying: sharding
+    inside a block
     comes before anything that wraps the block, recomputation is inside what is compiled, and FSDP is outermost, so that
     its hooks stay eager. FSDP also sums the gradients of parameters replicated under tensor parallelism, so it is
     always applied to several ranks; on one process only to compute in another dtype than the model was built in.
@@ -53,6 +56,7 @@ def parallelize_decoder(
         reshard_after_forward_policy: see `apply_fsdp`.
         ac_config: activation checkpointing; None keeps everything.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
+        fp8: the recipe of 8-bit products, see `archon.parallel.fp8`.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
@@ -72,6 +76,8 @@ def parallelize_decoder(
     if has_experts and (dims.ep_enabled or dims.etp_enabled):
         apply_expert_parallel(model, *(dims.get_mesh(d) if getattr(dims, d) > 1 else None for d in ("ep", "etp")))
     # Context parallelism splits the batch, not the model; see `archon.parallel.context`.
+    if fp8 != "none":
+        apply_fp8(decoder.layers, dims, fp8)
     apply_activation_checkpointing(list(decoder.layers.values()), ac, decoder.attention_ops)
     tower = getattr(decoder, "visual", None)
     if tower is not None:

@@ -164,6 +164,10 @@ def check_config(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} balances experts, and this model has none; set it "
             "to 0"
         )
+    if config.fp8 != "none" and dims.device_type == "cuda" and config.dtype != "bfloat16":
+        raise ConfigError(
+            f"fp8 = {config.fp8} has kernels for dtype = bfloat16 alone, and it is {config.dtype}; set it to bfloat16"
+        )
     if dims.cp_enabled and context_parallel == "allgather" and not supports_gathered:
         raise ConfigError(
             f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "

@@ -25,6 +25,8 @@ REORDER_FP64 = 1e-10
 REORDER_FP32 = 1e-5
 # Weights after three clipped AdamW steps in float64: Adam divides by the root of a sum, which magnifies 1e-12.
 STEPS_FP64 = 1e-9
+# 8-bit products against the same rounding in plain steps: a float32 scale and sum against those in float64.
+FP8_PLAIN = 1e-6
 # bfloat16 compute, eager against compiled, |a - b| / |b| of the whole gradient as one vector: operations fuse and round
 # differently (8 bits of mantissa, 4e-3 an operation, over ten layers). Where the operations are the same, equality is.
 BF16_COMPUTE = 5e-2

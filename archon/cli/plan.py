@@ -32,6 +32,9 @@ def command(
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None, typer.Option("--dtype", help="compute dtype (bfloat16)")
     ] = None,
+    fp8: Annotated[
+        Literal["none", "tensorwise", "rowwise"] | None, typer.Option("--fp8", help="8-bit products of blocks (none)")
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,7 +43,9 @@ def command(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="model, dtype, adapters and batch of a run of archon sft"),
+        typer.Option(
+            "--config", metavar="FILE.yaml", help="model, dtype, fp8, adapters and batch of a run of archon sft"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     output: Annotated[
@@ -88,6 +93,7 @@ def command(
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
+    request = request._replace(fp8=fp8 or run.get("fp8") or "none")
     plan = Planner(spec, args, hardware, adapters).plan(request)
     made = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
@@ -104,7 +110,7 @@ def command(
 
 
 def question_of(file: Path) -> dict[str, Any]:
-    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, lora, documents of a step, seq."""
+    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
 
@@ -113,6 +119,7 @@ def question_of(file: Path) -> dict[str, Any]:
     return {
         "path": Path(run.model.path),
         "dtype": run.model.dtype,
+        "fp8": run.model.fp8,
         "lora": lora,
         "documents": run.batch_size,
         "seq": run.train_data.max_length,

@@ -23,11 +23,15 @@ from archon.models.lora_targets import TOWER, AdapterSize, adapter_sizes
 from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part
+from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import own_gpu, started_processes
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import AdapterShape, EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
+
+FP8_CAPABILITY = (9, 0)
+"""What `scaled_mm` needs for scales of rows; `scaled_grouped_mm` always."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Build:
             reshard_after_forward_policy=config.reshard_after_forward,
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
+            # Families outside of archon need not know of it.
+            **({} if config.fp8 == "none" else {"fp8": config.fp8}),
         )
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)
@@ -150,6 +156,13 @@ def delta_rule(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
     return {"delta_rule": config.delta_rule}
 
 
+def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, device: torch.device) -> None:
+    """Raise ConfigError for options that the model or the device does not have."""
+    check_balancing(config, spec, args)
+    check_vision(config, spec, args)
+    check_fp8(config, args, device)
+
+
 def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
     """Raise ConfigError for a load balancing that the model's layers cannot have."""
     sparse = [layer.feed_forward for layer in args.layer_specs if layer.feed_forward.n_experts]
@@ -171,6 +184,24 @@ def check_vision(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> 
     if config.vision == "trained" and args.image_format is None:
         raise ConfigError(
             f"vision = 'trained' trains the tower of a model that sees, and family {spec.name} has none; leave it out"
+        )
+
+
+def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
+    """Raise ConfigError for 8-bit products that a GPU does not have, or that an image would scale otherwise in another
+    layout."""
+    if config.fp8 == "none":
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"fp8 = {config.fp8} needs a GPU of compute capability 9.0 at least, such as an H100, and {device} is a "
+            f"{torch.cuda.get_device_name(device)}; set fp8 to none"
+        )
+    layout = parse_layout(config.layout)
+    if config.fp8 == "tensorwise" and args.image_format is not None and layout.world_size > layout.dp:
+        raise ConfigError(
+            f"fp8 = tensorwise pads documents of layout {config.layout} with the first token of a micro-batch, which "
+            "may be that of an image; set fp8 = rowwise, vision = off, or a layout of d and r alone"
         )
 
 

@@ -29,9 +29,8 @@ from archon.engine.build import (
     Build,
     adapter_shapes,
     balancing,
-    check_balancing,
+    check_model,
     check_stages,
-    check_vision,
     delta_rule,
     lora_sizes,
     resolve_device,
@@ -163,8 +162,7 @@ class ArchonEngine:
             **balancing(config),
             **delta_rule(config, spec),
         )
-        check_balancing(config, spec, args)
-        check_vision(config, spec, args)
+        check_model(config, spec, args, self.device)
         self.layout = resolve_layout(
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
@@ -187,12 +185,13 @@ class ArchonEngine:
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         self.ranks = Ranks.of(dims)
-        tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
+        tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type, config.fp8 == "tensorwise")
         self.spec, self.args = spec, args
         shareable = backend.supports_prefixed and args.shares_prefixes
         # Gathered keys are those of whole documents.
         gathers_keys = dims.cp_enabled and self.layout.context_parallel == "allgather"
-        self._share_prefixes = config.share_prefixes and shareable and not gathers_keys
+        # The rounded gradient of a common beginning is not the sum of the rounded ones of its documents.
+        self._share_prefixes = config.share_prefixes and shareable and not gathers_keys and config.fp8 == "none"
         self._sort_documents = backend.prefers_equal_lengths
         self._failed_mid_step = False
         self._runner: MicroBatchRunner | PipelineRunner

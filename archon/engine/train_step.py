@@ -239,6 +239,8 @@ class TokenSplit:
     ranks: Ranks
     kind: ContextParallelKind
     attn_type: str
+    repeats_first: bool = False
+    """Whether padding repeats the first token of the pack, see `archon.parallel.context`."""
 
     def share(self, mb: PackedBatch, device: torch.device, min_tokens: int = 0) -> SequenceShare:
         """Returns this rank's share of the tokens that are computed of a pack, with at least `min_tokens` on each
@@ -261,7 +263,8 @@ class TokenSplit:
     def _plan(self, mb: PackedBatch, min_tokens: int) -> ContextPlan:
         lengths = (mb.order or mb).lengths if mb.shared is None else (mb.n_computed,)
         plan = zigzag_plan if self.ranks.cp.size > 1 and self.kind == "allgather" else contiguous_plan
-        return plan(lengths, self.ranks.cp.size, self.ranks.tp.size, min_tokens)
+        padded = plan(lengths, self.ranks.cp.size, self.ranks.tp.size, min_tokens)
+        return padded.repeating_first() if self.repeats_first else padded
 
     def attention(self, share: SequenceShare) -> ContextParallelAttention | PackedAttention:
         """Returns the attention metadata of this rank's share of documents that share nothing."""
@@ -364,9 +367,9 @@ class MicroBatchRunner:
             attention = (
                 self.tokens.attention(share) if shared is None else self.tokens.prefix_attention(shared, share, scored)
             )
-            tokens = share.take(tokens) if self.input is None else self.input
+            tokens = share.take_inputs(tokens) if self.input is None else self.input
             positions = share.positions(positions)
-            experts = None if experts is None else share.take_between_layers(experts, NOT_GIVEN)
+            experts = None if experts is None else share.take_inputs_between_layers(experts, NOT_GIVEN)
         elif mb.shared is not None:
             attention = PrefixAttention(mb.shared, self.tokens.attn_type)
         else:

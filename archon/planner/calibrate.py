@@ -87,6 +87,7 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
         "name": "cpu",
         "bf16_flops": gemm if narrow else other,
         "fp32_flops": other if narrow else gemm,
+        "fp8_flops": 0.0,  # emulated
         "gemm_efficiency": 1.0,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size,
         "reserve_bytes": 2**29,

@@ -28,6 +28,10 @@ def describe(plan: Plan) -> list[str]:
     lines = [f"{asked}; {plan.considered:,} ways considered"]
     if request.lora is not None:
         lines.append("adapters are trained; weights are frozen, without masters, gradients and moments")
+    if request.fp8 != "none":
+        lines.append(
+            f"products of blocks in 8 bits, {request.fp8}; their rates are those of data sheets; MFU: of bfloat16's"
+        )
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
@@ -156,6 +160,8 @@ def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     model: dict[str, Any] = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
     if request.lora is not None:
         model |= {"lora": request.lora}
+    if request.fp8 != "none":
+        model |= {"fp8": request.fp8}
     return {
         "run_dir": "runs/planned",
         "batch_size": request.tokens // request.seq,

@@ -19,6 +19,7 @@ class Hardware(StrictModel):
     name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
     fp32_flops: float = Field(gt=0, description="float32 peak, FLOP/s")
+    fp8_flops: float = Field(0, ge=0, description="dense 8-bit peak, FLOP/s; 0: it has no such products")
     memory_bytes: int = Field(gt=0, description="memory, bytes")
     memory_bandwidth: float = Field(gt=0, description="of the memory, bytes/s")
     gpus_per_node: int = Field(ge=1, description="GPUs joined by the fast link")
@@ -45,6 +46,18 @@ class Hardware(StrictModel):
     def flops(self, dtype: str) -> float:
         """Returns the peak of matrix products in `dtype`, FLOP/s."""
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
+
+    def products_flops(self, dtype: str, fp8: str) -> float:
+        """Returns the peak of a block's products, FLOP/s: in 8 bits unless `fp8` is none. Raises ConfigError where the
+        hardware has none."""
+        if fp8 == "none":
+            return self.flops(dtype)
+        if not self.fp8_flops:
+            raise ConfigError(
+                f"fp8 is {fp8}, and {self.name} has no 8-bit products (fp8_flops is 0); set it to none, or choose "
+                "another GPU"
+            )
+        return self.fp8_flops
 
     def oversubscription(self, ranks: int) -> float:
         """Returns the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""

@@ -60,6 +60,7 @@ class PlanRequest(NamedTuple):
     seq: int
     dtype: str = "bfloat16"
     lora: dict[str, Any] | None = None
+    fp8: str = "none"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class Planner:
     def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:
         """Returns the `best` layouts for the request, and up to `near` faster ones that do not fit.
 
-        Raises UserError if a step has fewer tokens than a document.
+        Raises UserError if a step has fewer tokens than a document, and ConfigError for products that the hardware
+        does not have.
         """
         if request.tokens < request.seq:
             raise UserError(
@@ -241,7 +243,7 @@ class Planner:
         key = repr((request, layout, options, tokens))
         if key not in self._configs:
             fields = {"path": request.path, "dtype": request.dtype, "layout": layout, "max_tokens_per_mb": tokens}
-            fields |= {"lora": request.lora}
+            fields |= {"lora": request.lora, "fp8": request.fp8}
             self._configs[key] = EngineConfig.model_validate(fields | options)
         return self._configs[key]
 

@@ -32,6 +32,9 @@ from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 ATTENTION_EFFICIENCY = 0.55
 # Memory passes over each tensor of a block: a write and a read, and the same for its gradient.
 BLOCK_PASSES = 4
+# Further passes over a block's tensors and weights where its products are in 8 bits: one for the largest value, one to
+# round, each in both directions; estimated, not calibrated.
+FP8_PASSES = 2
 # Passes over float32 numbers of a parameter in AdamW and the gradient's norm: weight, gradient, two moments.
 OPTIMIZER_PASSES = 8
 # Passes over a float32 tile of logits and its gradient in the head.
@@ -185,7 +188,7 @@ class TimeModel:
         """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
-        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel)
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
         if key not in self._stages:
             self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
         return self._stages[key]
@@ -200,18 +203,23 @@ class TimeModel:
         products = attention = elementwise = 0.0
         # Frozen weights have no gradient, whose product is the third of three.
         work = 4 if self.frozen else 6
+        of_layer, of_experts = (self._seconds_of_products(config, experts) for experts in (False, True))
         for index, times in layers:
             spec = self._distinct[index]
             active, total = spec.feed_forward.parameters(args.dim)
             span = min(self.seq, spec.mixer.window or self.seq)
             causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
-            dense = (work * T * spec.mixer.parameters(args.dim) + 6 * T * self._adapters[index]) / tp / peak
+            dense = T * (spec.mixer.parameters(args.dim) * of_layer + 6 * self._adapters[index] / peak) / tp
             # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
             own = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
-            products += times * (dense + max(work * T * active / tp / peak, work / 2 * own * b / self._memory))
+            network = T * active / tp * (of_experts if spec.feed_forward.n_experts else of_layer)
+            products += times * (dense + max(network, work / 2 * own * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args.dim, spec, shard, config.context_parallel)
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
+            if config.fp8 != "none":
+                rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
+                elementwise += times * FP8_PASSES * rounded / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
@@ -232,6 +240,14 @@ class TimeModel:
             self._expert_parallel(layout, shard, layers) * repeated,
             host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
         )
+
+    def _seconds_of_products(self, config: EngineConfig, experts: bool) -> float:
+        """Returns the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
+        and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts."""
+        hw = self.hardware
+        own, narrow = (hw.products_flops(config.dtype, fp8) * hw.gemm_efficiency for fp8 in ("none", config.fp8))
+        of_weights = narrow if config.fp8 == "tensorwise" and not experts else own
+        return 4 / narrow + (0 if self.frozen else 2 / of_weights)
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
         """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""

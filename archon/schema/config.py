@@ -24,6 +24,7 @@ else:
 
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
+Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
 MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and asyncio
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
@@ -297,6 +298,12 @@ class EngineConfig(StrictModel):
     dtype: ComputeDtype = Field(
         "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
+    fp8: Fp8Recipe = Field(
+        "none",
+        description="8-bit matrix products of blocks, as torchao's recipes: tensorwise, or rowwise with gradients of "
+        "weights in dtype; not of embedding, head, routers, norms and adapters. Without share_prefixes; on a GPU "
+        "unverified, and for dtype = bfloat16; emulated elsewhere",
+    )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
         "frozen",
@@ -393,6 +400,11 @@ class EngineConfig(StrictModel):
     def _check_adapters(self) -> EngineConfig:
         if self.lora is None or self.lora.adapters is None:
             return self
+        if self.fp8 == "tensorwise":
+            raise ValueError(
+                "fp8 = tensorwise scales the documents of a micro-batch together, and several adapters train as if "
+                "each were alone; set fp8 = rowwise"
+            )
         if self.is_critic:
             raise ValueError("a critic has one value head, and lora.adapters names several adapters; set lora.rank")
         if self.router_aux_loss_coef:

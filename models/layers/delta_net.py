@@ -106,6 +106,7 @@ class DeltaNet(nn.Module):
         self.wz = Linear(dim, s.n_heads * s.value_dim, bias=False, role="column", heads=s.n_heads)
         self.wa = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
         self.wb = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
+        self.wa.quantizable = self.wb.quantizable = False  # gates of a few features, which decide what a state keeps
         self.q_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
         self.k_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
         self.v_conv = ShortConvolution(s.n_heads, s.value_dim, s.taps)

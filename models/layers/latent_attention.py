@@ -103,6 +103,8 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = s.norm.build(s.kv_rank)
         expanded = s.n_heads * (s.key_features + s.value_features)
         self.wkv_b = Linear(s.kv_rank, expanded, bias=False, role="column", heads=s.n_heads)
+        # Where context parallelism gathers latents, each rank's gradient is a term of a sum, which must not be rounded.
+        self.wkv_b.quantizable = False
         self.wo = Linear(s.n_heads * s.value_features, dim, bias=s.bias, role="row")
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.adapter_rows import AdapterRows
+from archon.models.layers.fp8 import fp8_linear
 from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
+from archon.parallel.fp8 import Fp8Scaling
 
 # column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
 # head_norm: a norm over one head's features, whose input is sharded by heads; heads_norm: a norm over the features of
@@ -41,10 +43,14 @@ class Linear(nn.Linear):
         heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
         rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
         lora: the layer's adapter, or those that rows may have.
+        fp8: how the operands of its products are scaled, if these are in 8 bits; an adapter's are not.
+        quantizable: whether they may be.
     """
 
     tp: Group | None = None
     rows: slice | None = None
+    fp8: Fp8Scaling | None = None
+    quantizable = True
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, role: Role, heads: int | None = None
@@ -70,6 +76,8 @@ class Linear(nn.Linear):
         return self._product(x, weight, bias, adapters)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: AdapterRows | None) -> Tensor:
+        if self.fp8 is not None:
+            return self.adapted(fp8_linear(x, weight, bias, self.fp8), x, adapters)
         if isinstance(self.lora, LowRank) and self.lora.enabled:
             return self.lora(x, weight, bias, self.rows)
         return self.adapted(linear(x, weight, bias), x, adapters)

@@ -247,3 +247,14 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         parts = x.split(counts.tolist())
         return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+
+
+def grouped_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """Returns the gradient [E, out, in] of the weight of `grouped_linear`, whose result has `grad` [N, out].
+
+    Not differentiable.
+    """
+    if not can_group(x, grad.shape[1], x.shape[1]):
+        sizes = counts.tolist()
+        return torch.stack([own.t() @ rows for own, rows in zip(grad.split(sizes), x.split(sizes), strict=True)])
+    return F.grouped_mm(grad.contiguous().t(), x, offs=counts.cumsum(0).to(torch.int32))

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
+from archon.models.layers.fp8 import fp8_grouped_linear
 from archon.models.layers.linear import Linear, Role
 from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.matmul import grouped_linear, pad_to_grouped
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
+from archon.parallel.fp8 import Fp8Scaling
 from archon.schema.errors import ConfigError
 
 Score = Literal["softmax", "sigmoid"]
@@ -241,11 +243,13 @@ class GroupedExperts(nn.Module):
 
     With `expert_biases` b1, b2 and b3 [E, out] are the biases of w1, w2 and w3. `etp` shards w1, w3, b1, b3 and the
     columns of w2 by hidden features, so that the ranks' outputs are terms of a sum, and b2 by its features, so that
-    each is in one of these terms. `lora` has the adapters of w1, w2 and w3 by their names.
+    each is in one of these terms. `lora` has the adapters of w1, w2 and w3 by their names, `fp8` how the operands of
+    their products are scaled, if these are in 8 bits.
     """
 
     role: Role = "experts"
     etp: Group | None = None
+    fp8: dict[str, Fp8Scaling] | None = None
 
     def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
@@ -285,7 +289,11 @@ class GroupedExperts(nn.Module):
 
     def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, adapters: tuple[str, ...]) -> Tensor:
         """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
-        out = grouped_linear(x, local(getattr(self, matrix)), counts)
+        weight = local(getattr(self, matrix))
+        if self.fp8 is None:
+            out = grouped_linear(x, weight, counts)
+        else:
+            out = fp8_grouped_linear(x, weight, counts, self.fp8[matrix])
         if self.lora is None or matrix not in self.lora:
             return out
         adapter = self.lora[matrix]

@@ -21,6 +21,8 @@ def check_operands(func: Any, args: Any, kwargs: Any) -> None:
         _flash(*args[:7])
     elif name == "aten::_grouped_mm":
         _grouped(*args[:2], kwargs["offs"] if "offs" in kwargs else args[2])
+    elif name in ("aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"):
+        _scaled(*args[:2])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
@@ -44,3 +46,11 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor) -> None:
         strides = x.stride()[-2:]
         assert 1 in strides, f"a grouped product of strides {x.stride()}"
         assert max(strides) * x.element_size() % 16 == 0, f"a grouped product of rows of {max(strides)} {x.dtype}"
+
+
+def _scaled(left: Tensor, right: Tensor) -> None:
+    """`_scaled_mm_v2` and `_scaled_grouped_mm_v2`: rows times columns of 8 bits, in 16 bytes each."""
+    assert torch.float8_e4m3fn in (left.dtype, right.dtype), "a scaled product of e5m2 twice"
+    assert left.shape[-2] > 0, "a scaled product of no rows"
+    assert left.stride(-1) == 1 and right.stride(-2) == 1, f"strides {left.stride()} times {right.stride()}"
+    assert left.shape[-1] % 16 == 0 and right.shape[-1] % 16 == 0, f"{tuple(left.shape)} times {tuple(right.shape)}"

@@ -35,6 +35,7 @@ def one_gpu() -> Iterator[None]:
         "_maybe_exchange_device": lambda device: 0,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
+        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (2**36, 2**36),
         "empty_cache": lambda: None,
     }

@@ -22,6 +22,7 @@ from archon.schema.config import EngineConfig
 from tests.cuda_traced.models import family_config
 from tests.cuda_traced.stand_ins import one_gpu, one_process
 from tests.cuda_traced.trace import CUDA, CudaTrace, cuda_trace
+from tests.distributed.cases import EVEN as EVEN_SIZES
 from tests.engine.test_host_waits import scored
 from tests.engine.tiny import padded, sft_batch
 from tests.models.seeing import picture_rows, seeing_config
@@ -153,6 +154,23 @@ def test_adapter(
     with made(tmp_path, hf, lora=LORA, init_from_scratch=False) as (engine, trace):
         check_step(engine, trace, sft_batch(), CrossEntropyLoss())
         assert trace.waits == READ_ONCE
+
+
+EVEN = {
+    "dense": family_config("qwen3", vocab_size=VOCAB, **EVEN_SIZES),
+    "experts": family_config("qwen3_moe", vocab_size=VOCAB, **EVEN_SIZES, moe_intermediate_size=32),
+}
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("hf", EVEN.values(), ids=EVEN)
+def test_8_bit_products(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], fp8: str) -> None:
+    traced(hf["model_type"], "auto", f"engine: step with 8-bit products, {fp8}")
+    with made(tmp_path, hf, fp8=fp8) as (engine, trace):
+        check_step(engine, trace, sft_batch(), CrossEntropyLoss())
+        assert trace.waits == READ_ONCE
+        assert trace.operators["aten._scaled_mm_v2.default"]
+        assert bool(trace.operators["aten._scaled_grouped_mm_v2.default"]) == ("num_experts" in hf)
 
 
 def test_critic(traced: Callable[..., None], tmp_path: Path) -> None:

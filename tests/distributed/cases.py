@@ -53,6 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
+# Sizes that 8-bit kernels take, also of halves.
+EVEN: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 96,
+}
+MODELS["fp8"] = DENSE | EVEN
+MODELS["fp8_moe"] = MODELS["moe"] | EVEN | {"moe_intermediate_size": 32}
+MODELS |= {f"{name}_tied": MODELS[name] | {"tie_word_embeddings": True} for name in ("fp8", "fp8_moe")}
 MODELS["grown_queries"] = DENSE | {
     "model_type": "ministral3",
     "sliding_window": 6,
@@ -249,6 +260,18 @@ MODELS["deepstack"] = MODELS["seeing"] | {
         },
     },
     "vision_config": MODELS["seeing"]["vision_config"] | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
+}
+# 8-bit products next to convolutions, states and gates, which are not; and next to the expansion of latents.
+MODELS["fp8_delta"] = MODELS["delta"] | EVEN | {"linear_value_head_dim": 8, "linear_key_head_dim": 8}
+MODELS["fp8_latent"] = MODELS["latent"] | {
+    **EVEN,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "moe_intermediate_size": 32,
 }
 MODELS["untied_mixtral"] = MODELS["mixtral"] | {"tie_word_embeddings": False}
 STEPS = 3

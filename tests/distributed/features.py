@@ -37,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reshard never": {"reshard_after_forward": "never"},
     "fused loss": {"loss": "fused"},
     "aux loss": {"router_aux_loss_coef": 0.1},
+    "fp8 tensorwise": {"fp8": "tensorwise"},
+    "fp8 rowwise": {"fp8": "rowwise"},
 }
 
 
@@ -82,6 +84,7 @@ AXES: dict[str, dict[str, Callable[[Case], bool]]] = {
     "resharding": _options("reshard always", "reshard never"),
     "loss": _options("fused loss"),
     "balance": _options("aux loss"),
+    "8 bits": _options("fp8 tensorwise", "fp8 rowwise"),
 }
 FEATURES = {name: holds for axis in AXES.values() for name, holds in axis.items()}
 PAIRS = [(first, second) for one, other in combinations(AXES, 2) for first in AXES[one] for second in AXES[other]]

@@ -46,6 +46,7 @@ COMPUTED = (
     "vision",
     "data",
     "max_tokens_per_mb",
+    "fp8",
 )
 
 
@@ -55,8 +56,15 @@ def reference_key(case: Case) -> tuple[object, ...]:
 
 
 def _shares(case: Case) -> int:
-    """Into how many shares the reference must split the batch: the auxiliary loss depends on it."""
-    return parse_layout(case.layout).dp if "router_aux_loss_coef" in case.config else 1
+    """Into how many shares the reference must split the batch: the auxiliary loss depends on it, and one scale for all
+    tokens of a micro-batch."""
+    depends = "router_aux_loss_coef" in case.config or case.config.get("fp8") == "tensorwise"
+    return parse_layout(case.layout).dp if depends else 1
+
+
+def _trains(case: Case) -> bool:
+    """Whether the reference, which trains on whole batches, takes the steps that the ranks do."""
+    return not case.config.get("router_aux_loss_coef") and _shares(case) == 1
 
 
 def data_of(step: int) -> dict[str, Tensor]:
@@ -148,7 +156,7 @@ def run_reference(case: Case, folder: Path) -> None:
         engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1", share_prefixes=False))
         engine.initialize()
     found = measure(engine, case, case_data(case, 0), _shares(case))
-    if not case.config.get("router_aux_loss_coef"):
+    if _trains(case):
         found |= train(engine, case, 0, 1)
     save_file(found, folder / "reference.safetensors")
 
@@ -217,7 +225,7 @@ def run_case(case: Case, folder: str) -> dict[str, float]:
     with Collectives() as comms:
         found = measure(engine, case, rows_of(case_data(case, 0), ranks.dp.rank, ranks.dp.size))
     check_collectives(engine, comms.kinds)
-    if not case.config.get("router_aux_loss_coef"):
+    if _trains(case):
         found |= train(engine, case, ranks.dp.rank, ranks.dp.size)
     return compare(found, load_file(f"{folder}/reference.safetensors"))
 

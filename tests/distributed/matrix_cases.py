@@ -47,6 +47,11 @@ QUICK: tuple[Case, ...] = (
     _case("t2", "moe", "router statistics counted once", **BALANCED),
     _case("t2", "shared", "shared experts under TP"),
     _case("(attn:d2t2|ffn:d1t2e2)", "routed", "the experts' output bias under ETP is added once", **BALANCED),
+    _case("t2", "fp8", "scales of sharded operands, padding that changes none", fp8="tensorwise"),
+    _case("c2", "fp8", "scales of tokens of several ranks", context_parallel="allgather", fp8="tensorwise"),
+    _case("t2", "fp8", "scales of rows whose features are sharded", fp8="rowwise"),
+    _case("(attn:t2|ffn:t2)", "fp8_moe", "scales of experts split by hidden features", fp8="tensorwise"),
+    _case("(attn:t2|ffn:t2)", "fp8_moe", "scales of rows of experts split by hidden features", fp8="rowwise"),
 )
 
 # The rest of the matrix, marked slow.
@@ -530,5 +535,47 @@ REPLAYED: tuple[Case, ...] = (
     _case("d2e2", "moe", "recomputation uses the experts given", activation_checkpoint=FULL, **GIVEN),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + DEEPSTACK + BRANCHES + REPLAYED
+
+# 8-bit products: with one scale for all tokens of a micro-batch the reference is given the micro-batches of each rank.
+def _in_8_bits(fp8: str) -> tuple[Case, ...]:
+    return (
+        _case("d2", "fp8", "ranks with scales of their own", fp8=fp8),
+        _case(
+            "d2t2",
+            "fp8_tied",
+            loss="fused",
+            activation_checkpoint=FULL,
+            cpu_offload=True,
+            gradient_reduction="per_microbatch",
+            reshard_after_forward="always",
+            fp8=fp8,
+        ),
+        _case("r2", "fp8", critic=True, activation_checkpoint=BY_OP, reshard_after_forward="never", fp8=fp8),
+        _case("c2t2", "fp8", "scales over two groups", context_parallel="ulysses", compile=True, fp8=fp8),
+        _case("t2", "fp8", activation_checkpoint=BUDGET, compile=True, fp8=fp8),
+        _pipeline("p2", "1f1b", "fp8_tied", "micro-batches padded to the longest change no scale", fp8=fp8),
+        _pipeline("p2", "interleaved_1f1b", "fp8", activation_checkpoint=EVERY_SECOND, fp8=fp8),
+        _pipeline("p2", "interleaved_zero_bubble", "fp8", fp8=fp8),
+        _pipeline("p2t2", "zbv", "fp8_tied", fp8=fp8),
+        _case("t2", "fp8", "the frozen base alone is in 8 bits", fp8=fp8, **LORA),
+        _case("d2", "fp8", fp8=fp8, **LORA, **NARROW_BASE),
+        _case("d2", "fp8_moe", fp8=fp8),
+        _case("t2", "fp8_moe_tied", fp8=fp8),
+        _case("d2e2", "fp8_moe", "rows of several ranks", router_aux_loss_coef=0.1, fp8=fp8),
+        _case("t2e2", "fp8_moe", fp8=fp8),
+        _case("(attn:d2t2|ffn:d1t2e2)", "fp8_moe", fp8=fp8, **LORA),
+        _case("t2", "fp8_delta", "gates of delta nets are not in 8 bits", fp8=fp8),
+        _case("t2", "fp8_latent", "latents that each rank makes of its tokens", fp8=fp8),
+    )
+
+
+FP8 = _in_8_bits("tensorwise") + _in_8_bits("rowwise")
+FP8 += (
+    _case("c2", "fp8", context_parallel="allgather", fp8="rowwise"),
+    _case("c2", "fp8_latent", "the expansion of gathered latents is not", context_parallel="allgather", fp8="rowwise"),
+    _pipeline("p2c2", "1f1b", "fp8", "padding in both chunks", context_parallel="allgather", fp8="tensorwise"),
+    _case("t2", "fp8_moe", "experts given for padding too", fp8="tensorwise", replay=True),
+)
+
+BLOCKS += DELTA + FP8 + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + DEEPSTACK + BRANCHES + REPLAYED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

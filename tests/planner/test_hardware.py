@@ -25,6 +25,14 @@ def test_the_peak_is_the_one_that_mfu_is_given_against() -> None:
         assert known.flops("bfloat16") == pytest.approx(peak, rel=1e-3)  # 989.4 rounded
 
 
+def test_8_bit_products_are_twice_as_fast_where_there_are_some() -> None:
+    for name in ("h100-80gb", "h200"):
+        known = read_hardware(name)
+        assert known.products_flops("bfloat16", "rowwise") == pytest.approx(2 * known.bf16_flops, rel=1e-3)
+    with pytest.raises(ConfigError, match="fp8 is rowwise, and a100-80gb has no 8-bit products"):
+        read_hardware("a100-80gb").products_flops("bfloat16", "rowwise")
+
+
 def test_a_gpu_is_not_taken_for_another_one() -> None:
     _check_name("h100-80gb", "NVIDIA H100 80GB HBM3")
     _check_name("h100-80gb", "NVIDIA B200")  # of which nothing is known

@@ -15,6 +15,7 @@ from archon.planner.memory_model import rank_parameters
 from archon.planner.search import Planner
 from archon.planner.time_model import Link, StepTime
 from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
 from tests.planner.models import DENSE, MODELS, MOE
 
 SEQ, DOCUMENTS = 256, 16
@@ -42,10 +43,11 @@ def step(
     micro_batch: int = 1024,
     policy: Mapping[str, object] = MappingProxyType({}),
     context: str = "auto",
+    **fields: object,
 ) -> StepTime:
     spec = get_model_spec("qwen3")
     planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
-    fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch}
+    fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch} | fields
     fields |= {"activation_checkpoint": dict(policy), "context_parallel": context}
     return planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS)
 
@@ -156,3 +158,19 @@ def test_a_larger_group_takes_longer_to_begin() -> None:
 )
 def test_latency_is_a_line_over_the_sizes_of_groups(by_size: dict[int, float], expected: tuple[float, float]) -> None:
     assert fit_latency(by_size) == pytest.approx(expected)
+
+
+def test_8_bit_products_take_the_time_of_their_rate() -> None:
+    """Two of three products in `rowwise`, all in `tensorwise`; the head's are as before, and rounding takes passes."""
+    gpu = read_hardware("h100-80gb").model_copy(update={"memory_bandwidth": 1e30})  # products alone
+    plain, tensorwise, rowwise = (
+        step("d1", gpu, dtype="bfloat16", fp8=fp8).products for fp8 in ("none", "tensorwise", "rowwise")
+    )
+    assert plain / 2 < tensorwise < plain
+    assert plain - rowwise == pytest.approx((plain - tensorwise) * 2 / 3)
+    slow = read_hardware("h100-80gb")
+    assert (
+        step("d1", slow, dtype="bfloat16", fp8="rowwise").elementwise > step("d1", slow, dtype="bfloat16").elementwise
+    )
+    with pytest.raises(ConfigError, match="a100-80gb has no 8-bit products"):
+        step("d1", read_hardware("a100-80gb"), dtype="bfloat16", fp8="rowwise")

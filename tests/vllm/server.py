@@ -23,11 +23,11 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # Its engine waits for its worker by spinning for a second: two threads of products beside it wait for each other.
+    # Its engine waits for its worker by spinning for a second: then two threads of products wait for each other.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""For vLLM on a machine without a GPU or a network, beside other work."""
+"""For vLLM on a machine without a GPU or a network, next to other work."""
 
 
 def environment() -> Path:

@@ -15,6 +15,7 @@ from tests.mutants.catalog import (
     engine,
     environments,
     experts,
+    fp8,
     generation,
     head,
     latents,
@@ -36,7 +37,7 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
+    attention, latents, delta_nets, experts, fp8, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
     update, served_adapters, environments, replay, vision, pictures,
 )  # fmt: skip

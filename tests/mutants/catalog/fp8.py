@@ -1,0 +1,129 @@
+"""Mistakes in 8-bit products."""
+
+from __future__ import annotations
+
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX, MATRIX
+from tests.mutants.mutant import Mutant
+
+LAYERS = "tests/models/test_fp8.py"
+LINEAR = f"{LAYERS}::test_a_linear_layer_computes_what_plain_steps_do"
+CONVERTED = f"{LAYERS}::test_which_layers_are_in_8_bits"
+TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=tensorwise]"
+ROWS_TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=rowwise]"
+EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the scale of an input is that of a tensor-parallel rank's features",
+        "parallel/fp8.py",
+        "replace(whole, in_features=ranks.tp, tokens=(ranks.cp,))",
+        "replace(whole, tokens=(ranks.cp,))",
+        (TENSOR_PARALLEL,),
+    ),
+    Mutant(
+        "the scale of a weight is that of a tensor-parallel rank's rows",
+        "models/layers/fp8.py",
+        "columns if by_row else (*columns, scaling.out_features))",
+        "columns)",
+        (TENSOR_PARALLEL,),
+    ),
+    Mutant(
+        "the scale of activations is that of a context-parallel rank's tokens",
+        "parallel/fp8.py",
+        "replace(whole, out_features=ranks.tp, tokens=(ranks.cp,))",
+        "replace(whole, out_features=ranks.tp)",
+        (f"{MATRIX}[fp8-c2-float64-context_parallel=allgather-fp8=tensorwise]",),
+    ),
+    Mutant(
+        "the scale of a latent's inputs is that of a tensor-parallel rank's tokens",
+        "parallel/fp8.py",
+        "replace(whole, tokens=(ranks.cp, ranks.tp))",
+        "replace(whole, tokens=(ranks.cp,))",
+        (f"{FURTHER_MATRIX}[fp8_latent-t2-float64-fp8=tensorwise]",),
+    ),
+    Mutant(
+        "padding has values of its own, which change a scale",
+        "archon/engine/train_step.py",
+        "return padded.repeating_first() if self.repeats_first else padded",
+        "return padded",
+        (TENSOR_PARALLEL,),
+    ),
+    Mutant(
+        "gradients are rounded as inputs are",
+        "models/layers/fp8.py",
+        "E4M3 if scaling.by_row else E5M2",
+        "E4M3",
+        (LINEAR,),
+    ),
+    Mutant(
+        "a scale multiplies where it divides",
+        "models/layers/fp8.py",
+        "(x.to(scale.dtype) / scale)",
+        "(x.to(scale.dtype) * scale)",
+        (LINEAR,),
+    ),
+    Mutant(
+        "rowwise rounds the operands of a weight's gradient too",
+        "models/layers/fp8.py",
+        "weight_grad = product(grad.t(), x)",
+        "weight_grad = product(grad.t(), quantized(x, x_scale, E4M3, True).dequantized(x.dtype))",
+        (LINEAR,),
+    ),
+    Mutant(
+        "the scale of an expert's hidden rows is that of a rank's features",
+        "parallel/fp8.py",
+        '"w2": replace(whole, in_features=group)',
+        '"w2": whole',
+        (EXPERTS,),
+    ),
+    Mutant(
+        "the scale of a row of an expert's gradient is that of a rank's features",
+        "models/layers/fp8.py",
+        "own = _quantize(grad, E4M3, True, (scaling.out_features,))",
+        "own = _quantize(grad, E4M3, True, ())",
+        (EXPERTS,),
+    ),
+    Mutant(
+        "the scale of a whole weight is that of a rank's columns where gradients meet it by rows",
+        "models/layers/fp8.py",
+        "scale = scale_of(weight, E4M3, False, (scaling.in_features, scaling.out_features))\n"
+        "            matrix = quantized",
+        "scale = scale_of(weight, E4M3, False, ())\n            matrix = quantized",
+        (ROWS_TENSOR_PARALLEL,),
+    ),
+    Mutant(
+        "routers are rounded too",
+        "parallel/fp8.py",
+        '"latent": replace(',
+        '"router": whole,\n        "latent": replace(',
+        (CONVERTED,),
+    ),
+    Mutant(
+        "gates of delta nets are rounded too",
+        "models/layers/delta_net.py",
+        "self.wa.quantizable = self.wb.quantizable = False",
+        "self.wa.quantizable = self.wb.quantizable = True",
+        (f"{LAYERS}::test_gates_of_delta_nets_are_not",),
+    ),
+    Mutant(
+        "an adapter on an 8-bit base adds nothing",
+        "models/layers/linear.py",
+        "return self.adapted(fp8_linear(x, weight, bias, self.fp8), x, adapters)",
+        "return fp8_linear(x, weight, bias, self.fp8)",
+        (f"{LAYERS}::test_an_adapter_adds_what_it_does_in_full_precision",),
+    ),
+    Mutant(
+        "common beginnings are computed once, with the rounded sum of their gradients",
+        "archon/engine/engine.py",
+        'and not gathers_keys and config.fp8 == "none"',
+        "and not gathers_keys",
+        (f"{LAYERS}::test_documents_that_begin_alike_are_computed_one_by_one",),
+    ),
+    Mutant(
+        "the planner gives weights' gradients of rowwise products the 8-bit rate",
+        "archon/planner/time_model.py",
+        'narrow if config.fp8 == "tensorwise" and not experts else own',
+        "narrow",
+        ("tests/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
+    ),
+)
