@@ -186,7 +186,7 @@ def test_bfloat16_compute_rounds_the_masters_first(recipe: str, tmp_path: Path) 
 
 MOE = {
     "model_type": "qwen2_moe",
-    "num_experts": 4,
+    "num_experts": 16,  # so that a router has sizes that kernels take
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
@@ -196,7 +196,7 @@ MOE = {
 DELTA = {
     "model_type": "qwen3_5_text",
     "full_attention_interval": 3,
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 16,  # and gates too
     "linear_num_key_heads": 2,
     "linear_value_head_dim": 16,
     "linear_key_head_dim": 16,

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from archon.engine.batch import pack
 from archon.engine.build import check_fp8
 from archon.engine.dry_run import dry_run
+from archon.engine.train_step import TokenSplit
 from archon.models import get_model_spec
 from archon.parallel.comm import Group
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
 from archon.parallel.layout import parse_layout
-from archon.parallel.ranks import SOLO
+from archon.parallel.ranks import SOLO, Ranks
 from archon.parallel.resolve import resolve_layout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 from tests.distributed.cases import MODELS, write_config
+from tests.engine.tiny import sft_batch
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,16 @@ def test_padding_repeats_the_first_token(
         assert own[~padded].equal(before.take(tokens)[~padded]) and bool((own[padded] == 100).all())
         assert bool((share.positions(positions)[padded] == 0).all())
         assert sum(stop - start for _, start, stop in repeated.chunks[rank]) == len(own)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale(repeats: bool) -> None:
+    mb = pack(sft_batch())
+    assert mb.tokens[0] != 0
+    split = TokenSplit(Ranks(), "allgather", "sdpa", repeats)
+    share = split.share(mb, torch.device("cpu"), min_tokens=len(mb.tokens) + 5)
+    padding = share.take_inputs(mb.tokens)[len(mb.tokens) :]
+    assert padding.tolist() == 5 * [int(mb.tokens[0]) if repeats else 0]
 
 
 def test_a_layout_without_padding_is_as_it_was() -> None:

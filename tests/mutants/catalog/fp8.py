@@ -10,6 +10,9 @@ LINEAR = f"{LAYERS}::test_a_linear_layer_computes_what_plain_steps_do"
 CONVERTED = f"{LAYERS}::test_which_layers_are_in_8_bits"
 TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=tensorwise]"
 ROWS_TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=rowwise]"
+PADDED = (
+    "tests/parallel/test_fp8.py::test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale[True]"
+)
 EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -46,7 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/engine/train_step.py",
         "return padded.repeating_first() if self.repeats_first else padded",
         "return padded",
-        (TENSOR_PARALLEL,),
+        (PADDED,),
     ),
     Mutant(
         "gradients are rounded as inputs are",
