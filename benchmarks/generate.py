@@ -1,9 +1,11 @@
-"""Greedy generation, side by side: archon's in-process engine against transformers' `generate` and continuous batching.
+"""Greedy generation, side by side: archon's in-process engine against transformers' `generate` and continuous batching,
+and against vLLM's build for CPUs.
 
 The Qwen3 of 26 million parameters in float32. Even: 32 prompts, 128 new tokens each. Ragged: 128 prompts, answers of 16
 to 256 tokens, at most 32 at once. Every answer's length is forced, so that all sides do the same work; prompts are of
 one length, which spares transformers its padding. `generate` takes the ragged prompts 32 at a time, in their order, and
-ends a batch when its longest answer ends; of its static and its dynamic cache only the faster is timed.
+ends a batch when its longest answer ends; of its static and its dynamic cache only the faster is timed. vLLM lives in
+an environment of its own, which `.ci/setup_vllm` makes; its side is the offline `LLM`.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --case ragged --quick
@@ -19,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from archon.bench.origin import spread
-from benchmarks import harness
+from benchmarks import harness, vllm_side
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 
 ARCHON = "archon"
 STATIC, DYNAMIC = "transformers generate (static cache)", "transformers generate (dynamic cache)"
 CONTINUOUS = "transformers continuous batching"
+VLLM = "vLLM (CPU build)"
 AIMS = {"even": ">= 1.4", "ragged": ">= 2.2", "gpu": ">= 10"}
+VLLM_AIM = ">= 1"
 PROMPT_LENGTH = 32
 TIE = 1e-5  # float32 logits of different kernels differ by about 1e-6 of the largest
 
@@ -36,7 +40,8 @@ Generate = Callable[[], list[list[int]]]
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Load the checkpoint into a side and generate once; the parent compares the tokens."""
     prompts = make_prompts(options)
-    make = {ARCHON: archon, STATIC: transformers, DYNAMIC: transformers, CONTINUOUS: continuous}[side]
+    makers = {ARCHON: archon, STATIC: transformers, DYNAMIC: transformers, CONTINUOUS: continuous, VLLM: vllm}
+    make = makers[side]
     generate = make(side, prompts, options)
     start = time.perf_counter()
     tokens = generate()
@@ -49,7 +54,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
         generate()
         return {}
 
-    return {"tokens": tokens, "seconds": seconds}, run
+    return {"tokens": tokens, "seconds": seconds, "version": vllm_side.version() if side == VLLM else None}, run
 
 
 def make_prompts(options: dict[str, Any]) -> list[list[int]]:
@@ -163,6 +168,11 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
     return generate
 
 
+def vllm(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
+    """vLLM's offline `LLM`, which admits as many requests at once as the others have rows."""
+    return vllm_side.greedy_answers(options["checkpoint"], prompts, options["lengths"], options["slots"])
+
+
 def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
     """Measures one case: checks that every side generates the same tokens, then times them."""
     total = sum(options["lengths"])
@@ -171,22 +181,32 @@ def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None
     record = harness.new_record("generate", case, options["threads"])
     record.setup = {"model": shape(options["model"]), "prompt_length": PROMPT_LENGTH}
     record.setup |= {key: options[key] for key in ("lengths", "slots", "dtype")}
-    with Sides("benchmarks.generate", [ARCHON, STATIC, DYNAMIC, CONTINUOUS], options) as sides:
+    names = [ARCHON, STATIC, DYNAMIC, CONTINUOUS]
+    if options["device"] == "cpu":
+        names.append(VLLM)
+        if python := vllm_side.python():
+            options = {**options, "pythons": {VLLM: str(python)}}
+    with Sides("benchmarks.generate", names, options) as sides:
         ours = sides.facts(ARCHON)["tokens"]
         theirs = {name: sides.facts(name)["tokens"] for name in sides.workers if name != ARCHON}
         for name, tokens in theirs.items():
             record.notes += compare(name, ours, tokens, options)
             record.checks.append(harness.NumericCheck(what="greedy tokens", peer=name, difference=0.0, tolerance=0.0))
         record.notes += keep_faster_cache(sides)
+        if VLLM in sides.workers:
+            record.versions["vllm"] = sides.facts(VLLM)["version"]
         runs = sides.alternate(rounds, warmup=0)
     rates = {side: [total / run["seconds"] for run in results] for side, results in runs.items()}
     for side, values in rates.items():
         record.sides[side] = spread(values, "tok/s", runs[side])
     peers = {side: values for side, values in rates.items() if side != ARCHON}
-    aim = AIMS["gpu" if options["device"] == "cuda" else case]
-    better = max(peers, key=lambda side: record.sides[side].median, default=None)
+    of_transformers = [side for side in peers if side != VLLM]
+    aims = {VLLM: VLLM_AIM}
+    if of_transformers:
+        fastest = max(of_transformers, key=lambda side: record.sides[side].median)
+        aims[fastest] = AIMS["gpu" if options["device"] == "cuda" else case]
     for side, values in peers.items():
-        record.ratios[f"archon / {side}"] = harness.ratio(rates[ARCHON], values, aim if side == better else None)
+        record.ratios[f"archon / {side}"] = harness.ratio(rates[ARCHON], values, aims.get(side))
     record.missing = sides.missing
     harness.finish(record, keep)
 
@@ -273,7 +293,8 @@ def main() -> None:
             measure(case, {**options, "slots": len(lengths), "lengths": lengths}, arguments.rounds, keep)
             return None
         model = "tiny" if arguments.quick else "26M"
-        made = make_checkpoint(Path(folder), model)
+        # vLLM's attention for CPUs has no heads below 32.
+        made = make_checkpoint(Path(folder), model, fields={"head_dim": 32} if arguments.quick else None)
         options |= {"checkpoint": str(made), "model": model, "device": "cpu", "dtype": "float32"}
         for case in [arguments.case] if arguments.case else ["even", "ragged"]:
             lengths = case_lengths(case, arguments.quick)

@@ -47,7 +47,8 @@ class Worker:
         module: the benchmark, as `benchmarks.train_step`; it is run with `--worker SIDE`.
         side: name of the side.
         options: JSON-compatible options of `prepare`. With `ranks` above 1 the side is that many processes under
-            torchrun, which share `threads`.
+            torchrun, which share `threads`. `pythons` has the Python of each side that lives in another environment;
+            there neither the benchmark nor `archon` may import what that environment lacks.
 
     After the constructor exactly one of `facts` (results to check) and `missing` (why the side cannot run) is set.
     """
@@ -63,8 +64,9 @@ class Worker:
         environment |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
         environment[OPTIONS] = json.dumps(dict(options))
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        python = options.get("pythons", {}).get(side, sys.executable)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *(torchrun if ranks > 1 else []), module, "--worker", side],
+            [python, "-m", *(torchrun if ranks > 1 else []), module, "--worker", side],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

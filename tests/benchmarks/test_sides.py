@@ -81,6 +81,21 @@ def test_generation_gives_forced_lengths_and_equal_tokens(checkpoint):
         generate.compare("peer", tokens["archon"], wrong, options)
 
 
+@pytest.mark.slow
+def test_where_vllm_is_not_installed_the_record_says_how_to_get_it(checkpoint, tmp_path, monkeypatch):
+    options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
+    options |= {"lengths": [3, 5], "slots": 2}
+    records = []
+    monkeypatch.setenv("ARCHON_VLLM", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("benchmarks.harness.finish", lambda record, keep: records.append(record))
+    generate.measure("even", options, rounds=1, keep=False)
+    (record,) = records
+    reason = "ModuleNotFoundError: No module named 'vllm' (to install it: .ci/setup_vllm)"
+    assert record.missing == {generate.VLLM: reason}
+    ratios = {name: ratio.aim for name, ratio in record.ratios.items()}
+    assert generate.VLLM not in record.sides and sorted(map(str, ratios.values())) == [">= 1.4", "None"]
+
+
 def test_ragged_lengths_spread_over_their_range():
     lengths = generate.case_lengths("ragged", quick=False)
     assert (len(lengths), min(lengths), max(lengths), round(sum(lengths) / 128)) == (128, 16, 256, 136)

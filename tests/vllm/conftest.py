@@ -13,8 +13,9 @@ from archon.checkpoint.hf_io import load_tokenizer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
 from archon.training.config import BootstrapConfig, TokenizerRecipe
+from benchmarks.vllm_side import is_installed
 from tests.rl.conftest import fresh_checkpoint
-from tests.vllm.server import VLLMServer, is_installed
+from tests.vllm.server import VLLMServer
 
 collect_ignore_glob = [] if is_installed() else ["test_*.py"]
 

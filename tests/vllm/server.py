@@ -13,31 +13,17 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from benchmarks import vllm_side
+
 ROOT = Path(__file__).resolve().parents[2]
-RELEASE = "0.32.0"
 READY_SECONDS = 600
 EXTENSION = "archon.serve.vllm_extension.Extension"
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+ENVIRONMENT = vllm_side.ENVIRONMENT | {
     # Its engine waits for its worker by spinning for a second: then two threads of products wait for each other.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""For vLLM on a machine without a GPU or a network, next to other work."""
-
-
-def environment() -> Path:
-    """The folder of vLLM's environment: `ARCHON_VLLM`, or where `.ci/setup_vllm` makes it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("ARCHON_VLLM") or cache / "archon" / f"vllm-{RELEASE}")
-
-
-def is_installed() -> bool:
-    return (environment() / ".archon-setup").exists()
+"""Next to other work."""
 
 
 def _end_with_parent() -> None:
@@ -55,7 +41,7 @@ class VLLMServer:
             self.port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         command = [
-            *(str(environment() / "bin" / "vllm"), "serve", str(model)),
+            *(str(vllm_side.environment() / "bin" / "vllm"), "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
             *("--max-model-len", "512", "--max-num-seqs", "32", "--enforce-eager", "--enable-scale-out"),
             *("--worker-extension-cls", extension),

@@ -29,9 +29,10 @@ from archon.rl.config import RLConfig
 from archon.rl.weight_sync import PushedWeights
 from archon.schema.config import EngineConfig
 from archon.training.metrics import read_jsonl
+from benchmarks.vllm_side import RELEASE, environment
 from tests.real_model import SMOLLM2
 from tests.test_readme import ROOT, shown
-from tests.vllm.server import ENVIRONMENT, RELEASE, VLLMServer, environment
+from tests.vllm.server import ENVIRONMENT, VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # Two processes run these tests, each of which starts the servers of its own group.

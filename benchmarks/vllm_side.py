@@ -1,0 +1,78 @@
+"""vLLM's build for CPUs as a side of a benchmark: its own environment, and its offline `LLM`.
+
+Imported in that environment too, so without what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+RELEASE = "0.32.0"
+INSTALLATION = ".ci/setup_vllm"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""For vLLM on a machine without a GPU or a network."""
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For the offline `LLM`. With processes of its own, its default, vLLM keeps one core for the engine, which spins there
+while the worker computes: on two cores that leaves one thread, and half the speed."""
+
+
+def environment() -> Path:
+    """Returns the folder of vLLM's environment: `ARCHON_VLLM`, or where `.ci/setup_vllm` makes it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("ARCHON_VLLM") or cache / "archon" / f"vllm-{RELEASE}")
+
+
+def is_installed() -> bool:
+    """Returns whether `.ci/setup_vllm` has made the environment."""
+    return (environment() / ".archon-setup").exists()
+
+
+def python() -> Path | None:
+    """Returns the Python of vLLM's environment; None where `.ci/setup_vllm` has not made it."""
+    return environment() / "bin" / "python" if is_installed() else None
+
+
+def greedy_answers(
+    path: str, prompts: Sequence[list[int]], lengths: Sequence[int], slots: int
+) -> Callable[[], list[list[int]]]:
+    """Load a checkpoint in float32. Returns a function whose greedy answers to the prompts have these lengths.
+
+    Raises ModuleNotFoundError, with the install command, where vLLM is missing.
+    """
+    os.environ |= ENVIRONMENT | IN_PROCESS
+    try:
+        from vllm import LLM, SamplingParams
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error} (to install it: {INSTALLATION})", name=error.name) from error
+    engine = LLM(
+        model=path,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, prompts)) + max(lengths),
+        max_num_seqs=slots,
+        enable_prefix_caching=False,
+    )
+    sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+
+    def answer() -> list[list[int]]:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = engine.generate(asked, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return answer
+
+
+def version() -> str:
+    """Returns the version of vLLM in this process's environment."""
+    import vllm
+
+    return vllm.__version__
