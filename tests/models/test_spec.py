@@ -119,6 +119,7 @@ def test_parallelize_functions_have_the_contracts_signature(function: object) ->
         "reshard_after_forward_policy": "default",
         "ac_config": None,
         "enable_compile": "auto",
+        "fp8": "none",
     }
     assert list(parameters)[:2] == ["model", "parallel_dims"]
 
