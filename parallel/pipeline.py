@@ -67,7 +67,7 @@ def plan_stages(config: PipelineConfig, pp: int, n_layers: int, tower_layers: in
                 f"pipeline of p = {pp} with schedule {config.schedule} has {stages} stages, and the model {n_layers} "
                 f"layers{first}; use a smaller p, or fewer stages a rank"
             )
-        sizes = [*_balanced_split(n_layers, stages, config.embedding_weight, config.head_weight, least)]
+        sizes = [*_balanced_split(n_layers, stages, config.head_weight, least)]
     if len(sizes) != stages or sum(sizes) != n_layers or min(sizes) < 1:
         raise LayoutError(
             f"layers_per_stage is {sizes}; expected {stages} numbers of at least 1 that add up to the {n_layers} layers"
@@ -82,13 +82,12 @@ def plan_stages(config: PipelineConfig, pp: int, n_layers: int, tower_layers: in
 
 
 @lru_cache(maxsize=1024)
-def _balanced_split(n_layers: int, stages: int, embedding: float, head: float, least: int) -> tuple[int, ...]:
+def _balanced_split(n_layers: int, stages: int, head: float, least: int) -> tuple[int, ...]:
     """Returns the layers of each stage, at least one and `least` on the first, that minimize the heaviest stage's
-    weight; among equal splits, the one whose later stages hold more. `embedding` and `head` are the extra weights of
-    the first and last stage."""
+    weight; among equal splits, the one whose later stages hold more. `head` is the extra weight of the last stage."""
     best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n_layers]
     for stage in range(stages):
-        extra = (embedding if stage == 0 else 0.0) + (head if stage == stages - 1 else 0.0)
+        extra = head if stage == stages - 1 else 0.0
         row = [(float("inf"), 0)] * (n_layers + 1)
         for end in range(stage + least, n_layers + 1):
             row[end] = min((max(best[-1][start][0], end - start + extra), -start) for start in range(stage, end))

@@ -267,7 +267,6 @@ class PipelineConfig(StrictModel):
         "1f1b", description="order of forward and backward passes"
     )
     stages_per_rank: int = Field(2, ge=1, description="stages a rank holds in the interleaved schedules")
-    embedding_weight: float = Field(0.0, ge=0, description="cost of the embedding on the first stage, in layers")
     head_weight: float = Field(1.0, ge=0, description="cost of head and loss on the last stage, in layers")
     layers_per_stage: list[int] | None = Field(None, description="layers of each stage by hand; null balances them")
 
