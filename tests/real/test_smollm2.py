@@ -125,7 +125,7 @@ def held_out_loss(model: Any, rows: Sequence[dict[str, Any]]) -> float:
         tokens, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"]).bool()
         length = len(tokens)
         logits = model(tokens, torch.arange(length), torch.tensor([0, length], dtype=torch.int32), length)
-        total += float(F.cross_entropy(logits[:-1][mask[1:]], tokens[1:][mask[1:]], reduction="sum"))
+        total += float(F.cross_entropy(logits[:-1][mask[1:]].double(), tokens[1:][mask[1:]], reduction="sum"))
         count += int(mask[1:].sum())
     return total / count
 
