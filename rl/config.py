@@ -232,6 +232,11 @@ class RLConfig(StrictModel):
         """Whether gold answers are scored before step 0: an environment that scores its own episodes has none."""
         return self.rollout.gold_checked != 0 and self.reward != self.workflow
 
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps the optimizers take, of all minibatches and passes over them."""
+        return self.total_steps * self.algorithm.ppo_epochs * self.algorithm.minibatches
+
     def resolve(self) -> ResolvedRL:
         """Returns the models and the objective with the values that they take from the actor and other sections."""
         algorithm, ref, critic = self.algorithm, None, None

@@ -363,7 +363,7 @@ class RLTrainer(BaseTrainer):
         answers = config.rollout.prompts_per_step * config.gconfig.n_samples
         require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
         self.engine = ArchonEngine(config.actor)
-        steps = config.total_steps * algorithm.ppo_epochs * algorithm.minibatches
+        steps = config.optimizer_steps
         self.engine.initialize(steps)
         reference = None if resolved.ref is None else open_reference(self.engine, resolved.ref)
         if resolved.critic is not None:

@@ -51,7 +51,7 @@ def check_rl(config: RLConfig) -> list[str]:
     )
     models = config.resolve()
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as made:
-        steps = config.total_steps * config.algorithm.ppo_epochs * config.algorithm.minibatches
+        steps = config.optimizer_steps
         found = check_model("actor", models.actor, made, steps)
         if models.ref is not None:
             found += check_model("ref", models.ref, made)
@@ -94,7 +94,7 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as made:
-        found = check_model("model", config.resolve().model, made, config.total_steps)
+        found = check_model("model", config.resolve().model, made, config.optimizer_steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):

@@ -73,6 +73,7 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
 
         check.print_check(config, getattr(check, f"check_{command}"))
         return 0
+    from archon.engine.optim import check_schedule
     from archon.rl.bootstrap import ensure_checkpoint
     from archon.training.loop import join_processes
     from archon.training.runner import Runner
@@ -80,6 +81,9 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     config = join_processes(config, getattr(config, run.model))
     engine = getattr(config, run.model)
     bootstrap = bootstrap and join_processes(bootstrap, engine)
+    several_adapters = engine.lora is not None and engine.lora.adapters is not None  # each has a schedule of its own
+    if bootstrap and engine.optimizer and not several_adapters and config.optimizer_steps is not None:
+        check_schedule(engine.scheduler, config.optimizer_steps)  # before the minutes that a bootstrap takes
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
             runner.request_stop(number)

@@ -15,6 +15,7 @@ from archon.checkpoint.hf_io import materialize
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.peft_adapter import read_sizes
 from archon.checkpoint.peft_export import require_writable
+from archon.engine.threads import keep_threads
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
@@ -72,6 +73,8 @@ class Build:
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
         """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
         config = self.config
+        if config.deterministic or config.compile is True:  # code is compiled for a number of threads
+            keep_threads()
         model = self.whole_model()
         remove(model)
         self.spec.parallelize_fn(

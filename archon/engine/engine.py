@@ -56,6 +56,7 @@ from archon.engine.state import (
     rng_state,
     set_rng_state,
 )
+from archon.engine.threads import fit_threads
 from archon.engine.train_step import (
     Batch,
     BatchLoss,
@@ -705,6 +706,8 @@ class ArchonEngine:
         return self.model
 
     def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
+        fit_threads()
+
         def prepare() -> tuple[Any, list[Any]]:
             self._check_usable()
             packed, parts = micro_batches(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archon.checkpoint.adapter_export import Adapters
 from archon.engine import heap
+from archon.engine.threads import fit_threads
 from archon.generation.adapters import AdapterTable
 from archon.generation.expert_record import ExpertRecord, Experts, Recorder
 from archon.generation.pictures import PictureRows, PromptPictures
@@ -286,6 +287,7 @@ class Generator:
     def step(self) -> None:
         """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
         started = time.perf_counter()
+        fit_threads()
         step = self.scheduler.plan()
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)

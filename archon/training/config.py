@@ -74,6 +74,11 @@ class SFTConfig(StrictModel):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
     bootstrap: BootstrapFile = Field(None, description="file of `archon bootstrap`, to create a missing checkpoint")
 
+    @property
+    def optimizer_steps(self) -> int | None:
+        """How many steps the optimizer takes; None: as many as there are data."""
+        return self.total_steps
+
     def resolve(self) -> ResolvedSFT:
         """Returns the models as the run uses them."""
         return ResolvedSFT(model=self.model)

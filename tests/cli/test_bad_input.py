@@ -85,6 +85,15 @@ def test_bootstrap_config_that_cannot_be_made(archon, sft_overrides, tmp_path, v
     assert not list(tmp_path.glob("made*")), "nothing is left that the fixed run would stumble over"
 
 
+def test_a_schedule_without_an_end_is_refused_before_the_bootstrap(archon, sft_overrides, tmp_path):
+    (tmp_path / "bootstrap.yaml").write_text("hf_config: {model_type: qwen3}\n")
+    changes = [f"model.path={tmp_path / 'made'}", f"bootstrap={tmp_path / 'bootstrap.yaml'}", "total_steps=3"]
+    schedule = ["model.scheduler.kind=cosine", "model.scheduler.warmup_steps=3"]
+    complaint = archon("sft", *sft_overrides, *changes, *schedule).complaint
+    assert "scheduler.warmup_steps = 3 leaves none of the 3 steps" in complaint
+    assert not list(tmp_path.glob("made*"))
+
+
 def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_overrides):
     assert "where should the checkpoint be made? give path=FOLDER" in archon("bootstrap").complaint
     assert "nowhere.yaml" in archon("sft", *sft_overrides, "bootstrap=nowhere.yaml").complaint

@@ -1,0 +1,126 @@
+"""The demo and the tests on a machine that has other work: how much longer do they take?
+
+The demo is `archon rl --config rl/recipes/arithmetic_cpu.yaml` as anybody types it, ended after 30 steps: the start is
+made, fine-tuned, reinforced, evaluated and exported. Alone, and beside two processes that compute without end, in turn;
+and alone with the threads that torch takes by itself, which `archon.engine.threads` must not make slower.
+
+The tests are those of `make test`, alone and beside one such process, once each: about half an hour.
+
+    python -m benchmarks.busy
+    python -m benchmarks.busy --case tests --rounds 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from archon.bench.origin import spread
+from benchmarks import harness
+from benchmarks.harness import ROOT, say
+
+RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
+ALONE = "alone"
+FIXED = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+"""The threads that torch takes by itself, which then stay as many."""
+
+
+class Side(NamedTuple):
+    """`loops` busy processes beside it; `environment` in addition to this process's."""
+
+    loops: int
+    environment: dict[str, str]
+
+
+class Case(NamedTuple):
+    """Its sides, and of what others the first one's seconds are compared with: the aim of their ratio."""
+
+    sides: dict[str, Side]
+    aims: dict[str, str]
+
+
+BESIDE_TWO, BESIDE_ONE, DEFAULT = "beside two busy loops", "beside a busy loop", "alone, threads fixed"
+CASES = {
+    "demo": Case(
+        {ALONE: Side(0, {}), BESIDE_TWO: Side(2, {}), DEFAULT: Side(0, FIXED)},
+        {f"{BESIDE_TWO} / {ALONE}": "<= 2.5", f"{ALONE} / {DEFAULT}": "<= 1.05"},
+    ),
+    "tests": Case({ALONE: Side(0, {}), BESIDE_ONE: Side(1, {})}, {f"{BESIDE_ONE} / {ALONE}": "<= 2"}),
+}
+
+
+@contextlib.contextmanager
+def busy(loops: int) -> Iterator[None]:
+    """That many processes compute for the time of the block."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def command(case: str, folder: Path, steps: int) -> list[str]:
+    """Returns what is timed."""
+    if case == "tests":
+        return ["make", "test"]
+    # The recipe warms up for 50 steps, which a shorter run has not.
+    changes = (f"run_dir={folder}", f"total_steps={steps}", f"actor.scheduler.warmup_steps={steps // 6}")
+    return [sys.executable, "-m", "archon", "rl", "--config", str(RECIPE), *changes]
+
+
+def seconds_of(case: str, side: Side, steps: int) -> float:
+    """Returns the wall time of one run. Raises BenchmarkError for one that fails."""
+    with tempfile.TemporaryDirectory() as folder, busy(side.loops):
+        start = time.perf_counter()
+        done = subprocess.run(
+            command(case, Path(folder) / "run", steps),
+            cwd=ROOT,
+            env=os.environ | side.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        seconds = time.perf_counter() - start
+    if done.returncode:
+        raise harness.BenchmarkError(f"it ended with {done.returncode}: {done.stdout[-2000:]}")
+    return seconds
+
+
+def measure(name: str, rounds: int, steps: int, keep: bool) -> None:
+    """Measures one case, its sides in turn."""
+    case = CASES[name]
+    record = harness.new_record("busy", name, os.cpu_count() or 1)
+    record.setup = {"steps": steps} if name == "demo" else {}
+    seconds: dict[str, list[float]] = {side: [] for side in case.sides}
+    for number in range(rounds):
+        for name_of_side in list(case.sides)[:: -1 if number % 2 else 1]:
+            seconds[name_of_side].append(seconds_of(name, case.sides[name_of_side], steps))
+            say(f"  {name_of_side}: {seconds[name_of_side][-1]:.1f} s")
+    record.sides = {side: spread(values, "s") for side, values in seconds.items()}
+    for ratio, aim in case.aims.items():
+        ours, theirs = ratio.split(" / ")
+        record.ratios[ratio] = harness.ratio(seconds[ours], seconds[theirs], aim)
+    harness.finish(record, keep)
+
+
+def main() -> None:
+    """Parse and measure."""
+    parser = harness.parser(__doc__)
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--case", choices=CASES, default="demo")
+    arguments = parser.parse_args()
+    rounds, steps = (1, 3) if arguments.quick else (arguments.rounds, 30)
+    measure(arguments.case, rounds, steps, not (arguments.quick or arguments.no_record))
+
+
+if __name__ == "__main__":
+    main()

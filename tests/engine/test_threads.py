@@ -1,0 +1,182 @@
+"""A process computes with as many threads as other programs leave processors for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.threads import SECONDS, FittingThreads, busy_seconds
+from tests.engine.tiny import make_engine, sft_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Machine:
+    """Four processors and a clock, on which this process and others run."""
+
+    def __init__(self) -> None:
+        self.now = self.own = self.others = 0.0
+
+    def busy(self) -> tuple[float, float]:
+        return self.own + self.others, self.own
+
+    def run(self, own: float, others: float, seconds: float = SECONDS) -> None:
+        """So many processors are used by both for that time."""
+        self.now, self.own, self.others = self.now + seconds, self.own + own * seconds, self.others + others * seconds
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[FittingThreads]:
+    """Of a process that may use all four."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    fitting = FittingThreads(machine.busy, lambda: machine.now, processors=4)
+    fitting.fit()
+    yield fitting
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, 4), (0.3, 4), (0.7, 3), (1, 3), (2.6, 1), (4, 1)])
+def test_as_many_threads_as_processors_are_free(
+    machine: Machine, threads: FittingThreads, others: float, expected: int
+) -> None:
+    machine.run(4 - others, others)
+    threads.fit()
+    assert torch.get_num_threads() == expected
+
+
+def test_all_of_them_again_once_the_others_have_ended(machine: Machine, threads: FittingThreads) -> None:
+    machine.run(1, 3)
+    threads.fit()
+    machine.run(1, 3, seconds=SECONDS / 2)
+    threads.fit()
+    assert torch.get_num_threads() == 1
+    machine.run(1, 0, seconds=4 * SECONDS)
+    threads.fit()
+    assert torch.get_num_threads() == 4
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_each_thread_that_computes_follows(machine: Machine, threads: FittingThreads) -> None:
+    found = []
+
+    def compute() -> None:
+        for others in (0, 2, 0):
+            machine.run(1, others)
+            threads.fit()
+            found.append(torch.get_num_threads())
+
+    in_a_thread(compute)
+    assert found == [4, 2, 4]
+    machine.run(1, 3)
+    in_a_thread(threads.fit)
+    assert torch.get_num_threads() == 4, "this one has not asked since"
+    threads.fit()
+    assert torch.get_num_threads() == 1
+
+
+def test_a_number_that_somebody_has_chosen_stays(
+    machine: Machine, threads: FittingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(3)
+    machine.run(1, 3)
+    threads.fit()
+    assert torch.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    other = FittingThreads(machine.busy, lambda: machine.now, processors=4)
+    for _ in range(3):
+        machine.run(1, 3)
+        other.fit()
+    assert torch.get_num_threads() == 3
+
+
+def test_a_number_that_is_to_stay_is_all_of_them(machine: Machine, threads: FittingThreads) -> None:
+    machine.run(1, 3)
+    threads.fit()
+    threads.keep()
+    assert torch.get_num_threads() == 4
+    machine.run(1, 3)
+    threads.fit()
+    assert torch.get_num_threads() == 4
+
+
+def test_where_nothing_tells_the_load_it_stays(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    def hidden() -> tuple[float, float]:
+        raise OSError("no /proc")
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    fitting = FittingThreads(hidden, lambda: machine.now, processors=4)
+    for _ in range(2):
+        fitting.fit()
+        machine.run(0, 4)
+
+
+def test_the_machine_is_at_least_as_busy_as_this_process() -> None:
+    before = busy_seconds()
+    while busy_seconds()[1] < before[1] + 0.5:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+    busy, own = (after - then for after, then in zip(busy_seconds(), before, strict=True))
+    assert own >= 0.5 and busy >= own - 0.1
+
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+import torch
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from tests.engine.tiny import make_engine, sft_batch
+
+torch.set_num_threads(2)  # which, before the first step, is as many as torch takes by itself
+engine = make_engine(Path(sys.argv[1]), optimizer={"lr": 1e-3})
+end = time.monotonic() + 60
+while torch.get_num_threads() > 1 and time.monotonic() < end:
+    engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")
+def test_training_beside_busy_programs_goes_on_with_one_thread(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    spin = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(spin) for _ in os.sched_getaffinity(0)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINING, str(tmp_path)],
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_deterministic_engine_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    monkeypatch.setattr("archon.engine.build.keep_threads", lambda: kept.append(True))
+    make_engine(tmp_path / "a", optimizer={"lr": 1e-3}).train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+    assert not kept
+    make_engine(tmp_path / "b", compile=True)
+    assert kept
