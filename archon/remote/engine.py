@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -423,21 +423,25 @@ class RemoteEngine:
         meta.write(self.transport, folder, dtype)
         delta, since = self._write_delta(folder)
         seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
-        push = self._last_push = self._push(meta, version, folder=folder, delta=delta, since=since)
-        results = self._world.broadcast_json(lambda: self._push_to_all([push] * len(self.servers)))
+        push = self._last_push = self._push(version, folder=folder, delta=delta, since=since)
+        with ThreadPoolExecutor(1) as pool:
+            results = pool.submit(self._push_to_all, [push] * len(self.servers)) if self._world.is_main else Future()
+            self._score(push, meta)
+            everywhere = self._world.broadcast_json(results.result)
         if self._world.is_main:
             _remove_others(self.folder, folder)
-        return _Pushed(results, size, seconds)
+        return _Pushed(everywhere, size, seconds)
 
     def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
-        push, feeds = self._push(meta, version), [Feed() for _ in self.servers]
+        push, feeds = self._push(version), [Feed() for _ in self.servers]
         self._last_push = push
         started, size = time.perf_counter(), 0
         tensors = meta.tensors(dtype)
         if not self._world.is_main:
             for _ in tensors:  # gathering is a collective
                 pass
+            self._score(push, meta)
             return _Pushed(self._world.broadcast_json(list), size, time.perf_counter() - started)
         with ThreadPoolExecutor(1) as pool:
             results = pool.submit(self._push_to_all, [replace(push, buckets=feed) for feed in feeds])
@@ -454,14 +458,21 @@ class RemoteEngine:
                 for feed in feeds:
                     feed.put(end)
             seconds = time.perf_counter() - started
+            self._score(push, meta)
         return _Pushed(self._world.broadcast_json(results.result), size, seconds)
 
-    def _push(self, meta: WeightSource, version: int, **written: Any) -> Push:
-        """Returns what every server is pushed, with the trainer's scores of the probe."""
-        probe = list(self.probe)
-        return Push(
-            self.transport, version, probe, meta.score(probe), LIMITS["float32"], self.config.seconds, **written
-        )
+    def _push(self, version: int, **written: Any) -> Push:
+        """Returns what every server is pushed; `_score` completes it."""
+        limits = LIMITS["float32"]
+        return Push(self.transport, version, list(self.probe), Future(), limits, self.config.seconds, **written)
+
+    def _score(self, push: Push, meta: WeightSource) -> None:
+        """Scores the probe, which threads that push await; a collective."""
+        try:
+            push.expected.set_result(meta.score(push.probe))
+        except BaseException as error:
+            push.expected.set_exception(error)
+            raise
 
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
         """Returns the folder of what changed since the last push, and its version; None where all is pushed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Push:
     Attributes:
         version: of the weights.
         probe: the tokens that servers score.
-        expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1.
+        expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1, computed while servers load.
         limits: of |Δ logprob| for a push that succeeded.
         seconds: time-out of each request.
         folder: where they were written.
@@ -40,7 +41,7 @@ class Push:
     transport: Transport
     version: int
     probe: list[int]
-    expected: list[float]
+    expected: Future[list[float]]
     limits: Limits
     seconds: float
     folder: Path | None = None
@@ -149,9 +150,10 @@ class RemoteServer:
     def _compare(self, push: Push, model: str) -> float:
         """Returns the largest |Δ logprob| of the probe's tokens. Raises ServerError where it is beyond the limits."""
         scores = self.dialect.score(self.http, model, push.probe, push.seconds)
-        if len(scores) != len(push.expected):
-            raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(push.expected)}")
-        differences = [abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True)]
+        expected = push.expected.result()
+        if len(scores) != len(expected):
+            raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(expected)}")
+        differences = [abs(own - theirs) for own, theirs in zip(expected, scores, strict=True)]
         largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
         if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well
             raise ServerError(

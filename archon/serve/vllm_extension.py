@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from archon.remote.weight_stream import received
@@ -122,7 +122,7 @@ class Transfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        repack_embeddings(self.model)
+        share_packed_embeddings(self.model)
 
     def shutdown(self) -> None:
         """Does nothing."""
@@ -145,14 +145,22 @@ def patch(checkpoint: dict[str, torch.Tensor], changes: dict[str, torch.Tensor])
         tensor.view(-1)[changes[f"{name}.indices"].long()] = changes[f"{name}.values"]
 
 
-def repack_embeddings(model: torch.nn.Module) -> None:
-    """Packs embeddings again whose matrix is also that of the head.
+def share_packed_embeddings(model: torch.nn.Module) -> None:
+    """Lets heads of tied embeddings multiply with what the embeddings packed.
 
-    On a CPU the head multiplies with a packed copy, and a reload of vLLM 0.32 leaves the old one of tied embeddings.
+    On a CPU a layer multiplies with a packed copy of its matrix. A reload of vLLM 0.32 packs that of the embeddings
+    anew, which need none, and leaves the head its old one.
     """
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+    packed = {
+        module.weight.data_ptr(): module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)
+        and not isinstance(module, ParallelLMHead)
+        and hasattr(module, "cpu_linear")
+    }
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and head.weight.data_ptr() in packed:
+            head.cpu_linear = packed[head.weight.data_ptr()].cpu_linear
 
 
 class Extension:

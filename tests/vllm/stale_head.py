@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from archon.serve import vllm_extension
 
-_REPAIR = vllm_extension.repack_embeddings
+_REPAIR = vllm_extension.share_packed_embeddings
 
 
 class Extension(vllm_extension.Extension):
@@ -12,4 +12,4 @@ class Extension(vllm_extension.Extension):
 
     def leave_head_stale(self, stale: bool) -> None:
         """Chooses whether later reloads keep the old head of tied embeddings."""
-        vllm_extension.repack_embeddings = (lambda model: None) if stale else _REPAIR
+        vllm_extension.share_packed_embeddings = (lambda model: None) if stale else _REPAIR
