@@ -126,7 +126,9 @@ def save_hf(
             with _carry_source(target, adapter if carry else None, source) as carried:
                 written = _write_weights(weights, shards, dtype, buffers)
                 shapes = {name: shape for name, (shape, _) in written.items()}
-                _check_names_and_shapes(target, config, shapes, text_only=text_only)
+                is_critic = "score.weight" in written
+                of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
+                _check_names_and_shapes(target, of_model, shapes)
                 # The config names the dtype of the parameters; a router's bias and decays may be wider. Of several
                 # dtypes it names the widest, which can represent all of them exactly.
                 wider = buffers | _full_precision_keys(adapter)
@@ -135,7 +137,7 @@ def save_hf(
                 for name, tensor in carried(widest).items():
                     shards.add(name, tensor)
                 shards.finish()
-            _write_config(folder, config, widest, is_critic="score.weight" in written)
+            _write_config(folder, config, widest, is_critic=is_critic)
             kill_point("export.config_written")
             copy_assets(folder, assets, tokenizer)
             kill_point("export.assets_copied")
@@ -313,12 +315,9 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _check_names_and_shapes(
-    target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], *, text_only: bool
-) -> None:
-    """Raise CheckpointError unless the names and shapes written are exactly those of the config's model."""
-    spec = get_model_spec(config["model_type"], text_only=text_only)
-    expected = spec.state_dict_adapter_class(config, is_critic="score.weight" in shapes).hf_shapes()
+def _check_names_and_shapes(target: Path, adapter: BaseStateDictAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the names and shapes written are exactly those of the adapter's model."""
+    expected = adapter.hf_shapes()
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
