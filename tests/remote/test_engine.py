@@ -291,6 +291,22 @@ async def test_an_answer_without_versions_that_a_push_overtook_is_asked_again(
     assert len(response.output_tokens) == len(response.output_versions) <= 8
 
 
+@pytest.mark.parametrize("transport", ["disk", "gloo"])
+def test_a_trainer_that_cannot_score_ends_the_push_with_that_and_leaves_the_server_paused(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights, transport: str
+) -> None:
+    server = twin()
+    engine = connected(server, transport=transport)
+
+    class Unscored(AwayFromServer):
+        def score(self, tokens: list[int]) -> list[float]:
+            raise FloatingPointError("not finite")
+
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.update_weights(Unscored(weights, []), version=1)
+    assert server.is_paused and engine.version == 0
+
+
 def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
     server = twin()
     engine = connected(server)

@@ -82,6 +82,10 @@ class VLLMTwin:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def is_paused(self) -> bool:
+        return not self._may_sample.is_set()
+
     def generated(self) -> list[dict[str, Any]]:
         """Returns the bodies of the requests for answers."""
         return [body for path, body in self.requests if path == "/inference/v1/generate"]
