@@ -25,8 +25,9 @@ SECONDS = 2.0
 def fit_threads() -> None:
     """Lets the calling thread compute with as many of torch's threads as there are processors free for them.
 
-    Looked up again every 2 s; at least one, and at most as many as torch takes by itself. No effect where the
-    environment has `OMP_NUM_THREADS`, after `torch.set_num_threads` or `keep_threads`, nor elsewhere than on Linux.
+    Looked up every 2 s, and the larger number of two looks: many programs only start. At least one, and at most as many
+    as torch takes by itself. No effect where the environment has `OMP_NUM_THREADS`, after `torch.set_num_threads` or
+    `keep_threads`, nor elsewhere than on Linux.
     """
     _PROCESS.fit()
 
@@ -53,7 +54,7 @@ class FittingThreads:
     ) -> None:
         self._busy, self._clock, self._processors = busy, clock, processors
         self._set = threading.local()  # .count: the number that this class has given the thread
-        self._most = self._count = 0  # 0: not asked yet
+        self._most = self._count = self._free = 0  # 0: not asked yet
         self._kept = False
         self._last = (0.0, 0.0, 0.0)  # time and totals of the last look
 
@@ -81,7 +82,7 @@ class FittingThreads:
             torch.set_num_threads(self._most)
 
     def _begin(self, threads: int) -> None:
-        self._most = self._count = threads
+        self._most = self._count = self._free = threads
         chosen = "OMP_NUM_THREADS" in os.environ
         try:
             self._last = (self._clock(), *self._busy())
@@ -95,7 +96,8 @@ class FittingThreads:
         now, busy, own = self._last = (self._clock(), *self._busy())
         others = max(0.0, (busy - busy_then) - (own - own_then)) / (now - then)
         assert self._processors is not None
-        count = min(max(round(self._processors - others), 1), self._most)
+        before, self._free = self._free, min(max(round(self._processors - others), 1), self._most)
+        count = max(before, self._free)
         if count != self._count:
             logger.info("%d threads instead of %d: others use %.1f processors", count, self._count, others)
             self._count = count
