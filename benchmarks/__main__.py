@@ -15,7 +15,7 @@ import time
 from benchmarks import readme
 from benchmarks.harness import ROOT, say
 
-ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "trees", "time_to_reward", "growth")
+ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "trees", "time_to_reward", "growth", "busy")
 
 
 def main() -> int:

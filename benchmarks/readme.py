@@ -31,6 +31,7 @@ TITLES = {
     "time_to_reward": "Time to reward",
     "speed": "What each device for speed brings",
     "trees": "Documents that begin alike",
+    "busy": "Next to other work",
 }
 # Many small cases of one kind: a line each.
 COMPACT = {"speed"}

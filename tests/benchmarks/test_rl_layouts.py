@@ -1,5 +1,5 @@
-"""The arithmetic run of a small MoE on two processes learns; `make test-rl-layouts` trains it and three other layouts to
-the demo's reward."""
+"""The arithmetic run of a small MoE on two processes learns; `make test-rl-layouts` trains it and others to the demo's
+reward."""
 
 from __future__ import annotations
 
