@@ -1,10 +1,10 @@
 """The demo and the tests on a machine that has other work: how much longer do they take?
 
 The demo is `archon rl --config rl/recipes/arithmetic_cpu.yaml` as anybody types it, ended after 30 steps: the start is
-made, fine-tuned, reinforced, evaluated and exported. Alone, and beside two processes that compute without end, in turn;
-and alone with the threads that torch takes by itself, which `archon.engine.threads` must not make slower.
+made, fine-tuned, reinforced, evaluated and exported. In turn: alone, next to two processes that compute without end,
+and alone with the threads that torch takes by itself, than which `archon.engine.threads` must not be slower.
 
-The tests are those of `make test`, alone and beside one such process, once each: about half an hour.
+The tests are those of `make test`, alone and next to one such process, once each: about half an hour.
 
     python -m benchmarks.busy
     python -m benchmarks.busy --case tests --rounds 1
@@ -33,7 +33,7 @@ FIXED = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
 
 
 class Side(NamedTuple):
-    """`loops` busy processes beside it; `environment` in addition to this process's."""
+    """`loops` busy processes next to it; `environment` in addition to this process's."""
 
     loops: int
     environment: dict[str, str]
@@ -46,19 +46,19 @@ class Case(NamedTuple):
     aims: dict[str, str]
 
 
-BESIDE_TWO, BESIDE_ONE, DEFAULT = "beside two busy loops", "beside a busy loop", "alone, threads fixed"
+NEXT_TO_TWO, NEXT_TO_ONE, DEFAULT = "next to two busy loops", "next to a busy loop", "alone, threads fixed"
 CASES = {
     "demo": Case(
-        {ALONE: Side(0, {}), BESIDE_TWO: Side(2, {}), DEFAULT: Side(0, FIXED)},
-        {f"{BESIDE_TWO} / {ALONE}": "<= 2.5", f"{ALONE} / {DEFAULT}": "<= 1.05"},
+        {ALONE: Side(0, {}), NEXT_TO_TWO: Side(2, {}), DEFAULT: Side(0, FIXED)},
+        {f"{NEXT_TO_TWO} / {ALONE}": "<= 2.5", f"{ALONE} / {DEFAULT}": "<= 1.05"},
     ),
-    "tests": Case({ALONE: Side(0, {}), BESIDE_ONE: Side(1, {})}, {f"{BESIDE_ONE} / {ALONE}": "<= 2"}),
+    "tests": Case({ALONE: Side(0, {}), NEXT_TO_ONE: Side(1, {})}, {f"{NEXT_TO_ONE} / {ALONE}": "<= 2"}),
 }
 
 
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[None]:
-    """That many processes compute for the time of the block."""
+    """Lets that many processes compute for the time of the block."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
         yield

@@ -1,7 +1,7 @@
 """Computes with as many threads as other programs leave processors for.
 
 OpenMP's threads wait for each other after every product, and spin while they wait: where other programs keep one of
-them off its processor, the rest burn theirs. On two processors beside two busy programs, fine-tuning a small model
+them off its processor, the rest burn theirs. On two processors next to two busy programs, fine-tuning a small model
 takes four times as long as alone with two threads, and less than twice as long with one.
 """
 

@@ -159,7 +159,7 @@ print(torch.get_num_threads())
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")
-def test_training_beside_busy_programs_goes_on_with_one_thread(tmp_path: Path) -> None:
+def test_training_next_to_busy_programs_goes_on_with_one_thread(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     spin = [sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(spin) for _ in os.sched_getaffinity(0)]
