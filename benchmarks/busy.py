@@ -22,13 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import ROOT, say
 
 RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
 ALONE = "alone"
-FIXED = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+FIXED = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 """The threads that torch takes by itself, which then stay as many."""
 
 
@@ -84,7 +86,7 @@ def seconds_of(case: str, side: Side, steps: int) -> float:
         done = subprocess.run(
             command(case, Path(folder) / "run", steps),
             cwd=ROOT,
-            env=os.environ | side.environment,
+            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | side.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

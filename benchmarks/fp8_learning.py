@@ -25,6 +25,7 @@ import torch
 import yaml
 
 from archon.bench.origin import commit
+from archon.engine.threads import keep_threads
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, SFTConfig
@@ -79,10 +80,11 @@ def main() -> int:
     """Makes every run. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, overwritten")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of weights and of the order of rows")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the order of rows")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     options = parser.parse_args()
     missed = 0
+    keep_threads()  # so that rounding is the same whatever else runs
     made = {"torch": torch.__version__, "commit": commit()}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
         start = Path(folder) / "start"

@@ -233,8 +233,10 @@ class RLConfig(StrictModel):
         return self.rollout.gold_checked != 0 and self.reward != self.workflow
 
     @property
-    def optimizer_steps(self) -> int:
-        """How many steps the optimizers take, of all minibatches and passes over them."""
+    def optimizer_steps(self) -> int | None:
+        """How many steps the optimizers take, of all minibatches and passes over them; None: there are none."""
+        if self.mode in ("explore", "bench"):
+            return None
         return self.total_steps * self.algorithm.ppo_epochs * self.algorithm.minibatches
 
     def resolve(self) -> ResolvedRL:

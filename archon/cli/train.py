@@ -81,9 +81,11 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     config = join_processes(config, getattr(config, run.model))
     engine = getattr(config, run.model)
     bootstrap = bootstrap and join_processes(bootstrap, engine)
-    several_adapters = engine.lora is not None and engine.lora.adapters is not None  # each has a schedule of its own
-    if bootstrap and engine.optimizer and not several_adapters and config.optimizer_steps is not None:
-        check_schedule(engine.scheduler, config.optimizer_steps)  # before the minutes that a bootstrap takes
+    if bootstrap and config.optimizer_steps is not None:  # before the minutes that it takes
+        for model in filter(None, (engine, getattr(config.resolve(), "critic", None))):
+            several_adapters = model.lora is not None and model.lora.adapters is not None  # each has its own schedule
+            if model.optimizer and not several_adapters:
+                check_schedule(model.scheduler, config.optimizer_steps)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
             runner.request_stop(number)

@@ -23,6 +23,7 @@ from archon.models.lora import Fill, add_adapters, initializers
 from archon.models.lora_targets import TOWER, AdapterSize, adapter_sizes
 from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
+from archon.parallel.compile import compile_enabled
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, prune
@@ -73,7 +74,7 @@ class Build:
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
         """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
         config = self.config
-        if config.deterministic or config.compile is True:  # code is compiled for a number of threads
+        if config.deterministic or compile_enabled(config.compile, self.device.type):  # which is for a number of them
             keep_threads()
         model = self.whole_model()
         remove(model)

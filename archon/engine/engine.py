@@ -706,7 +706,8 @@ class ArchonEngine:
         return self.model
 
     def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
-        fit_threads()
+        if self.device.type == "cpu":
+            fit_threads()
 
         def prepare() -> tuple[Any, list[Any]]:
             self._check_usable()

@@ -1,4 +1,4 @@
-"""Computes with as many threads as other programs leave processors for.
+"""Computes on a CPU with as many threads as other programs leave processors for.
 
 OpenMP's threads wait for each other after every product, and spin while they wait: where other programs keep one of
 them off its processor, the rest burn theirs. On two processors next to two busy programs, fine-tuning a small model
@@ -13,27 +13,42 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
-"""From one look at what else runs to the next."""
+"""At least, from one look at what else runs to the next."""
+
+
+class Load(NamedTuple):
+    """What a process's processors have done since the machine began.
+
+    Attributes:
+        processors: on how many it may run.
+        busy: seconds in which they were, in total.
+        own: seconds of the process.
+    """
+
+    processors: int
+    busy: float
+    own: float
 
 
 def fit_threads() -> None:
     """Lets the calling thread compute with as many of torch's threads as there are processors free for them.
 
-    Looked up every 2 s, and the larger number of two looks: many programs only start. At least one, and at most as many
-    as torch takes by itself. No effect where the environment has `OMP_NUM_THREADS`, after `torch.set_num_threads` or
-    `keep_threads`, nor elsewhere than on Linux.
+    At least one, and at most as many as torch had at the first call. What else runs is looked up at a call, every 2 s
+    at most, and the larger number of two looks holds: many programs only start. No effect where the environment has
+    `OMP_NUM_THREADS`, after `torch.set_num_threads` or `keep_threads`, nor elsewhere than on Linux.
     """
     _PROCESS.fit()
 
 
 def keep_threads() -> None:
-    """Lets this process compute with one number of threads from now on, which is torch's own."""
+    """Lets this process compute with all of torch's threads from now on, whatever else runs."""
     _PROCESS.keep()
 
 
@@ -41,85 +56,86 @@ class FittingThreads:
     """The number of threads of a process.
 
     Args:
-        busy: returns for how many seconds this process's processors have been busy, and this process itself.
+        look: returns the load now. Raises OSError, ValueError or AttributeError where nothing tells it.
         clock: returns the time in seconds.
-        processors: how many it may run on.
     """
 
-    def __init__(
-        self,
-        busy: Callable[[], tuple[float, float]],
-        clock: Callable[[], float] = time.monotonic,
-        processors: int | None = None,
-    ) -> None:
-        self._busy, self._clock, self._processors = busy, clock, processors
+    def __init__(self, look: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
+        self._look_up, self._clock = look, clock
+        self._lock = threading.Lock()
         self._set = threading.local()  # .count: the number that this class has given the thread
         self._most = self._count = self._free = 0  # 0: not asked yet
-        self._kept = False
-        self._last = (0.0, 0.0, 0.0)  # time and totals of the last look
+        self._looks = True
+        self._chosen = False  # by somebody else
+        self._last, self._last_load = 0.0, Load(0, 0.0, 0.0)
 
     def fit(self) -> None:
         """Same as `fit_threads`."""
-        if self._kept:
-            return
-        found = torch.get_num_threads()
-        if not self._most:
-            self._begin(found)
-        elif found != getattr(self._set, "count", found) or found > self._most:
-            self._kept = True  # somebody has called torch.set_num_threads
-        elif self._clock() - self._last[0] >= SECONDS:
-            self._look()
-        if self._kept:
-            return
+        with self._lock:
+            if self._chosen:
+                return
+            found = torch.get_num_threads()
+            if not self._most:
+                self._begin(found)
+            elif found != getattr(self._set, "count", found) or found > self._most:
+                self._chosen = True
+            elif self._looks and self._clock() - self._last >= SECONDS:
+                self._look()
+            if not self._chosen:
+                self._give(found)
+
+    def keep(self) -> None:
+        """Same as `keep_threads`."""
+        with self._lock:
+            self._looks, self._count = False, self._most
+            if self._most and not self._chosen:
+                self._give(torch.get_num_threads())
+
+    def _give(self, found: int) -> None:
         if found != self._count:
             torch.set_num_threads(self._count)
         self._set.count = self._count
 
-    def keep(self) -> None:
-        """Same as `keep_threads`."""
-        self._kept = True
-        if hasattr(self._set, "count"):
-            torch.set_num_threads(self._most)
-
     def _begin(self, threads: int) -> None:
         self._most = self._count = self._free = threads
-        chosen = "OMP_NUM_THREADS" in os.environ
+        self._chosen = "OMP_NUM_THREADS" in os.environ
         try:
-            self._last = (self._clock(), *self._busy())
-            self._processors = self._processors or len(os.sched_getaffinity(0))
+            self._last, self._last_load = self._clock(), self._look_up()
         except (OSError, ValueError, AttributeError):  # not Linux, or /proc is hidden
-            chosen = True
-        self._kept = chosen or threads == 1
+            self._looks = False
 
     def _look(self) -> None:
-        then, busy_then, own_then = self._last
-        now, busy, own = self._last = (self._clock(), *self._busy())
-        others = max(0.0, (busy - busy_then) - (own - own_then)) / (now - then)
-        assert self._processors is not None
-        before, self._free = self._free, min(max(round(self._processors - others), 1), self._most)
-        count = max(before, self._free)
+        then, before, free_before = self._last, self._last_load, self._free
+        try:
+            now, load = self._clock(), self._look_up()
+        except (OSError, ValueError):
+            return
+        others = max(0.0, (load.busy - before.busy) - (load.own - before.own)) / (now - then)
+        self._last, self._last_load = now, load
+        self._free = min(max(round(load.processors - others), 1), self._most)
+        count = max(free_before, self._free)
         if count != self._count:
             logger.info("%d threads instead of %d: others use %.1f processors", count, self._count, others)
             self._count = count
 
 
-def busy_seconds() -> tuple[float, float]:
-    """Returns how long this process's processors have been busy since the machine began, and how long this process.
+def load_of_process() -> Load:
+    """Returns the load of this process's processors, without what runs niced unless it is so itself: that gives way.
 
-    Without what runs niced, as that gives way. Raises OSError or ValueError where /proc/stat does not tell.
+    Raises OSError or ValueError where /proc/stat does not tell, AttributeError elsewhere than on Linux.
     """
     mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    ticks = 0
+    processors, niced, ticks = len(mine), os.getpriority(os.PRIO_PROCESS, 0) > 0, 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *columns = line.split()
         if name in mine:
             mine.remove(name)
-            user, _nice, system, _idle, _waiting, interrupts, soft, *_ = map(int, columns)
-            ticks += user + system + interrupts + soft
+            user, nice, system, _idle, _waiting, interrupts, soft, *_ = map(int, columns)
+            ticks += user + system + interrupts + soft + niced * nice
     if mine:
         raise ValueError(f"/proc/stat has no {' '.join(sorted(mine))}")
     own = os.times()
-    return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system
+    return Load(processors, ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system)
 
 
-_PROCESS = FittingThreads(busy_seconds)
+_PROCESS = FittingThreads(load_of_process)

@@ -287,7 +287,8 @@ class Generator:
     def step(self) -> None:
         """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
         started = time.perf_counter()
-        fit_threads()
+        if self.device.type == "cpu":
+            fit_threads()
         step = self.scheduler.plan()
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)

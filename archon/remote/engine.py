@@ -423,7 +423,7 @@ class RemoteEngine:
         meta.write(self.transport, folder, dtype)
         delta, since = self._write_delta(folder)
         seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
-        push = self._last_push = self._push(version, folder=folder, delta=delta, since=since)
+        push = self._push(version, folder=folder, delta=delta, since=since)
         with ThreadPoolExecutor(1) as pool:
             results = pool.submit(self._push_to_all, [push] * len(self.servers)) if self._world.is_main else Future()
             self._score(push, meta)
@@ -435,7 +435,6 @@ class RemoteEngine:
     def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
         push, feeds = self._push(version), [Feed() for _ in self.servers]
-        self._last_push = push
         started, size = time.perf_counter(), 0
         tensors = meta.tensors(dtype)
         if not self._world.is_main:
@@ -451,8 +450,9 @@ class RemoteEngine:
                     size += bucket.data.numel()
                     for feed in feeds:
                         feed.put(bucket)
-            except Exception as error:
-                end = error
+            except BaseException as error:
+                end = error if isinstance(error, Exception) else ServerError(f"the push was interrupted: {error!r}")
+                push.expected.cancel()
                 raise
             finally:
                 for feed in feeds:
@@ -467,12 +467,13 @@ class RemoteEngine:
         return Push(self.transport, version, list(self.probe), Future(), limits, self.config.seconds, **written)
 
     def _score(self, push: Push, meta: WeightSource) -> None:
-        """Scores the probe, which threads that push await; a collective."""
+        """Scores the probe, which threads that push await, and makes this the last push; a collective."""
         try:
             push.expected.set_result(meta.score(push.probe))
         except BaseException as error:
             push.expected.set_exception(error)
             raise
+        self._last_push = push
 
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
         """Returns the folder of what changed since the last push, and its version; None where all is pushed."""

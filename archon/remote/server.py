@@ -129,6 +129,7 @@ class RemoteServer:
         self.dialect.pause(self.http, abort=True)
         model = self._load(push)
         self._require_version(push)
+        push.expected.result()  # nobody is answered while the weights cannot be compared
         self.dialect.resume(self.http)
         try:
             largest = self._compare(push, model)

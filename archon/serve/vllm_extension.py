@@ -151,16 +151,11 @@ def share_packed_embeddings(model: torch.nn.Module) -> None:
     On a CPU a layer multiplies with a packed copy of its matrix. A reload of vLLM 0.32 packs that of the embeddings
     anew, which need none, and leaves the head its old one.
     """
-    packed = {
-        module.weight.data_ptr(): module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding)
-        and not isinstance(module, ParallelLMHead)
-        and hasattr(module, "cpu_linear")
-    }
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and head.weight.data_ptr() in packed:
-            head.cpu_linear = packed[head.weight.data_ptr()].cpu_linear
+    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    embeddings = {id(m.weight): m for m in packed if type(m) is VocabParallelEmbedding}
+    for head in packed:
+        if isinstance(head, ParallelLMHead) and id(head.weight) in embeddings:
+            head.cpu_linear = embeddings[id(head.weight)].cpu_linear
 
 
 class Extension:

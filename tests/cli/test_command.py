@@ -162,6 +162,12 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mode_without_an_optimizer_needs_no_end_of_its_schedule(archon, tmp_path):
+    changes = [f"run_dir={tmp_path / 'run'}", "mode=bench", "total_steps=30", "experiences.weights_from=elsewhere"]
+    done = archon("rl", "--config", RECIPES / "arithmetic_cpu.yaml", *changes, "--dry-run")
+    assert done.code == 0, done.err
+
+
 def test_a_dry_run_prints_what_the_run_resolves_to_which_is_a_configuration_too(archon, rl_overrides, tmp_path):
     changes = ["actor.dtype=float64", "algorithm={preset: ppo, kl: {coef: 0.1}, aggregation: dr_grpo}"]
     changes += ["ref.seed=3", "critic.optimizer.lr=1e-2", "critic.init_score=true"]

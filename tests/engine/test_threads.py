@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.threads import SECONDS, FittingThreads, busy_seconds
+from archon.engine.threads import SECONDS, FittingThreads, Load, load_of_process
 from tests.engine.tiny import make_engine, sft_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ class Machine:
     def __init__(self) -> None:
         self.now = self.own = self.others = 0.0
 
-    def busy(self) -> tuple[float, float]:
-        return self.own + self.others, self.own
+    def load(self) -> Load:
+        return Load(4, self.own + self.others, self.own)
 
     def run(self, own: float, others: float, seconds: float = SECONDS) -> None:
         """So many processors are used by both for that time."""
@@ -41,10 +41,10 @@ def machine() -> Machine:
 @pytest.fixture
 def threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[FittingThreads]:
     """Of a process that may use all four."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
-    fitting = FittingThreads(machine.busy, lambda: machine.now, processors=4)
+    fitting = FittingThreads(machine.load, lambda: machine.now)
     fitting.fit()
     yield fitting
     torch.set_num_threads(before)
@@ -106,9 +106,10 @@ def test_a_number_that_somebody_has_chosen_stays(
 ) -> None:
     torch.set_num_threads(3)
     crowd(machine, threads)
+    threads.keep()
     assert torch.get_num_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    other = FittingThreads(machine.busy, lambda: machine.now, processors=4)
+    other = FittingThreads(machine.load, lambda: machine.now)
     for _ in range(3):
         machine.run(1, 3)
         other.fit()
@@ -117,29 +118,44 @@ def test_a_number_that_somebody_has_chosen_stays(
 
 def test_a_number_that_is_to_stay_is_all_of_them(machine: Machine, threads: FittingThreads) -> None:
     crowd(machine, threads)
-    threads.keep()
+    in_a_thread(threads.keep)
+    threads.fit()
     assert torch.get_num_threads() == 4
     crowd(machine, threads)
     assert torch.get_num_threads() == 4
 
 
 def test_where_nothing_tells_the_load_it_stays(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    def hidden() -> tuple[float, float]:
+    def hidden() -> Load:
         raise OSError("no /proc")
 
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    fitting = FittingThreads(hidden, lambda: machine.now, processors=4)
-    for _ in range(2):
-        fitting.fit()
-        machine.run(0, 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, fitting = torch.get_num_threads(), FittingThreads(hidden, lambda: machine.now)
+    crowd(machine, fitting)
+    assert torch.get_num_threads() == before
+
+
+def test_a_look_that_fails_changes_nothing(
+    machine: Machine, threads: FittingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Load:
+        raise OSError("too many open files")
+
+    crowd(machine, threads)
+    machine.run(1, 0)
+    with monkeypatch.context() as context:
+        context.setattr(threads, "_look_up", fail)
+        threads.fit()
+        assert torch.get_num_threads() == 1
+    threads.fit()
+    assert torch.get_num_threads() == 4
 
 
 def test_the_machine_is_at_least_as_busy_as_this_process() -> None:
-    before = busy_seconds()
-    while busy_seconds()[1] < before[1] + 0.5:
+    before = load_of_process()
+    while (now := load_of_process()).own < before.own + 0.5:
         torch.ones(100, 100) @ torch.ones(100, 100)
-    busy, own = (after - then for after, then in zip(busy_seconds(), before, strict=True))
-    assert own >= 0.5 and busy >= own - 0.1
+    assert now.busy - before.busy >= 0.4 and now.processors >= 1
 
 
 TRAINING = """

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from archon.checkpoint.hf_io import load_model
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.remote import weight_stream
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
@@ -291,20 +292,47 @@ async def test_an_answer_without_versions_that_a_push_overtook_is_asked_again(
     assert len(response.output_tokens) == len(response.output_versions) <= 8
 
 
-@pytest.mark.parametrize("transport", ["disk", "gloo"])
-def test_a_trainer_that_cannot_score_ends_the_push_with_that_and_leaves_the_server_paused(
-    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights, transport: str
+class Unscored(AwayFromServer):
+    """Weights of a trainer that fails when it scores them."""
+
+    def score(self, tokens: list[int]) -> list[float]:
+        raise FloatingPointError("not finite")
+
+
+class Interrupted(AwayFromServer):
+    """Weights of a trainer that is interrupted when it has gathered them, and has not said so."""
+
+    def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().tensors(dtype)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("transport", "source", "error"),
+    [
+        ("disk", Unscored, FloatingPointError),
+        ("gloo", Unscored, FloatingPointError),
+        ("gloo", Interrupted, KeyboardInterrupt),
+    ],
+)
+def test_a_trainer_that_fails_in_a_push_ends_it_with_that_and_leaves_the_server_paused(
+    connected: Callable[..., RemoteEngine],
+    twin: MakeTwin,
+    weights: Weights,
+    transport: str,
+    source: type[AwayFromServer],
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 1)  # what was gathered has been sent
     server = twin()
     engine = connected(server, transport=transport)
-
-    class Unscored(AwayFromServer):
-        def score(self, tokens: list[int]) -> list[float]:
-            raise FloatingPointError("not finite")
-
-    with pytest.raises(FloatingPointError, match="not finite"):
-        engine.update_weights(Unscored(weights, []), version=1)
+    with pytest.raises(error):
+        engine.update_weights(source(weights, []), version=1)
     assert server.is_paused and engine.version == 0
+    if transport == "disk":
+        engine.servers[0].failure = "restarted"
+        assert engine.bring_back(engine.servers[0]) and engine.servers[0].version == 0
 
 
 def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
