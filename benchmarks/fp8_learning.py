@@ -3,12 +3,12 @@
     python -m benchmarks.fp8_learning                       # every run, and the record
     python -m benchmarks.fp8_learning --seeds 1 --steps 20 --record trial.jsonl
 
-It begins where the demo's reinforcement does, with the demo's optimizer and schedule: before that, whatever rounds
-differently moves the loss by several percent, as digits are learned one after the other. A seed is an order of rows. A
-line of the record is one run: the held-out loss before and after, and how far that after is from bfloat16's (`apart`),
-which is expected to be at most 1 %. bfloat16 is run a second time with its rows in smaller micro-batches, which differs
-by rounding alone: so far apart are equal runs. Products are emulated on a CPU. The command ends with 1 where one of 8
-bits is further.
+It begins where the demo's reinforcement does, with the demo's optimizer and schedule: from fresh weights the loss still
+falls steeply after 200 steps, so that it tells how soon something was learned, and not how well. A seed is an order of
+rows. A line of the record is one run: the held-out loss before and after, and how far that after is from bfloat16's
+(`apart`), which is expected to be at most 1 %. bfloat16 is run a second time with its rows in smaller micro-batches,
+which differs by rounding alone: so far apart are equal runs. Products are emulated on a CPU. The command ends with 1
+where one of 8 bits is further.
 """
 
 from __future__ import annotations
