@@ -4,7 +4,10 @@ The demo is `archon rl --config rl/recipes/arithmetic_cpu.yaml` as anybody types
 made, fine-tuned, reinforced, evaluated and exported. In turn: alone, next to two processes that compute without end,
 and alone with the threads that torch takes by itself, than which `archon.engine.threads` must not be slower.
 
-The tests are those of `make test`, alone and next to one such process, once each: about half an hour.
+The tests are those of `make test`, alone and next to one such process, once each: about an hour.
+
+Both sides must have done the same: as many steps with as many episodes, with a held-out reward that is as far as seeds
+are apart, or as many tests that passed.
 
     python -m benchmarks.busy
     python -m benchmarks.busy --case tests --rounds 1
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from archon.bench.origin import spread
+from archon.training.metrics import METRICS_FILE, read_jsonl
 from benchmarks import harness
 from benchmarks.harness import ROOT, say
 
@@ -32,6 +37,11 @@ RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
 ALONE = "alone"
 FIXED = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 """The threads that torch takes by itself, which then stay as many."""
+
+
+REWARD, EPISODES = "held-out reward", "rollout/episodes"
+REWARDS_APART = 0.25
+"""Of what a run has learned in 30 steps: rounding, which other threads change, leads to other samples."""
 
 
 class Side(NamedTuple):
@@ -79,8 +89,8 @@ def command(case: str, folder: Path, steps: int) -> list[str]:
     return [sys.executable, "-m", "archon", "rl", "--config", str(RECIPE), *changes]
 
 
-def seconds_of(case: str, side: Side, steps: int) -> float:
-    """Returns the wall time of one run. Raises BenchmarkError for one that fails."""
+def run(case: str, side: Side, steps: int) -> tuple[float, dict[str, float]]:
+    """Returns the wall time of one run, and what it has done. Raises BenchmarkError for one that fails."""
     with tempfile.TemporaryDirectory() as folder, busy(side.loops):
         start = time.perf_counter()
         done = subprocess.run(
@@ -92,9 +102,31 @@ def seconds_of(case: str, side: Side, steps: int) -> float:
             text=True,
         )
         seconds = time.perf_counter() - start
-    if done.returncode:
-        raise harness.BenchmarkError(f"it ended with {done.returncode}: {done.stdout[-2000:]}")
-    return seconds
+        if done.returncode:
+            raise harness.BenchmarkError(f"it ended with {done.returncode}: {done.stdout[-2000:]}")
+        return seconds, count_passed(done.stdout) if case == "tests" else learned(Path(folder) / "run")
+
+
+def count_passed(output: str) -> dict[str, float]:
+    """Returns how many tests passed, of pytest's output."""
+    return {"tests": float(re.findall(r"(\d+) passed", output)[-1])}
+
+
+def learned(folder: Path) -> dict[str, float]:
+    """Returns the steps and episodes of a run, and its last held-out reward."""
+    lines = read_jsonl(folder / METRICS_FILE)
+    steps = [line for line in lines if EPISODES in line]
+    rewards = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    return {"steps": float(len(steps)), EPISODES: sum(line[EPISODES] for line in steps), REWARD: rewards[-1]}
+
+
+def compare(first: str, done: dict[str, dict[str, float]]) -> list[harness.NumericCheck]:
+    """Returns the checks of what the sides have done against the first. Raises DisagreementError where they differ."""
+    checks = []
+    for what, ours in done[first].items():
+        theirs = {side: facts[what] for side, facts in done.items() if side != first}
+        checks += harness.check_close(what, ours, theirs, REWARDS_APART if what == REWARD else 0.0)
+    return checks
 
 
 def measure(name: str, rounds: int, steps: int, keep: bool) -> None:
@@ -104,9 +136,12 @@ def measure(name: str, rounds: int, steps: int, keep: bool) -> None:
     record.setup = {"steps": steps} if name == "demo" else {}
     seconds: dict[str, list[float]] = {side: [] for side in case.sides}
     for number in range(rounds):
+        done: dict[str, dict[str, float]] = {}
         for name_of_side in list(case.sides)[:: -1 if number % 2 else 1]:
-            seconds[name_of_side].append(seconds_of(name, case.sides[name_of_side], steps))
+            taken, done[name_of_side] = run(name, case.sides[name_of_side], steps)
+            seconds[name_of_side].append(taken)
             say(f"  {name_of_side}: {seconds[name_of_side][-1]:.1f} s")
+        record.checks = compare(ALONE, done)
     record.sides = {side: spread(values, "s") for side, values in seconds.items()}
     for ratio, aim in case.aims.items():
         ours, theirs = ratio.split(" / ")
