@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.busy import ALONE, compare, count_passed, learned
+from benchmarks.busy import ALONE, compare, count_passed, fine_tuned, learned
 from benchmarks.harness import DisagreementError
 
 
@@ -26,3 +26,8 @@ def test_a_runs_steps_episodes_and_last_reward_are_compared(tmp_path: Path) -> N
 
 def test_the_last_count_of_passed_tests_is_read() -> None:
     assert count_passed("2 passed earlier\n== 1 failed, 7626 passed, 8 skipped in 1122.48s ==") == {"tests": 7626.0}
+
+
+def test_the_last_step_of_fine_tuning_is_read() -> None:
+    shown = "sft 230/240  loss 0.37\nsft 240/240  loss 0.36\nrl 1/30  reward 0.4\n"
+    assert fine_tuned(shown) == 240
