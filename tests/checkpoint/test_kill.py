@@ -75,7 +75,7 @@ def test_kill_inside_the_first_save(tmp_path: Path, point: str, uninterrupted: t
     assert (tmp_path / "digest").read_text() == uninterrupted[0]
 
 
-def kill_until_enough(folder: Path, reference: tuple[str, float], kills: Kills, *base: str) -> None:
+def assert_kills_resume_bitwise(folder: Path, reference: tuple[str, float], kills: Kills, *base: str) -> None:
     """Runs that end before they are killed are restarted and do not count."""
     digest, seconds = reference
     chance, run, finished, latest = random.Random(3), 0, 0, -1
@@ -98,7 +98,7 @@ def kill_until_enough(folder: Path, reference: tuple[str, float], kills: Kills, 
 def test_kill_at_random_moments_of_a_run_and_resume_is_bitwise(
     tmp_path: Path, uninterrupted: tuple[str, float], kills: Kills
 ) -> None:
-    kill_until_enough(tmp_path, uninterrupted, kills)
+    assert_kills_resume_bitwise(tmp_path, uninterrupted, kills)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_kill_at_random_moments_of_training_adapters_and_resume_is_bitwise(tmp_p
     base = tmp_path / "base"
     make_engine(tmp_path).save(base)
     (tmp_path / "whole").mkdir()
-    kill_until_enough(tmp_path, run_to_the_end(tmp_path / "whole", str(base)), kills, str(base))
+    assert_kills_resume_bitwise(tmp_path, run_to_the_end(tmp_path / "whole", str(base)), kills, str(base))
 
 
 @pytest.fixture

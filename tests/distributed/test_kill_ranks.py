@@ -85,7 +85,7 @@ def test_kill_of_a_rank_inside_a_save_and_resume_is_bitwise(
     kills.add(point, rank=rank, latest_step=latest)
 
 
-def kill_until_enough(reference: Reference, kills: Kills) -> None:
+def assert_kills_resume_bitwise(reference: Reference, kills: Kills) -> None:
     """A run is killed until it has come to its end, then another is begun; the last one is let finish."""
     chance, number, latest = random.Random(3), 0, -1
     (reference.folder / "random0").mkdir()
@@ -110,7 +110,7 @@ def kill_until_enough(reference: Reference, kills: Kills) -> None:
 
 @pytest.mark.slow
 def test_kill_of_a_rank_at_random_moments_and_resume_is_bitwise(reference: Reference, kills: Kills) -> None:
-    kill_until_enough(reference, kills)
+    assert_kills_resume_bitwise(reference, kills)
 
 
 @pytest.mark.slow
@@ -121,4 +121,4 @@ def test_kill_of_a_rank_that_trains_adapters_at_random_moments_and_resume_is_bit
     engine = ArchonEngine(config)
     engine.initialize()
     engine.save(tmp_path / "base")
-    kill_until_enough(Reference(tmp_path, str(tmp_path / "base")), kills)
+    assert_kills_resume_bitwise(Reference(tmp_path, str(tmp_path / "base")), kills)
