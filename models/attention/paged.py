@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archon.models.adapter_rows import AdapterRows
+from archon.models.attention import decode_kernel
 from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.latent import LatentKeys
@@ -255,11 +256,14 @@ class PagedAttention(AttentionMeta):
 
     def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Returns attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages."""
+        paged = self.cache.layers[layer]
+        if decode_kernel.applies(q, paged):
+            return decode_kernel.attend(q, paged, self.decode.pages, self.decode.lengths, spec)
         if spec.window not in self._batches:
             wide = torch.promote_types(q.dtype, torch.float32)
             pages, lengths = self.decode.pages, self.decode.lengths
             self._batches[spec.window] = page_batches(pages, lengths, self.cache, spec.window, wide)
-        return attend_to_pages(q, self.cache.layers[layer], self._batches[spec.window], spec)
+        return attend_to_pages(q, paged, self._batches[spec.window], spec)
 
     def _attend_chunks(
         self,

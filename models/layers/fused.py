@@ -1,7 +1,8 @@
 """Elementwise layers as custom autograd functions: fewer memory passes and fewer saved tensors in eager mode.
 
 Each has a plain version of ordinary operations, which defines it: `torch.compile` fuses the plain version by itself,
-and tests compare the two.
+and tests compare the two. Without gradients the same operations run outside an autograd function, which would take as
+long as they do where rows are few, as in a decoding step.
 """
 
 from __future__ import annotations
@@ -59,19 +60,25 @@ def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
+def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor]:
+    """Returns the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # The 2-norm reads x once and does not write its square to memory.
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    out = wide * rstd
+    if offset or rounds_once:
+        return out.mul_(offset + weight.to(out.dtype)).to(x.dtype), rstd
+    return out.mul_(weight) if out.dtype == weight.dtype else out.to(x.dtype) * weight, rstd
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The 2-norm reads x once and does not write its square to memory.
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+        out, rstd = _normalize(x, weight, eps, offset, rounds_once)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
-        out = wide * rstd
-        if offset or rounds_once:
-            return out.mul_(offset + weight.to(out.dtype)).to(x.dtype)
-        return out.mul_(weight) if out.dtype == weight.dtype else out.to(x.dtype) * weight
+        return out
 
     @staticmethod
     @once_differentiable
@@ -151,22 +158,34 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
-    norm = plain_rms_norm if torch.compiler.is_compiling() else _RMSNorm.apply
-    return norm(x, weight, eps, offset, rounds_once)
+    if torch.compiler.is_compiling():
+        return plain_rms_norm(x, weight, eps, offset, rounds_once)
+    if not torch.is_grad_enabled():
+        return _normalize(x, weight, eps, offset, rounds_once)[0]
+    return _RMSNorm.apply(x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
-    function = plain_rotate if torch.compiler.is_compiling() else _Rotate.apply
-    return function(x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
+    wide = x.to(cos.dtype)
+    if torch.compiler.is_compiling():
+        return plain_rotate(wide, cos, sin, interleaved).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _rotate_pairs(wide, cos, sin, 1, interleaved).to(x.dtype)
+    return _Rotate.apply(wide, cos, sin, interleaved).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
-    return plain_swiglu(gate, up) if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)
+    if torch.compiler.is_compiling():
+        return plain_swiglu(gate, up)
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
+    return _SwiGLU.apply(gate, up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `plain_clamped_swiglu`; gate and up have the same shape."""
-    function = plain_clamped_swiglu if torch.compiler.is_compiling() else _ClampedSwiGLU.apply
-    return function(gate, up, alpha, limit)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return plain_clamped_swiglu(gate, up, alpha, limit)
+    return _ClampedSwiGLU.apply(gate, up, alpha, limit)

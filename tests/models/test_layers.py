@@ -81,6 +81,15 @@ def test_the_norm_rounds_where_transformers_rounds() -> None:
     assert differing.float().mean() <= 0.01, "only where the two sums of squares straddle a rounding boundary"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_without_gradients_the_result_is_bitwise_the_same(name: str) -> None:
+    function, _, inputs, rest = CASES[name](torch.float32)
+    with_gradient = function(*[x.requires_grad_() for x in inputs], *rest)
+    assert with_gradient.requires_grad
+    with torch.no_grad():
+        assert torch.equal(function(*inputs, *rest), with_gradient)
+
+
 def test_compiled_code_takes_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> None:
         raise AssertionError("a hand-written function was traced")

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 
 SINKS = "tests/models/test_sinks.py"
 CASCADE = "tests/models/test_cascade.py"
+DECODE_KERNEL = "tests/generation/test_decode_kernel.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -43,6 +44,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "np.maximum(lengths - window, 0)",
         "np.maximum(lengths - window - 1, 0)",
         ("tests/generation/test_paged_attention.py",),
+    ),
+    Mutant(
+        "the compiled decoding step sees one key more than its window",
+        "models/attention/decode.c",
+        "length > window ? length - window : 0",
+        "length > window ? length - window - 1 : 0",
+        (f"{DECODE_KERNEL}::test_attention_to_pages",),
+    ),
+    Mutant(
+        "the compiled decoding step forgets what it summed where a later page has a larger score",
+        "models/attention/decode.c",
+        "                        totals[g] *= factor;\n",
+        "",
+        (f"{DECODE_KERNEL}::test_attention_to_pages",),
+    ),
+    Mutant(
+        "the compiled decoding step is used where a gradient is wanted",
+        "models/attention/decode_kernel.py",
+        "and not (q.requires_grad and torch.is_grad_enabled())",
+        "and q is not None",
+        (f"{DECODE_KERNEL}::test_where_it_applies",),
     ),
     Mutant(
         "a prompt read in parts sees one key more than its window",
