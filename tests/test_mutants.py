@@ -24,8 +24,18 @@ RECORD = ROOT / "benchmarks" / "records" / "mutants.jsonl"
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_mistake_stands_once_parses_and_changes_the_program(mutant: Mutant) -> None:
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
-    planted = ast.parse(mutant.applied(text))
-    assert ast.dump(planted) != ast.dump(ast.parse(text))
+    program = compiled_c if mutant.file.endswith(".c") else parsed_python
+    assert program(mutant.applied(text)) != program(text)
+
+
+def parsed_python(text: str) -> str:
+    return ast.dump(ast.parse(text))
+
+
+def compiled_c(text: str) -> str:
+    """Returns the assembly; a text that is no program raises CalledProcessError."""
+    command = ["cc", "-fopenmp", "-S", "-x", "c", "-o", "-", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
 
 def functions_of(path: Path) -> set[str]:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def kernel() -> Kernel | None:
     try:
         ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would have threads of its own
         function: Kernel = ctypes.CDLL(str(_library())).decode_attention
-    except (AttributeError, OSError, subprocess.SubprocessError) as error:
+    except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info("generation on this CPU goes without its compiled attention: %s", error)
         return None
     function.argtypes = [*[_POINTER] * 7, *[_INT] * 10, _FLOAT, _FLOAT, ctypes.c_int]  # type: ignore[attr-defined]
@@ -104,10 +104,8 @@ def kernel() -> Kernel | None:
 
 def _library() -> Path:
     """Returns the shared library for this source, compiler and processor, built where it is missing."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("there is no C compiler; install gcc, or name one in CC")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     what = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), platform.machine().encode(), _processor()]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "archon" / "kernels"
     library = folder / f"decode-{hashlib.sha256(b'|'.join(what)).hexdigest()[:16]}.so"
@@ -115,7 +113,7 @@ def _library() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
+            command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
             built.replace(library)  # other processes see all of it or nothing
     return library

@@ -132,7 +132,7 @@ def test_where_it_applies() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "an 'unfinished name"])
 def test_without_a_compiler_products_of_pages_give_the_same(
     compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +154,12 @@ def test_without_a_compiler_products_of_pages_give_the_same(
     assert decode_kernel.kernel() is None
     assert "without its compiled attention" in caplog.text
     torch.testing.assert_close(plain, compiled, rtol=0, atol=FLOAT32_ERROR)
+
+
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "env cc")
+    assert decode_kernel.kernel() is not None
 
 
 def test_it_is_built_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
