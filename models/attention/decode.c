@@ -9,10 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* exp(x) for x <= 0, to about 1e-7 of it; a NaN stays one. Cephes' polynomial, without a branch, so that a compiler
+/* exp(x) for x <= 0, to about 1e-7 of it, and 0 below -87; a NaN stays one. Cephes' polynomial, without a branch, so that a compiler
  * makes vectors of it. */
 static inline float exp_of_negative(float x)
 {
+    int32_t kept = -!(x < -87.0f); /* all bits or none */
     x = x < -87.0f ? -87.0f : x;
     float shifted = x * 1.44269504088896341f + 12582912.0f; /* rounds to an integer in the lowest bits */
     int32_t bits;
@@ -26,7 +27,7 @@ static inline float exp_of_negative(float x)
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t power = (int32_t)(((uint32_t)bits - 0x4B400000u + 127u) << 23);
+    int32_t power = (int32_t)(((uint32_t)bits - 0x4B400000u + 127u) << 23) & kept;
     float scale;
     memcpy(&scale, &power, 4);
     return p * scale;
@@ -114,7 +115,7 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
             memset(sums, 0, sizeof(float) * (size_t)(group * value_features));
             for (int64_t g = 0; g < group; g++) {
                 maxima[g] = sinks == NULL ? -1e30f : sinks[head * group + g];
-                totals[g] = sinks == NULL ? 0.0f : 1.0f;
+                totals[g] = sinks == NULL ? 0.0f : isnan(maxima[g]) ? maxima[g] : 1.0f;
             }
             for (int64_t start = first; start < length;) {
                 int64_t place = start % page_size, count = page_size - place;

@@ -41,7 +41,7 @@ def applies(q: Tensor, paged: PagedTensors) -> bool:
     """Returns whether the kernel computes attention of queries [B, H, K]: in float32 on a CPU, without a gradient, and
     where sequences times heads of the cache are at least as many as threads."""
     return (
-        type(q) is Tensor
+        type(q) is type(paged.keys) is Tensor
         and q.device.type == "cpu"
         and q.dtype == paged.keys.dtype == torch.float32
         and not (q.requires_grad and torch.is_grad_enabled())
@@ -106,7 +106,15 @@ def _library() -> Path:
     """Returns the shared library for this source, compiler and processor, built where it is missing."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
-    what = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), platform.machine().encode(), _processor()]
+    if b"clang" in version:
+        raise OSError("clang has an OpenMP of its own, whose threads would be in the way of torch's; set CC to a gcc")
+    what = [
+        SOURCE.read_bytes(),
+        version,
+        shlex.join([*compiler, *FLAGS]).encode(),
+        platform.machine().encode(),
+        _processor(),
+    ]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "archon" / "kernels"
     library = folder / f"decode-{hashlib.sha256(b'|'.join(what)).hexdigest()[:16]}.so"
     if not library.exists():
@@ -115,6 +123,8 @@ def _library() -> Path:
             built = Path(scratch) / library.name
             command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+            with built.open("rb") as file:
+                os.fsync(file.fileno())
             built.replace(library)  # other processes see all of it or nothing
     return library
 

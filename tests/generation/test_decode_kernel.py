@@ -116,6 +116,19 @@ def test_what_is_not_finite_stays_so_in_its_own_row(bad: float) -> None:
     assert got.all()
 
 
+def test_scores_that_are_all_below_any_number_and_sinks_that_are_none_give_no_number() -> None:
+    paged, pages, q = filled(PagedRows(2, 64, 64), 4)
+    paged.keys.abs_()
+    q[2] = -torch.inf
+    assert decode_kernel.attend(q, paged, pages, LENGTHS, AttentionSpec(SCALE))[2].isnan().all()
+    sinks = torch.zeros(HEADS)
+    sinks[1] = torch.nan
+    q[2] = 0
+    got = decode_kernel.attend(q, paged, pages, LENGTHS, AttentionSpec(SCALE, sinks=sinks))
+    assert got[:, 1].isnan().all()
+    assert got[:, 0].isfinite().all()
+
+
 def test_where_it_applies() -> None:
     paged, _, q = filled(PagedRows(2, 64, 64), 4)
     assert decode_kernel.applies(q, paged)
