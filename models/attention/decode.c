@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* exp(x) for x <= 0, to about 1e-7 of it, and 0 below -87; a NaN stays one. Cephes' polynomial, without a branch, so that a compiler
- * makes vectors of it. */
+/* exp(x) for x <= 0, to about 1e-7 of it, and 0 below -87; a NaN stays one. Cephes' polynomial, without a branch, so
+ * that a compiler makes vectors of it. */
 static inline float exp_of_negative(float x)
 {
     int32_t kept = -!(x < -87.0f); /* all bits or none */
@@ -117,12 +117,13 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
                 maxima[g] = sinks == NULL ? -1e30f : sinks[head * group + g];
                 totals[g] = sinks == NULL ? 0.0f : isnan(maxima[g]) ? maxima[g] : 1.0f;
             }
-            for (int64_t start = first; start < length;) {
-                int64_t place = start % page_size, count = page_size - place;
-                count = count < length - start ? count : length - start;
-                int64_t page = (pages[row * width + start / page_size] * kv_heads + head) * page_size + place;
+            for (int64_t start = first, count; start < length; start += count) {
+                int64_t place = start % page_size;
+                count = page_size - place < length - start ? page_size - place : length - start;
+                int64_t token = (pages[row * width + start / page_size] * kv_heads + head) * page_size + place;
                 for (int64_t g = 0; g < group; g++) {
-                    products(scores, queries + g * key_features, keys + page * key_stride, key_stride, key_features, count);
+                    products(scores, queries + g * key_features, keys + token * key_stride, key_stride, key_features,
+                             count);
                     if (soft_cap > 0)
                         for (int64_t t = 0; t < count; t++)
                             scores[t] = soft_cap * tanhf(scores[t] / soft_cap);
@@ -144,9 +145,8 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
                         maxima[g] = maximum;
                     }
                     totals[g] += total;
-                    add_values(sum, scores, values + page * value_stride, value_stride, value_features, count);
+                    add_values(sum, scores, values + token * value_stride, value_stride, value_features, count);
                 }
-                start += count;
             }
             float *result = out + (row * heads + head * group) * value_features;
             for (int64_t g = 0; g < group; g++)

@@ -62,6 +62,8 @@ def attend(q: Tensor, paged: PagedTensors, pages: np.ndarray, lengths: np.ndarra
     q = q.contiguous()
     out = q.new_empty(*q.shape[:2], rows.value_features)
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+    assert sinks is None or sinks.numel() == q.shape[1]
+    assert pages.shape[1] * page_size >= lengths.max()
     pages, lengths = np.ascontiguousarray(pages, dtype=np.int64), np.ascontiguousarray(lengths, dtype=np.int64)
     failed = function(
         out.data_ptr(),
@@ -96,7 +98,9 @@ def kernel() -> Kernel | None:
         ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would have threads of its own
         function: Kernel = ctypes.CDLL(str(_library())).decode_attention
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        logger.info("generation on this CPU goes without its compiled attention: %s", error)
+        said = getattr(error, "stderr", None) or b""
+        reason = f"{error} {said.decode(errors='replace')}".strip()
+        logger.info("generation on this CPU goes without its compiled attention: %s", reason)
         return None
     function.argtypes = [*[_POINTER] * 7, *[_INT] * 10, _FLOAT, _FLOAT, ctypes.c_int]  # type: ignore[attr-defined]
     return function

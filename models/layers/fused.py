@@ -7,12 +7,15 @@ long as they do where rows are few, as in a decoding step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+Function = Callable[..., Tensor]
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
@@ -103,16 +106,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate_pairs(x, cos, sin, 1, interleaved)
+        return _rotate_pairs(x, cos, sin, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate_pairs(grad, cos, sin, -1, ctx.interleaved), None, None, None
+        return _rotate_pairs(grad, cos, sin, ctx.interleaved, direction=-1), None, None, None
 
 
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: int, interleaved: bool) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int = 1) -> Tensor:
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
     (x1, x2), (out1, out2) = _pairs(x, width, interleaved), _pairs(out, width, interleaved)
     if width < x.shape[-1]:
@@ -122,11 +125,15 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: int, interleav
     return out
 
 
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate).mul_(up)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -156,36 +163,29 @@ class _ClampedSwiGLU(torch.autograd.Function):
         return gate_grad, up_grad, None, None
 
 
+def _run(plain: Function, eager: Function, function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Returns the result of one of three forms of a layer: compiled code traces the plain one, eager code runs the
+    operations of the autograd function's forward, and the function around them where gradients are recorded."""
+    if torch.compiler.is_compiling():
+        return plain(*args)
+    return function.apply(*args) if torch.is_grad_enabled() else eager(*args)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
-    if torch.compiler.is_compiling():
-        return plain_rms_norm(x, weight, eps, offset, rounds_once)
-    if not torch.is_grad_enabled():
-        return _normalize(x, weight, eps, offset, rounds_once)[0]
-    return _RMSNorm.apply(x, weight, eps, offset, rounds_once)
+    return _run(plain_rms_norm, lambda *args: _normalize(*args)[0], _RMSNorm, x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
-    wide = x.to(cos.dtype)
-    if torch.compiler.is_compiling():
-        return plain_rotate(wide, cos, sin, interleaved).to(x.dtype)
-    if not torch.is_grad_enabled():
-        return _rotate_pairs(wide, cos, sin, 1, interleaved).to(x.dtype)
-    return _Rotate.apply(wide, cos, sin, interleaved).to(x.dtype)
+    return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
-    if torch.compiler.is_compiling():
-        return plain_swiglu(gate, up)
-    if not torch.is_grad_enabled():
-        return F.silu(gate).mul_(up)
-    return _SwiGLU.apply(gate, up)
+    return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `plain_clamped_swiglu`; gate and up have the same shape."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return plain_clamped_swiglu(gate, up, alpha, limit)
-    return _ClampedSwiGLU.apply(gate, up, alpha, limit)
+    return _run(plain_clamped_swiglu, plain_clamped_swiglu, _ClampedSwiGLU, gate, up, alpha, limit)
