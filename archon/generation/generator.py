@@ -35,6 +35,9 @@ from archon.schema.errors import NotFiniteError, RolloutError
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
 
+# To look whether the heap has grown takes as long as a hundredth of a small model's step.
+_STEPS_BETWEEN_TRIMS = 16
+
 
 @dataclass
 class GeneratorStats:
@@ -296,8 +299,9 @@ class Generator:
             self._forward(step, sampled)
         if sampled.sequences:
             self._sample(sampled)
-        heap.trim_if_grown("generation")
         self.stats.steps += 1
+        if self.stats.steps % _STEPS_BETWEEN_TRIMS == 0:
+            heap.trim_if_grown("generation")
         self.stats.seconds += time.perf_counter() - started
 
     def _forward(self, step: Step, sampled: _SampleBatch) -> None:
@@ -385,7 +389,9 @@ class Generator:
         head, image = self.model.output, self.model.args.image_format
         assert head is not None
         hidden = torch.cat(sampled.hidden)
-        logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
+        if padding := _round_up(sampled.n_rows) - sampled.n_rows:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+        logits = head(hidden)[: sampled.n_rows]
         if sampled.rows != [*range(sampled.n_rows)]:
             logits = logits.index_select(0, to_device_async(torch.tensor(sampled.rows), self.device))
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from archon.models.adapter_rows import AdapterRows
 from archon.models.base import BaseArchonModel
 from archon.models.head import LMHead
+from archon.models.layers.attention import Attention
+from archon.models.layers.feed_forward import FeedForward
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
@@ -118,6 +120,8 @@ def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict
 def _pack_linears(replica: nn.Module) -> int:
     """Pack weights on a CPU in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
 
+    Layers with the same input become one product.
+
     Returns the bytes that were written.
 
     Packed weights are copies, so this must be called again after every change of a weight. (Tensor versions cannot
@@ -127,19 +131,40 @@ def _pack_linears(replica: nn.Module) -> int:
     if not has_onednn():
         return written
     module: Any
+    packed = set[nn.Module]()
     for module in replica.modules():
-        # A subclass with its own forward does more than a matrix product.
-        if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
+        layers = module.same_input() if isinstance(module, Attention | FeedForward) else (module,)
+        if not packed.isdisjoint(layers) or not all(map(_packable, layers)):
             continue
-        if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _PACKED_FOR_ROWS)
-            module.forward = partial(_packed_linear, module, packed)  # type: ignore[method-assign]
-            written += _bytes(module.weight)
+        packed.update(layers)
+        weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers]
+        bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat(biases)
+        product = partial(_product, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS), bias)
+        if len(layers) == 1:
+            module.forward = partial(_packed_linear, module, product)
+        else:
+            layers[0].joint = product
+        written += _bytes(weight)
     return written
 
 
-def _packed_linear(module: Any, packed: Tensor, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-    out = torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], "")
+def _packable(module: nn.Module) -> bool:
+    # A subclass with its own forward does more than a matrix product.
+    if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
+        return False
+    return (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu")
+
+
+def _product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return out
+
+
+def _packed_linear(
+    module: Any, product: Callable[[Tensor], Tensor], x: Tensor, adapters: AdapterRows | None = None
+) -> Tensor:
+    out = product(x)
     return soft_capped(out, module.soft_cap) if isinstance(module, LMHead) else module.adapted(out, x, adapters)
 
 

@@ -60,21 +60,20 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if (params.temperature != 1.0).any():
         temperature = _on_device(params.temperature, scores)
         scores = scores / temperature.to(scores.dtype)[:, None]
-    log_normalizer = torch.logsumexp(scores, dim=-1)
-    choices = scores
+    all_logprobs = torch.log_softmax(scores, dim=-1)
+    choices, drawn_from = scores, all_logprobs
     if params.banned:
         rows = np.repeat([row for row, _ in params.banned], [len(ids) for _, ids in params.banned])
-        places = np.stack([rows, np.concatenate([ids for _, ids in params.banned])])
-        choices = scores.clone()
-        choices[tuple(_on_device(places, scores))] = -torch.inf
+        places = _on_device(np.stack([rows, np.concatenate([ids for _, ids in params.banned])]), scores)
+        choices, drawn_from = (x.index_put(tuple(places), x.new_tensor(-torch.inf)) for x in (choices, drawn_from))
     if params.greedy.all():
         tokens = choices.argmax(dim=-1)
     else:
-        tokens = _draw(choices, log_normalizer, params)
-    logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer
+        tokens = _draw(choices, drawn_from, params)
+    logprobs = all_logprobs.gather(1, tokens[:, None])[:, 0]
     # Float64 has every token and every logprob exactly.
-    columns = torch.stack([tokens.double(), logprobs.double(), log_normalizer.double()]).cpu()
-    wrong = np.flatnonzero(~np.isfinite(columns[2].numpy())).tolist()
+    columns = torch.stack([tokens.double(), logprobs.double()]).cpu()
+    wrong = np.flatnonzero(~np.isfinite(columns[1].numpy())).tolist()
     if wrong:
         raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(logits)} are not finite; check the model's weights")
     return columns[0].long(), columns[1].to(logprobs.dtype)
@@ -84,8 +83,8 @@ def _on_device(x: np.ndarray, like: Tensor) -> Tensor:
     return to_device_async(torch.from_numpy(x), like.device)
 
 
-def _draw(choices: Tensor, log_normalizer: Tensor, params: SamplingParams) -> Tensor:
-    probs = torch.exp(choices - log_normalizer[:, None])
+def _draw(choices: Tensor, logprobs: Tensor, params: SamplingParams) -> Tensor:
+    probs = logprobs.exp()
     filtered = np.flatnonzero((params.top_p < 1) | (params.top_k > 0))
     if filtered.size:
         rows, top_k, top_p = (_on_device(x, probs) for x in (filtered, params.top_k[filtered], params.top_p[filtered]))

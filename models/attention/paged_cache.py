@@ -17,6 +17,7 @@ from torch import Tensor
 
 from archon.models.attention.cache import CacheSpec, PagedRows
 from archon.models.attention.states import StateCache
+from archon.models.native import elementwise
 from archon.parallel.transfer import to_device_async
 
 
@@ -102,7 +103,11 @@ class PagedCache:
         """Store keys [T, heads, key_features], and values unless they are in the keys, at `token_rows`."""
         paged = self.layers[layer]
         for cache, x in zip(paged.stored, new, strict=True):
-            cache.view(-1, x.shape[-1]).index_copy_(0, rows[paged.rows.heads], x.reshape(-1, x.shape[-1]))
+            memory, places = cache.view(-1, x.shape[-1]), rows[paged.rows.heads]
+            if elementwise.applies(memory, x):
+                elementwise.store_rows(memory, places, x)
+            else:
+                memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
 
     def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
         """Returns the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
-from archon.models.layers.fused import rotate
-from archon.models.layers.linear import Linear, Role
+from archon.models.layers.fused import norm_and_rotate, rotate
+from archon.models.layers.linear import Linear, Role, project
 from archon.models.layers.norm import FullWidthRMSNorm, NormSpec, RMSNorm
 from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
@@ -106,21 +106,32 @@ class Attention(nn.Module):
             return x_THK
         return norm(x_THK.flatten(-2)).view_as(x_THK) if isinstance(norm, FullWidthRMSNorm) else norm(x_THK)
 
+    def _rotated(self, norm: RMSNorm | None, x_THK: Tensor, rotation: Rotation | None) -> Tensor:
+        """Returns the heads' features normed and rotated, as far as the layer does."""
+        if rotation is None:
+            return self._normed(norm, x_THK)
+        angles = rotation.cos, rotation.sin, self.interleaved
+        if type(norm) is RMSNorm:
+            return norm_and_rotate(x_THK, norm.factors(), *angles)
+        return rotate(self._normed(norm, x_THK), *angles)
+
+    def same_input(self) -> tuple[Linear, ...]:
+        """Returns the layers that project the residual stream."""
+        return self.wq, self.wk, self.wv
+
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
         """Returns [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
-        projected = (proj(x, attention.adapters) for proj in (self.wq, self.wk, self.wv))
+        projected = project(x, self.same_input(), attention.adapters)
         q_THK, k_TGK, v_TGK = (out.unflatten(-1, (-1, self.head_dim)) for out in projected)
         gate_THK = None
         if self.gated:
             q_THK, gate_THK = q_THK.unflatten(1, (-1, 2)).unbind(2)
-        q_THK, k_TGK = self._normed(self.q_norm, q_THK), self._normed(self.k_norm, k_TGK)
-        if rotation is not None:
-            q_THK, k_TGK = (rotate(x, rotation.cos, rotation.sin, self.interleaved) for x in (q_THK, k_TGK))
-            if rotation.query_scale is not None:
-                q_THK = q_THK * rotation.query_scale
+        q_THK, k_TGK = self._rotated(self.q_norm, q_THK, rotation), self._rotated(self.k_norm, k_TGK, rotation)
+        if rotation is not None and rotation.query_scale is not None:
+            q_THK = q_THK * rotation.query_scale
         spec = self.spec if self.sinks is None else replace(self.spec, sinks=local(self.sinks))
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
         if gate_THK is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.fused import clamped_swiglu, swiglu
-from archon.models.layers.linear import Linear
+from archon.models.layers.linear import Linear, project
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather
 from archon.schema.errors import ConfigError
@@ -108,8 +108,13 @@ class FeedForward(nn.Module):
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
+    def same_input(self) -> tuple[Linear, ...]:
+        """Returns the layers of the gate and of what it multiplies."""
+        return self.w1, self.w3
+
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Returns [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        return self.w2(gated(self.act, self.w1(x, adapters), self.w3(x, adapters)), adapters)
+        gate, up = project(x, self.same_input(), adapters)
+        return self.w2(gated(self.act, gate, up), adapters)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from archon.models.native import elementwise
+
 Function = Callable[..., Tensor]
 
 
@@ -173,16 +175,32 @@ def _run(plain: Function, eager: Function, function: type[torch.autograd.Functio
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
+    if elementwise.applies(x, weight):
+        return elementwise.rms_norm(x, weight, eps, offset)
     return _run(plain_rms_norm, lambda *args: _normalize(*args)[0], _RMSNorm, x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
+    if elementwise.applies(x, cos, sin):
+        return elementwise.rotate(x, cos, sin, interleaved)
     return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
+
+
+def norm_and_rotate(
+    x: Tensor, norm: tuple[Tensor, float, float, bool], cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Returns `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
+    weight, eps, offset, _ = norm
+    if elementwise.applies(x, cos, sin, weight):
+        return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)
+    return rotate(rms_norm(x, *norm), cos, sin, interleaved)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
+    if elementwise.applies(gate, up):
+        return elementwise.swiglu(gate, up)
     return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up)
 
 

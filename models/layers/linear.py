@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -43,12 +44,14 @@ class Linear(nn.Linear):
         heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
         rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
         lora: the layer's adapter, or those that rows may have.
+        joint: the product of this layer and of those that have the same input, if these are packed as one.
         fp8: how the operands of its products are scaled, if these are in 8 bits; an adapter's are not.
         quantizable: whether they may be.
     """
 
     tp: Group | None = None
     rows: slice | None = None
+    joint: Callable[[Tensor], Tensor] | None = None
     fp8: Fp8Scaling | None = None
     quantizable = True
 
@@ -95,6 +98,15 @@ class Linear(nn.Linear):
         if adapters is None:
             return out
         return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
+
+
+def project(x: Tensor, layers: Sequence[Linear], adapters: AdapterRows | None) -> list[Tensor]:
+    """Returns what each of the layers gives for x [T, in]; views of one product, where they have a joint one."""
+    joint = layers[0].joint
+    if joint is None:
+        return [layer(x, adapters) for layer in layers]
+    outs = joint(x).split_with_sizes([layer.out_features for layer in layers], dim=-1)
+    return [layer.adapted(out, x, adapters) for layer, out in zip(layers, outs, strict=True)]
 
 
 class Embedding(nn.Embedding):

@@ -47,8 +47,12 @@ class RMSNorm(nn.Module):
         self.eps, self.offset, self.rounds_once = eps, offset, rounds_once
         self.role: Role = role
 
+    def factors(self) -> tuple[Tensor, float, float, bool]:
+        """Returns what `rms_norm` takes next to x."""
+        return local(self.weight), self.eps, self.offset, self.rounds_once
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, local(self.weight), self.eps, self.offset, self.rounds_once)
+        return rms_norm(x, *self.factors())
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset:g}" if self.offset else "")

@@ -16,6 +16,7 @@ from archon.models.attention.cache import PagedRows
 from archon.models.attention.paged import DecodeRows, PagedAttention
 from archon.models.attention.paged_cache import PagedCache, PagedTensors
 from archon.models.attention.spec import AttentionSpec
+from archon.models.native import library
 from tests.models.naive_attention import attend as plain_attention
 
 LENGTHS = np.array([1, 3, 4, 17, 30, 16, 129])
@@ -24,9 +25,9 @@ HEADS, SCALE, FLOAT32_ERROR = 6, 0.3, 2e-6
 
 @pytest.fixture(autouse=True)
 def _fresh_kernel() -> Iterator[None]:
-    decode_kernel.kernel.cache_clear()
+    library.kernels.cache_clear()
     yield
-    decode_kernel.kernel.cache_clear()
+    library.kernels.cache_clear()
 
 
 def filled(rows: PagedRows, page_size: int) -> tuple[PagedTensors, np.ndarray, Tensor]:
@@ -159,28 +160,11 @@ def test_without_a_compiler_products_of_pages_give_the_same(
         return PagedAttention(cache, rows).attend(0, q, k, v, AttentionSpec(SCALE))
 
     compiled = decoded()
-    decode_kernel.kernel.cache_clear()
+    library.kernels.cache_clear()
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO):
         plain = decoded()
-    assert decode_kernel.kernel() is None
-    assert "without its compiled attention" in caplog.text
+    assert library.kernels() is None
+    assert "without its compiled kernels" in caplog.text
     torch.testing.assert_close(plain, compiled, rtol=0, atol=FLOAT32_ERROR)
-
-
-def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", "env cc")
-    assert decode_kernel.kernel() is not None
-
-
-def test_it_is_built_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert decode_kernel.kernel() is not None
-    (built,) = (tmp_path / "archon" / "kernels").iterdir()
-    first = built.stat()
-    decode_kernel.kernel.cache_clear()
-    assert decode_kernel.kernel() is not None
-    assert [path.name for path in built.parent.iterdir()] == [built.name]
-    assert (built.stat().st_mtime_ns, built.stat().st_ino) == (first.st_mtime_ns, first.st_ino)

@@ -47,14 +47,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the compiled decoding step sees one key more than its window",
-        "models/attention/decode.c",
+        "models/native/kernels.c",
         "length > window ? length - window : 0",
         "length > window ? length - window - 1 : 0",
         (f"{DECODE_KERNEL}::test_attention_to_pages",),
     ),
     Mutant(
         "the compiled decoding step forgets what it summed where a later page has a larger score",
-        "models/attention/decode.c",
+        "models/native/kernels.c",
         "                        totals[g] *= factor;\n",
         "",
         (f"{DECODE_KERNEL}::test_attention_to_pages",),

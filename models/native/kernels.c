@@ -1,8 +1,5 @@
-/* Attention of one query per sequence to the pages of a cache, in float32 on a CPU.
- *
- * A task is one sequence and one head of the cache: its queries read each key and each value once, and keep the
- * rescaled sums of FlashDecoding (Dao et al. 2023) as they go from page to page. A task does nothing that depends on
- * other sequences or on the number of threads.
+/* What decoding steps compute between their matrix products, in float32 on a CPU: attention of one query per sequence to
+ * the pages of a cache, and elementwise layers of few rows. No result depends on other rows or on the number of threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -33,12 +30,21 @@ static inline float exp_of_negative(float x)
     return p * scale;
 }
 
-/* scores[t] = q . keys[t], four keys at a time. */
+/* Asks for `count` floats that are read soon; NULL for none. A page is in one piece, but the next may be anywhere, where
+ * no processor looks ahead by itself. */
+static inline void prefetch(const float *memory, int64_t count)
+{
+    for (int64_t i = 0; memory != NULL && i < count; i += 16)
+        __builtin_prefetch(memory + i, 0, 2);
+}
+
+/* scores[t] = q . keys[t], four keys at a time; as many of the `next` ones are fetched meanwhile. */
 static inline void products(float *restrict scores, const float *restrict q, const float *restrict keys, int64_t stride,
-                            int64_t features, int64_t count)
+                            int64_t features, int64_t count, const float *next)
 {
     int64_t t = 0;
     for (; t + 4 <= count; t += 4) {
+        prefetch(next == NULL ? NULL : next + t * stride, 4 * stride);
         const float *a = keys + t * stride, *b = a + stride, *c = b + stride, *d = c + stride;
         float sa = 0, sb = 0, sc = 0, sd = 0;
 #pragma omp simd reduction(+ : sa, sb, sc, sd)
@@ -60,12 +66,13 @@ static inline void products(float *restrict scores, const float *restrict q, con
     }
 }
 
-/* out += sum of weights[t] * values[t], four values at a time. */
+/* out += sum of weights[t] * values[t], four values at a time; as many of the `next` ones are fetched meanwhile. */
 static inline void add_values(float *restrict out, const float *restrict weights, const float *restrict values,
-                              int64_t stride, int64_t features, int64_t count)
+                              int64_t stride, int64_t features, int64_t count, const float *next)
 {
     int64_t t = 0;
     for (; t + 4 <= count; t += 4) {
+        prefetch(next == NULL ? NULL : next + t * stride, 4 * stride);
         const float *a = values + t * stride, *b = a + stride, *c = b + stride, *d = c + stride;
         float wa = weights[t], wb = weights[t + 1], wc = weights[t + 2], wd = weights[t + 3];
 #pragma omp simd
@@ -81,7 +88,9 @@ static inline void add_values(float *restrict out, const float *restrict weights
     }
 }
 
-/* Returns 0, or 1 where memory is out.
+/* Attention of one query per sequence to the pages of a cache. A task is one sequence and one head of the cache: its
+ * queries read each key and each value once, and keep the rescaled sums of FlashDecoding (Dao et al. 2023) as they go
+ * from page to page. Returns 0, or 1 where memory is out.
  *
  * out [rows, heads, value_features], q [rows, heads, key_features], keys and values [n_pages, kv_heads, page_size,
  * stride], pages int64 [rows, width], lengths int64 [rows], at least 1; sinks [heads] or NULL; window and soft_cap 0
@@ -109,6 +118,7 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
         for (int64_t task = 0; task < (failed ? 0 : rows * kv_heads); task++) {
             int64_t head = task / rows, row = task % rows, length = lengths[row];
             int64_t first = window > 0 && length > window ? length - window : 0;
+            int64_t later = task + threads < rows * kv_heads ? task + threads : task;
             const float *own = q + (row * heads + head * group) * key_features;
             for (int64_t i = 0; i < group * key_features; i++)
                 queries[i] = own[i] * scale;
@@ -121,9 +131,12 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
                 int64_t place = start % page_size;
                 count = page_size - place < length - start ? page_size - place : length - start;
                 int64_t token = (pages[row * width + start / page_size] * kv_heads + head) * page_size + place;
+                int64_t next = start + count < length
+                                   ? (pages[row * width + start / page_size + 1] * kv_heads + head) * page_size
+                                   : (pages[later % rows * width] * kv_heads + later / rows) * page_size;
                 for (int64_t g = 0; g < group; g++) {
                     products(scores, queries + g * key_features, keys + token * key_stride, key_stride, key_features,
-                             count);
+                             count, g == 0 ? keys + next * key_stride : NULL);
                     if (soft_cap > 0)
                         for (int64_t t = 0; t < count; t++)
                             scores[t] = soft_cap * tanhf(scores[t] / soft_cap);
@@ -145,7 +158,8 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
                         maxima[g] = maximum;
                     }
                     totals[g] += total;
-                    add_values(sum, scores, values + token * value_stride, value_stride, value_features, count);
+                    add_values(sum, scores, values + token * value_stride, value_stride, value_features, count,
+                               g == 0 ? values + next * value_stride : NULL);
                 }
             }
             float *result = out + (row * heads + head * group) * value_features;
@@ -156,4 +170,95 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
         free(memory);
     }
     return failed;
+}
+
+/* out = (offset + weight) * x / sqrt(mean(x^2) + eps). */
+static inline void normalize(float *restrict out, const float *restrict x, const float *restrict weight,
+                             int64_t features, float eps, float offset)
+{
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < features; i++)
+        squares += x[i] * x[i];
+    float factor = 1.0f / sqrtf(squares / (float)features + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < features; i++)
+        out[i] = x[i] * factor * (offset + weight[i]);
+}
+
+/* normalize() of each x[r, h]; out [rows, heads, features] is contiguous, x has strides. */
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t heads, int64_t features,
+              int64_t row_stride, int64_t head_stride, float eps, float offset, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t vector = 0; vector < rows * heads; vector++)
+        normalize(out + vector * features, x + vector / heads * row_stride + vector % heads * head_stride, weight,
+                  features, eps, offset);
+}
+
+/* Turns pairs (i * step, i * step + second) of x, which may be out. */
+static inline void turn(float *out, const float *x, const float *cos, const float *sin, int64_t pairs, int64_t step,
+                        int64_t second)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < pairs; i++) {
+        float a = x[i * step], b = x[i * step + second];
+        out[i * step] = a * cos[i] - b * sin[i];
+        out[i * step + second] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* The first 2 * pairs features of x[r, h] turned by the angles of row r, and the others as they are, after normalize()
+ * unless weight is NULL: pairs (i, i + pairs), or (2i, 2i + 1) if interleaved. out [rows, heads, features] is
+ * contiguous, x has strides, and cos and sin are [rows, pairs]. */
+void rotate(float *out, const float *x, const float *weight, const float *cos, const float *sin, int64_t rows,
+            int64_t heads, int64_t features, int64_t row_stride, int64_t head_stride, int64_t pairs, int interleaved,
+            float eps, float offset, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t vector = 0; vector < rows * heads; vector++) {
+        const float *in = x + vector / heads * row_stride + vector % heads * head_stride;
+        const float *c = cos + vector / heads * pairs, *s = sin + vector / heads * pairs;
+        float *result = out + vector * features;
+        if (weight != NULL) {
+            normalize(result, in, weight, features, eps, offset);
+            in = result;
+        } else {
+            memcpy(result + 2 * pairs, in + 2 * pairs, sizeof(float) * (size_t)(features - 2 * pairs));
+        }
+        if (interleaved)
+            turn(result, in, c, s, pairs, 2, 1);
+        else
+            turn(result, in, c, s, pairs, 1, pairs);
+    }
+}
+
+/* out[r] = silu(gate[r]) * up[r]; out [rows, features] is contiguous, and gate and up have strides. */
+void swiglu(float *restrict out, const float *restrict gate, const float *restrict up, int64_t rows, int64_t features,
+            int64_t gate_stride, int64_t up_stride, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *g = gate + row * gate_stride, *u = up + row * up_stride;
+        float *result = out + row * features;
+#pragma omp simd
+        for (int64_t i = 0; i < features; i++) {
+            float power = exp_of_negative(-fabsf(g[i]));
+            result[i] = g[i] * (g[i] < 0 ? power : 1.0f) / (1.0f + power) * u[i];
+        }
+    }
+}
+
+/* memory[places[r * heads + h]] = x[r, h], in a memory [size, features]; x [rows, heads, features] has strides. Returns
+ * 1, with nothing stored, where a place is none. */
+int store_rows(float *restrict memory, const float *restrict x, const int64_t *places, int64_t rows, int64_t heads,
+               int64_t features, int64_t row_stride, int64_t head_stride, int64_t size)
+{
+    for (int64_t i = 0; i < rows * heads; i++)
+        if (places[i] < 0 || places[i] >= size)
+            return 1;
+    for (int64_t i = 0; i < rows * heads; i++)
+        memcpy(memory + places[i] * features, x + i / heads * row_stride + i % heads * head_stride,
+               sizeof(float) * (size_t)features);
+    return 0;
 }

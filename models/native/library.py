@@ -1,0 +1,90 @@
+"""Builds `kernels.c` with the machine's C compiler on first use, in about a second, and loads it.
+
+The result is kept for the user's other processes. Without a compiler, or without its OpenMP, there is none, and
+PyTorch's operations do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+SECONDS = 120.0
+"""That the compiler may take."""
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS: dict[str, list[Any]] = {
+    "decode_attention": [*[_POINTER] * 7, *[_LONG] * 10, _FLOAT, _FLOAT, _INT],
+    "rms_norm": [*[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _FLOAT, _INT],
+    "rotate": [*[_POINTER] * 5, *[_LONG] * 6, _INT, _FLOAT, _FLOAT, _INT],
+    "swiglu": [*[_POINTER] * 3, *[_LONG] * 4, _INT],
+    "store_rows": [*[_POINTER] * 3, *[_LONG] * 6],
+}
+
+
+@functools.cache
+def kernels() -> dict[str, Callable[..., int]] | None:
+    """Returns the compiled functions by name, built if need be; None where they cannot be."""
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would have threads of its own
+        library = ctypes.CDLL(str(_library()))
+        functions = {name: getattr(library, name) for name in _ARGUMENTS}
+    except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        reason = f"{error} {said.decode(errors='replace')}".strip()
+        logger.info("generation on this CPU goes without its compiled kernels: %s", reason)
+        return None
+    for name, function in functions.items():
+        function.argtypes = _ARGUMENTS[name]
+        function.restype = _INT if name in ("decode_attention", "store_rows") else None
+    return functions
+
+
+def _library() -> Path:
+    """Returns the shared library for this source, compiler and processor, built where it is missing."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    if b"clang" in version:
+        raise OSError("clang has an OpenMP of its own, whose threads would be in the way of torch's; set CC to a gcc")
+    what = [
+        SOURCE.read_bytes(),
+        version,
+        shlex.join([*compiler, *FLAGS]).encode(),
+        platform.machine().encode(),
+        _processor(),
+    ]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "archon" / "kernels"
+    library = folder / f"{SOURCE.stem}-{hashlib.sha256(b'|'.join(what)).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / library.name
+            command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
+            subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+            with built.open("rb") as file:
+                os.fsync(file.fileno())
+            built.replace(library)  # other processes see all of it or nothing
+    return library
+
+
+def _processor() -> bytes:
+    """Returns what code for this processor may use; a home folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
