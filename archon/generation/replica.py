@@ -18,6 +18,7 @@ from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
 from archon.models.lora import is_adapter, mirror_adapters
+from archon.models.native.linear import pack
 from archon.models.token_scores import soft_capped
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import RolloutError
@@ -25,7 +26,9 @@ from archon.schema.errors import RolloutError
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
 WeightMode = Literal["auto", "alias", "snapshot"]
 
-# Weights are packed for matrix products with about this many rows, as in a decoding step.
+Product = Callable[[Tensor], Tensor]
+
+# oneDNN packs weights for matrix products with about this many rows, as in a decoding step.
 _PACKED_FOR_ROWS = 32
 
 # Prefixes that torch's wrappers (activation checkpointing, torch.compile, FSDP1) add to parameter names.
@@ -118,35 +121,47 @@ def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict
 
 
 def _pack_linears(replica: nn.Module) -> int:
-    """Pack weights on a CPU in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
+    """Pack weights on a CPU in panels, which makes a decoding step 1.5 times as fast; returns the bytes written.
 
-    Layers with the same input become one product.
-
-    Returns the bytes that were written.
-
-    Packed weights are copies, so this must be called again after every change of a weight. (Tensor versions cannot
-    detect a change: fused optimizers do not increment them.)
+    Layers with the same input become one product. Packed weights are copies, so this must be called again after every
+    change of a weight. (Tensor versions cannot detect a change: fused optimizers do not increment them.)
     """
     written = 0
-    if not has_onednn():
-        return written
     module: Any
     packed = set[nn.Module]()
     for module in replica.modules():
         layers = module.same_input() if isinstance(module, Attention | FeedForward) else (module,)
         if not packed.isdisjoint(layers) or not all(map(_packable, layers)):
             continue
-        packed.update(layers)
-        weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers]
-        bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat(biases)
-        product = partial(_product, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS), bias)
+        weight, bias = layers[0].weight.detach(), layers[0].bias
+        if len(layers) > 1:
+            weight = torch.cat([layer.weight.detach() for layer in layers])
+            bias = None if bias is None else torch.cat([layer.bias for layer in layers])
+        product = _packed_product(weight, bias)
+        if product is None:
+            return written
         if len(layers) == 1:
             module.forward = partial(_packed_linear, module, product)
         else:
             layers[0].joint = product
+        packed.update(layers)
         written += _bytes(weight)
     return written
+
+
+def _packed_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """Returns the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
+    if (product := pack(weight, bias)) is not None:
+        return product
+    if not has_onednn():
+        return None
+    columns = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return partial(_onednn_product, columns, bias)
+
+
+def _onednn_product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return out
 
 
 def _packable(module: nn.Module) -> bool:
@@ -156,14 +171,7 @@ def _packable(module: nn.Module) -> bool:
     return (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu")
 
 
-def _product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return out
-
-
-def _packed_linear(
-    module: Any, product: Callable[[Tensor], Tensor], x: Tensor, adapters: AdapterRows | None = None
-) -> Tensor:
+def _packed_linear(module: Any, product: Product, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
     out = product(x)
     return soft_capped(out, module.soft_cap) if isinstance(module, LMHead) else module.adapted(out, x, adapters)
 

@@ -32,8 +32,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rms_norm": [*[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _FLOAT, _INT],
     "rotate": [*[_POINTER] * 5, *[_LONG] * 6, _INT, _FLOAT, _FLOAT, _INT],
     "swiglu": [*[_POINTER] * 3, *[_LONG] * 4, _INT],
+    "panel_width": [],
+    "product": [*[_POINTER] * 4, *[_LONG] * 4, _INT],
     "store_rows": [*[_POINTER] * 3, *[_LONG] * 6],
 }
+_RESULTS = {"decode_attention": _INT, "panel_width": _LONG, "store_rows": _INT}
 
 
 @functools.cache
@@ -50,7 +53,7 @@ def kernels() -> dict[str, Callable[..., int]] | None:
         return None
     for name, function in functions.items():
         function.argtypes = _ARGUMENTS[name]
-        function.restype = _INT if name in ("decode_attention", "store_rows") else None
+        function.restype = _RESULTS.get(name)
     return functions
 
 

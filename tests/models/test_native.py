@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from archon.models.layers import fused
-from archon.models.native import elementwise, library
+from archon.models.native import elementwise, library, linear
 from tests.tolerances import FORMULA_FP32
 
 ROWS = 37
@@ -106,6 +106,39 @@ def test_layers_equal_their_plain_twins(name: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(
         got.double(), expected, rtol=FORMULA_FP32, atol=FORMULA_FP32 * float(expected.abs().max())
     )
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("features", "columns"), [(1, 1), (20, 31), (64, 32), (512, 96), (513, 33), (1408, 70), (2048, 65)]
+)
+def test_products_with_packed_weights(features: int, columns: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(columns, features), torch.randn(columns) if with_bias else None
+    packed = linear.pack(weight, bias)
+    assert packed is not None
+    wide = None if bias is None else bias.double()
+    threads = torch.get_num_threads()
+    for rows in (0, 1, 2, 5, 6, 7, 13, 14, 15, 29, 48, 49, 112, 113, 240):
+        x = torch.randn(rows, features + 3)[:, 2:-1]
+        expected = torch.nn.functional.linear(x.double(), weight.double(), wide)
+        got = packed(x)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-6 * features**0.5 * 4)
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(packed(x.contiguous()), got), "another layout and other threads"
+        finally:
+            torch.set_num_threads(threads)
+        if rows > 2:
+            assert torch.equal(packed(x[1:3]), got[1:3]), "other rows"
+
+
+def test_a_product_reads_rows_of_any_layout() -> None:
+    packed = linear.pack(torch.randn(40, 24), None)
+    assert packed is not None
+    x = torch.randn(24, 6).t()
+    torch.testing.assert_close(packed(x), packed(x.contiguous()), rtol=0, atol=0)
+    assert packed(torch.randn(2, 3, 24)).shape == (2, 3, 40)
 
 
 def test_a_row_is_the_same_among_others_and_with_any_number_of_threads() -> None:
