@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 SINKS = "tests/models/test_sinks.py"
 CASCADE = "tests/models/test_cascade.py"
 DECODE_KERNEL = "tests/generation/test_decode_kernel.py"
+NATIVE = "tests/models/test_native.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -58,6 +59,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "                        totals[g] *= factor;\n",
         "",
         (f"{DECODE_KERNEL}::test_attention_to_pages",),
+    ),
+    Mutant(
+        "a compiled product forgets the sums of the features before",
+        "models/native/kernels.c",
+        "const float *start = k > 0 ? result : bias == NULL",
+        "const float *start = bias == NULL",
+        (f"{NATIVE}::test_products_with_packed_weights",),
+    ),
+    Mutant(
+        "a compiled norm forgets its offset",
+        "models/native/kernels.c",
+        "out[i] = x[i] * factor * (offset + weight[i]);",
+        "out[i] = x[i] * factor * weight[i];",
+        (f"{NATIVE}::test_layers_equal_their_plain_twins",),
+    ),
+    Mutant(
+        "layers without gradients are compiled where one might be recorded",
+        "models/native/elementwise.py",
+        "        and torch.is_inference_mode_enabled()\n",
+        "",
+        (f"{NATIVE}::test_where_they_apply",),
+    ),
+    Mutant(
+        "the joint product of queries, keys and values has no biases",
+        "archon/generation/replica.py",
+        "bias = None if bias is None else torch.cat([layer.bias for layer in layers])",
+        "bias = None",
+        ("tests/generation/test_parity.py", "tests/generation/test_engine.py"),
     ),
     Mutant(
         "the compiled decoding step is used where a gradient is wanted",
