@@ -17,6 +17,7 @@ from archon.generation import InProcessEngine, fingerprint
 from archon.generation.replica import build_replica, copy_weights
 from archon.generation.types import GeneratorConfig
 from archon.models import BaseArchonModel
+from archon.models.layers.linear import project
 from archon.models.layers.moe import expert_biases
 from archon.parallel.dims import ensure_process_group
 from archon.schema.errors import RolloutError
@@ -310,3 +311,23 @@ def test_a_critic_cannot_generate() -> None:
 def test_sizes_below_one_are_refused(name: str) -> None:
     with pytest.raises(RolloutError, match=f"{name} is 0; expected at least 1"):
         make_engine(**{name: 0})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
+def test_layers_with_one_input_are_one_product(family: str) -> None:
+    """Their biases too, which fresh models have at 0."""
+    model = make_model(family=family)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    replica, _ = build_replica(model)
+    x = torch.randn(3, model.args.dim)
+    modules = [block.attention for block in replica.layers.values()]
+    modules += [block.feed_forward for block in replica.layers.values() if block.feed_forward is not None]
+    for module in modules:
+        layers = module.same_input()
+        assert layers[0].joint is not None
+        with torch.inference_mode():
+            together = project(x, layers, None)
+            apart = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+        for got, expected in zip(together, apart, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=PARITY_FP32 * float(expected.abs().max()))

@@ -86,7 +86,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/replica.py",
         "bias = None if bias is None else torch.cat([layer.bias for layer in layers])",
         "bias = None",
-        ("tests/generation/test_parity.py", "tests/generation/test_engine.py"),
+        ("tests/generation/test_replica.py::test_layers_with_one_input_are_one_product",),
     ),
     Mutant(
         "the compiled decoding step is used where a gradient is wanted",
