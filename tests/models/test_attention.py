@@ -392,11 +392,11 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
     made: list[Tensor] = []  # kept, so that nothing else takes their places
 
     def turn(*args: Tensor) -> Tensor:
-        made.append(rotate(*args))
+        made.append(norm_and_rotate(*args))
         return made[-1]
 
-    rotate = attention_layer.rotate
-    monkeypatch.setattr(attention_layer, "rotate", turn)
+    norm_and_rotate = attention_layer.norm_and_rotate
+    monkeypatch.setattr(attention_layer, "norm_and_rotate", turn)
     module = attention_layer.AttentionLayer(4, 2, 8, qk_norm=NormSpec(1e-6)).build(0, 32)
     module.bfloat16().wv.register_forward_hook(lambda _module, _args, out: made.insert(0, out))
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)

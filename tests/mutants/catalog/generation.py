@@ -22,8 +22,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the logprob of a token is that among the tokens that were allowed",
         "archon/generation/sampler.py",
-        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer",
-        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(choices, dim=-1)",
+        "logprobs = all_logprobs.gather(1, tokens[:, None])[:, 0]",
+        "logprobs = torch.log_softmax(choices, dim=-1).gather(1, tokens[:, None])[:, 0]",
         ("tests/generation/test_sampler.py", "tests/generation/test_answers.py"),
     ),
     Mutant(

@@ -65,8 +65,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the 1 that checkpoints leave out of a norm's factor is added twice",
         "models/layers/norm.py",
-        "return rms_norm(x, local(self.weight), self.eps, self.offset, self.rounds_once)",
-        "return rms_norm(x, local(self.weight), self.eps, 2 * self.offset, self.rounds_once)",
+        "return local(self.weight), self.eps, self.offset, self.rounds_once",
+        "return local(self.weight), self.eps, 2 * self.offset, self.rounds_once",
         (f"{PARITY}[gemma3_text-0]",),
     ),
 )
