@@ -71,17 +71,25 @@ def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
         pytest.param("update", signal.SIGINT, 3, marks=pytest.mark.slow),
         pytest.param("push", signal.SIGINT, 3, marks=pytest.mark.slow),
         ("evaluation", signal.SIGINT, 2),
-        pytest.param("save", signal.SIGINT, 2, marks=pytest.mark.slow),
+        # The second checkpoint is written while the third step goes on, which is trained if its rollout is over.
+        pytest.param("save", signal.SIGINT, (2, 3), marks=pytest.mark.slow),
         pytest.param("export", signal.SIGTERM, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_the_run_and_the_resumed_one_is_bitwise_the_whole(
-    rl_config: MakeConfig, tmp_path: Path, whole: RLConfig, point: str, number: signal.Signals, saved: int
+    rl_config: MakeConfig,
+    tmp_path: Path,
+    whole: RLConfig,
+    point: str,
+    number: signal.Signals,
+    saved: int | tuple[int, ...],
 ) -> None:
     config = rl_config(**common(tmp_path))
     ended = Ended(config, point, number)
     assert_ended_well(ended, number)
-    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == saved
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") in (
+        saved if isinstance(saved, tuple) else (saved,)
+    )
     RLTrainer(config).train()
     assert_bitwise_equal_runs(config, whole)
 
