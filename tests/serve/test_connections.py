@@ -116,7 +116,7 @@ async def test_headers_without_end_are_refused_before_they_fill_the_memory(serve
 async def test_closing_the_server_ends_what_is_being_answered_at_once_and_leaves_no_thread(
     serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, stream: bool
 ) -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())  # one of an earlier test may end meanwhile
     for _ in range(3):
         server, url = await serve()
         body = CHAT | {"max_tokens": 900, "ignore_eos": True, "stream": stream}
@@ -131,7 +131,7 @@ async def test_closing_the_server_ends_what_is_being_answered_at_once_and_leaves
         assert engine.abort() == 0
         for outcome in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(outcome, httpx.TransportError)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
 
 
 async def test_clients_that_go_while_every_turn_of_the_loop_brings_a_token_are_noticed_at_once(
