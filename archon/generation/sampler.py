@@ -65,7 +65,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if params.banned:
         rows = np.repeat([row for row, _ in params.banned], [len(ids) for _, ids in params.banned])
         places = _on_device(np.stack([rows, np.concatenate([ids for _, ids in params.banned])]), scores)
-        choices, drawn_from = (x.index_put(tuple(places), x.new_tensor(-torch.inf)) for x in (choices, drawn_from))
+        choices, drawn_from = (x.index_put(tuple(places), x.new_full((), -torch.inf)) for x in (choices, drawn_from))
     if params.greedy.all():
         tokens = choices.argmax(dim=-1)
     else:
