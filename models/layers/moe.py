@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
@@ -29,6 +30,7 @@ from archon.parallel.expert import ExpertParallel
 from archon.parallel.fp8 import Fp8Scaling
 from archon.schema.errors import ConfigError
 
+SCALED_GROUPED_COMPILES = TorchVersion(torch.__version__) >= "2.13"
 Score = Literal["softmax", "sigmoid"]
 """How a router turns a token's logits into scores: a softmax over the experts, or a sigmoid of each."""
 
@@ -270,6 +272,8 @@ class GroupedExperts(nn.Module):
 
         With n `adapters` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
         """
+        if torch.compiler.is_compiling() and not self._compiles(x):
+            return self._uncompiled(x, counts, adapters)
         groups = counts
         if adapters:
             counts = groups.unflatten(0, (-1, len(adapters) + 1)).sum(1)
@@ -286,6 +290,15 @@ class GroupedExperts(nn.Module):
             start = self.etp.rank * out_bias.shape[1]
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
         return _add_rows(product(hidden, "w2"), out_bias, experts)
+
+    def _compiles(self, x: Tensor) -> bool:
+        """Returns whether torch's compiler knows the shapes of these products: those of `grouped_mm` in bfloat16 alone,
+        and of `scaled_grouped_mm` since torch 2.13."""
+        return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and SCALED_GROUPED_COMPILES))
+
+    @torch.compiler.disable
+    def _uncompiled(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...]) -> Tensor:
+        return self(x, counts, adapters)
 
     def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, adapters: tuple[str, ...]) -> Tensor:
         """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
