@@ -62,7 +62,9 @@ def scale_of(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group
         amax = amax.amax(0, keepdim=True)
     for group in groups:
         amax = all_reduce(amax, group, "max")
-    return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+    # Divided by a tensor: a GPU multiplies by the reciprocal of a number, whose scale rounds ties otherwise.
+    largest = amax.new_full((), torch.finfo(dtype).max)
+    return (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
