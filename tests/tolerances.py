@@ -66,3 +66,13 @@ HELD_MEMORY = 5e-2
 # Metrics and weights of a few steps in a layout against one process, float32, where Adam turns a rounding of a small
 # gradient into a part of its learning rate of 1e-3; one document more or less moves the loss by 1e-2.
 SAME_RUN = 2e-4
+
+# Float32 on a GPU against float64 on a CPU, per tensor, as PARITY_FP32; its kernels sum in more parts.
+GPU_FP32 = 5e-5
+# Losses and norms of three steps of Adam in float32, a GPU against a CPU.
+GPU_STEPS = 1e-3
+# How many times the rounding of bfloat16 on a CPU that on a GPU may be, whole gradients as one vector.
+TIMES_BF16 = 1.5
+# 8-bit products of a GPU against the emulation of the same rounding: results round to bfloat16, 4e-3, and Hopper adds
+# products up in about 14 bits.
+FP8_GPU = 1e-2

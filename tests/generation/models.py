@@ -188,12 +188,12 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 @torch.no_grad()
 def trainer_logprobs(model: BaseArchonModel, prompt: list[int], answer: list[int], temperature: float) -> torch.Tensor:
     """What the trainer's packed forward gives each token of `answer`; [len(answer)]."""
-    ids = torch.tensor(prompt + answer)
+    ids, length = torch.tensor(prompt + answer), len(prompt + answer)
     labels = torch.cat([ids[1:], torch.tensor([-100])])
-    length = len(ids)
-    bounds = torch.tensor([0, length], dtype=torch.int32)
-    scores = model(ids, torch.arange(length), bounds, length, labels=labels, temperature=temperature)
-    return scores.logprobs[len(prompt) - 1 : -1]
+    given = (ids, torch.arange(length), torch.tensor([0, length], dtype=torch.int32), labels)
+    ids, positions, bounds, labels = (x.to(next(model.parameters()).device) for x in given)
+    scores = model(ids, positions, bounds, length, labels=labels, temperature=temperature)
+    return scores.logprobs[len(prompt) - 1 : -1].cpu()
 
 
 @lru_cache(maxsize=256)
