@@ -301,7 +301,7 @@ class EngineConfig(StrictModel):
         "none",
         description="8-bit matrix products of blocks, as torchao's recipes: tensorwise, or rowwise with gradients of "
         "weights in dtype; not of embedding, head, routers, norms and adapters. Without share_prefixes; on a GPU "
-        "unverified, and for dtype = bfloat16; emulated elsewhere",
+        "for dtype = bfloat16; emulated elsewhere",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(

@@ -1,7 +1,7 @@
 """PyTorch's own variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision.
 
-With sinks and shared prefixes it is tested against a reference of its interface, and its forward is traced by `make
-test-cuda-traced`; not yet verified on a GPU.
+With sinks and shared prefixes it is tested against a reference of its interface, its forward is traced by `make
+test-cuda-traced`, and `make test-gpu` compares its gradients with float64.
 """
 
 from __future__ import annotations
