@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Smaller products use torch's: creating oneDNN's primitive for a new shape (0.2 ms) would cost more than it saves.
-MIN_MULTIPLICATIONS = 1 << 20
+# Smaller products use torch's: creating oneDNN's primitive for a new shape (half a millisecond), as each batch of other
+# documents has, would cost more than it saves.
+MIN_MULTIPLICATIONS = 1 << 25
 
 
 @functools.cache
