@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from archon.models.attention import tree_kernel
 from archon.models.attention.blockwise import group_heads, ungroup_heads
 from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
+from archon.models.attention.tree_kernel import Routes
 from archon.parallel.transfer import to_device_async
 
 MAX_TREE_TOKENS = 128
@@ -45,11 +48,13 @@ class Trees:
         gather_index: int64 [U], index of each token among the N * L.
         distance: int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it.
             Padding sees only itself.
+        routes: the same without padding, on the host.
     """
 
     rows: Tensor
     gather_index: Tensor
     distance: Tensor
+    routes: Routes
 
     @classmethod
     def from_paths(cls, trees: Sequence[TreePaths]) -> Trees:
@@ -58,22 +63,22 @@ class Trees:
         counts = torch.tensor([len(paths) for paths in trees])
         valid = torch.arange(size) < counts.unsqueeze(1)
         rows = torch.where(valid, (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(size), 0)
-        # Lists of (query, key, distance) entries, which are assigned at once.
-        queries, keys, distances = list[int](), list[int](), list[int]()
-        for index, paths in enumerate(trees):
-            for token, path in enumerate(paths):
-                queries += [index * size + token] * len(path)
-                keys += path
-                distances += range(len(path) - 1, -1, -1)
-        distance = torch.full((len(trees) * size, size), -1, dtype=torch.int16)
-        distance[torch.tensor(queries), torch.tensor(keys)] = torch.tensor(distances, dtype=torch.int16)
-        distance = distance.unflatten(0, (len(trees), size))
-        distance.diagonal(dim1=1, dim2=2).zero_()
-        return cls(rows, valid.flatten().nonzero().flatten(), distance)
+        routes, padded = Routes(trees), valid.flatten().nonzero().flatten()
+        lengths = np.diff(routes.starts)
+        distance = np.full((len(trees) * size, size), -1, dtype=np.int16)
+        queries = padded.numpy().repeat(lengths)
+        first = routes.trees[:-1].repeat(np.diff(routes.trees)).repeat(lengths)
+        distance[queries, routes.paths - first] = routes.starts[1:].repeat(lengths) - 1 - np.arange(len(routes.paths))
+        distances = torch.from_numpy(distance).unflatten(0, (len(trees), size))
+        distances.diagonal(dim1=1, dim2=2).zero_()
+        return cls(rows, padded, distances, routes)
 
     def to(self, device: torch.device) -> Trees:
         """Returns a copy on `device`."""
-        return Trees(*(to_device_async(x, device) for x in (self.rows, self.gather_index, self.distance)))
+        rows, gather_index, distance = (
+            to_device_async(x, device) for x in (self.rows, self.gather_index, self.distance)
+        )
+        return Trees(rows, gather_index, distance, self.routes)
 
 
 def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
@@ -89,6 +94,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: Attentio
     Args:
         q: [U, H, D]; k: [U, G, D] and v: [U, G, E] with H a multiple of G.
     """
+    if tree_kernel.applies(q, k, v, trees.routes, spec):
+        return tree_kernel.attend(q, k, v, trees.routes, spec)
     batch, size = trees.rows.shape
     groups = k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -84,8 +84,8 @@ def _with_fla(
 ) -> tuple[Tensor, Tensor]:
     """Returns `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
 
-    Tested against a reference of its interface (fla-core 0.6). On Hopper fla refuses a backward that Triton before 3.7.1
-    would compute wrongly, so that gradients are not yet verified on a GPU.
+    Tested against a reference of its interface (fla-core 0.6). On Hopper fla refuses a backward that Triton before
+    3.7.1 would compute wrongly, so that gradients are not yet verified on a GPU.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -65,8 +65,10 @@ def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor]:
-    """Returns the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1], or None where a kernel computes both."""
+    if elementwise.applies(x, weight):
+        return elementwise.rms_norm(x, weight, eps, offset), None
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # The 2-norm reads x once and does not write its square to memory.
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -82,13 +84,17 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> Tensor:
         out, rstd = _normalize(x, weight, eps, offset, rounds_once)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
+        ctx.eps, ctx.offset = eps, offset
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
+        if rstd is None:
+            needs_weight = ctx.needs_input_grad[1]
+            grads = elementwise.rms_norm_backward(grad, x, weight, ctx.eps, ctx.offset, needs_weight)
+            return *grads, None, None, None
         wide, wide_weight, wide_grad = (t.to(rstd.dtype) for t in (x, weight, grad))
         if ctx.offset:
             wide_weight = wide_weight + ctx.offset
@@ -118,6 +124,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int = 1) -> Tensor:
+    if elementwise.applies(x, cos, sin):
+        return elementwise.rotate(x, cos, sin if direction == 1 else -sin, interleaved)
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
     (x1, x2), (out1, out2) = _pairs(x, width, interleaved), _pairs(out, width, interleaved)
     if width < x.shape[-1]:
@@ -128,6 +136,8 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direct
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if elementwise.applies(gate, up):
+        return elementwise.swiglu(gate, up)
     return F.silu(gate).mul_(up)
 
 
@@ -141,6 +151,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if elementwise.applies(gate, up):
+            return elementwise.swiglu_backward(grad, gate, up)
         up_grad = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), up_grad
 
@@ -175,15 +187,11 @@ def _run(plain: Function, eager: Function, function: type[torch.autograd.Functio
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
-    if elementwise.applies(x, weight):
-        return elementwise.rms_norm(x, weight, eps, offset)
     return _run(plain_rms_norm, lambda *args: _normalize(*args)[0], _RMSNorm, x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
-    if elementwise.applies(x, cos, sin):
-        return elementwise.rotate(x, cos, sin, interleaved)
     return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 
@@ -192,15 +200,13 @@ def norm_and_rotate(
 ) -> Tensor:
     """Returns `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
     weight, eps, offset, _ = norm
-    if elementwise.applies(x, cos, sin, weight):
+    if not torch.is_grad_enabled() and elementwise.applies(x, cos, sin, weight):
         return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)
     return rotate(rms_norm(x, *norm), cos, sin, interleaved)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
-    if elementwise.applies(gate, up):
-        return elementwise.swiglu(gate, up)
     return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up)
 
 

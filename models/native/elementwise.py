@@ -1,12 +1,12 @@
-"""The elementwise layers of `kernels.c`, for the generator: a call takes a fifth of the time that PyTorch's take.
+"""The elementwise layers of `kernels.c`: a call takes a fifth of the time that PyTorch's take where rows are few.
 
-They compute in inference mode alone, where nothing is recorded for a gradient.
+Nothing here is recorded for a gradient: `archon.models.layers.fused` calls it within autograd functions.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from archon.models.native.library import kernels
 
@@ -15,13 +15,10 @@ _PARALLEL = 1 << 15
 
 
 def applies(x: Tensor, *others: Tensor) -> bool:
-    """Returns whether the kernels compute with these: float32 on a CPU, in inference mode, with dense last dimensions
-    and at most three of them."""
+    """Returns whether the kernels compute with these: float32 on a CPU, not in compiled code, with at most three
+    dimensions, of which the last is dense."""
     return (
         not torch.compiler.is_compiling()
-        and torch.is_inference_mode_enabled()
-        and type(x) is Tensor
-        and x.is_cpu
         and x.ndim <= 3
         and _is_dense(x)
         and all(map(_is_dense, others))
@@ -30,7 +27,13 @@ def applies(x: Tensor, *others: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.stride(-1) == 1
+    """Returns whether x is an ordinary tensor of this kind: a subclass may have no memory."""
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Returns a gradient with a dense last dimension, as that of a sum has not."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -40,6 +43,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     functions["rms_norm"](out.data_ptr(), x.data_ptr(), weight.data_ptr(), *_layout(x), eps, offset, _threads(x))
     return out
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
+    functions, grad = kernels(), _dense(grad)
+    assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
+    x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
+    weight_grad = torch.empty_like(weight) if needs_weight else None
+    outs = x_grad.data_ptr(), None if weight_grad is None else weight_grad.data_ptr()
+    pointers = grad.data_ptr(), x.data_ptr(), weight.data_ptr()
+    if functions["rms_norm_backward"](*outs, *pointers, *_layout(x), *_layout(grad)[-2:], eps, offset, _threads(x)):
+        raise MemoryError(f"no memory for the gradient of a norm of {x.shape[-1]} features")
+    return x_grad, weight_grad
 
 
 def rotate(
@@ -74,6 +92,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         out.data_ptr(), gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0), _threads(gate)
     )
     return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
+    functions, features = kernels(), gate.shape[-1]
+    assert functions is not None and grad.shape == gate.shape == up.shape
+    outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up)]
+    given = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
+    pointers, strides = [x.data_ptr() for x in (*outs, *given)], [x.stride(0) for x in given]
+    functions["swiglu_backward"](*pointers, *given[1].shape, *strides, _threads(gate))
+    return outs[0], outs[1]
 
 
 def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:

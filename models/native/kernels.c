@@ -1,7 +1,9 @@
-/* What decoding steps compute, in float32 on a CPU: products with few rows, attention of one query per sequence to the
- * pages of a cache, and elementwise layers. No result depends on other rows or on the number of threads.
+/* What small models compute, in float32 on a CPU: products with few rows, attention of one query per sequence to the
+ * pages of a cache, attention in trees, and elementwise layers, the last two with their gradients. No result depends on
+ * other rows, and none but the gradient of a norm's weight on the number of threads.
  */
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -172,6 +174,126 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
     return failed;
 }
 
+/* The last tokens of a token's path that it sees: their number, and where they begin in `paths`. */
+static inline int64_t seen_of(const int64_t *starts, int64_t token, int64_t window, int64_t *first)
+{
+    int64_t count = starts[token + 1] - starts[token], hidden = window > 0 && count > window ? count - window : 0;
+    *first = starts[token] + hidden;
+    return count - hidden;
+}
+
+/* Attention of each token to itself and the tokens before it on its path in a tree. A task is one tree and one head of
+ * the keys. Returns 0, or 1 where memory is out.
+ *
+ * out [tokens, heads, value_features] and lse [tokens, heads], the log-sum-exp of the scaled scores; q [tokens, heads,
+ * key_features], keys and values [tokens, kv_heads, ...], contiguous; paths, the tokens of each path one after another,
+ * the token itself last, from starts[token] to starts[token + 1]; trees, the first token of each, and their number of
+ * tokens at the end; longest, the tokens of the longest path; window 0 for none. */
+int tree_attention(float *out, float *lse, const float *q, const float *keys, const float *values, const int64_t *paths,
+                   const int64_t *starts, const int64_t *trees, int64_t n_trees, int64_t longest, int64_t heads,
+                   int64_t kv_heads, int64_t key_features, int64_t value_features, int64_t window, float scale,
+                   int threads)
+{
+    int64_t group = heads / kv_heads;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scores = malloc(sizeof(float) * (size_t)longest);
+        if (scores == NULL) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < (failed ? 0 : n_trees * kv_heads); task++) {
+            int64_t tree = task / kv_heads, kv_head = task % kv_heads;
+            for (int64_t token = trees[tree]; token < trees[tree + 1]; token++) {
+                int64_t first, count = seen_of(starts, token, window, &first);
+                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                    const float *own = q + (token * heads + head) * key_features;
+                    float maximum = -INFINITY, total = 0;
+                    for (int64_t t = 0; t < count; t++) {
+                        const float *key = keys + (paths[first + t] * kv_heads + kv_head) * key_features;
+                        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                        for (int64_t i = 0; i < key_features; i++)
+                            sum += own[i] * key[i];
+                        scores[t] = sum * scale;
+                        maximum = scores[t] > maximum ? scores[t] : maximum;
+                    }
+#pragma omp simd reduction(+ : total)
+                    for (int64_t t = 0; t < count; t++) {
+                        scores[t] = exp_of_negative(scores[t] - maximum);
+                        total += scores[t];
+                    }
+                    float *result = out + (token * heads + head) * value_features;
+                    memset(result, 0, sizeof(float) * (size_t)value_features);
+                    for (int64_t t = 0; t < count; t++) {
+                        const float *value = values + (paths[first + t] * kv_heads + kv_head) * value_features;
+                        float weight = scores[t] / total;
+#pragma omp simd
+                        for (int64_t i = 0; i < value_features; i++)
+                            result[i] += weight * value[i];
+                    }
+                    lse[token * heads + head] = maximum + logf(total);
+                }
+            }
+        }
+        free(scores);
+    }
+    return failed;
+}
+
+/* The gradients of tree_attention(), contiguous; those of keys and values are added to what is there. `grad` is that of
+ * `out`, contiguous. */
+void tree_attention_backward(float *restrict q_grad, float *restrict key_grad, float *restrict value_grad,
+                             const float *grad, const float *out, const float *lse, const float *q, const float *keys,
+                             const float *values, const int64_t *paths, const int64_t *starts, const int64_t *trees,
+                             int64_t n_trees, int64_t heads, int64_t kv_heads, int64_t key_features,
+                             int64_t value_features, int64_t window, float scale, int threads)
+{
+    int64_t group = heads / kv_heads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t task = 0; task < n_trees * kv_heads; task++) {
+        int64_t tree = task / kv_heads, kv_head = task % kv_heads;
+        for (int64_t token = trees[tree]; token < trees[tree + 1]; token++) {
+            int64_t first, count = seen_of(starts, token, window, &first);
+            for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                int64_t row = token * heads + head;
+                const float *own = q + row * key_features, *d = grad + row * value_features;
+                const float *result = out + row * value_features;
+                float *own_grad = q_grad + row * key_features, mean = 0;
+                memset(own_grad, 0, sizeof(float) * (size_t)key_features);
+#pragma omp simd reduction(+ : mean)
+                for (int64_t i = 0; i < value_features; i++)
+                    mean += d[i] * result[i];
+                for (int64_t t = 0; t < count; t++) {
+                    int64_t other = paths[first + t] * kv_heads + kv_head;
+                    const float *key = keys + other * key_features, *value = values + other * value_features;
+                    float *to_key = key_grad + other * key_features, *to_value = value_grad + other * value_features;
+                    float score = 0, slope = 0;
+#pragma omp simd reduction(+ : score)
+                    for (int64_t i = 0; i < key_features; i++)
+                        score += own[i] * key[i];
+                    float above = score * scale - lse[row]; /* 0 at most, but for rounding */
+                    float weight = exp_of_negative(above < 0 ? above : 0);
+#pragma omp simd reduction(+ : slope)
+                    for (int64_t i = 0; i < value_features; i++) {
+                        slope += d[i] * value[i];
+                        to_value[i] += weight * d[i];
+                    }
+                    slope = weight * (slope - mean) * scale;
+#pragma omp simd
+                    for (int64_t i = 0; i < key_features; i++) {
+                        own_grad[i] += slope * key[i];
+                        to_key[i] += slope * own[i];
+                    }
+                }
+            }
+        }
+    }
+}
+
 /* out = (offset + weight) * x / sqrt(mean(x^2) + eps). */
 static inline void normalize(float *restrict out, const float *restrict x, const float *restrict weight,
                              int64_t features, float eps, float offset)
@@ -194,6 +316,48 @@ void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int
     for (int64_t vector = 0; vector < rows * heads; vector++)
         normalize(out + vector * features, x + vector / heads * row_stride + vector % heads * head_stride, weight,
                   features, eps, offset);
+}
+
+/* The gradients of rms_norm(): that of x, contiguous, and that of weight unless it is NULL, for `grad` of the result. The
+ * rows' parts of the latter are added up in float64. Returns 0, or 1 where memory is out. */
+int rms_norm_backward(float *x_grad, float *weight_grad, const float *grad, const float *x, const float *weight,
+                      int64_t rows, int64_t heads, int64_t features, int64_t row_stride, int64_t head_stride,
+                      int64_t grad_row_stride, int64_t grad_head_stride, float eps, float offset, int threads)
+{
+    double *sums = weight_grad == NULL ? NULL : calloc((size_t)(threads * features), sizeof(double));
+    int failed = weight_grad != NULL && sums == NULL;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        double *own = sums == NULL ? NULL : sums + omp_get_thread_num() * features;
+#pragma omp for schedule(static)
+        for (int64_t vector = 0; vector < (failed ? 0 : rows * heads); vector++) {
+            const float *v = x + vector / heads * row_stride + vector % heads * head_stride;
+            const float *g = grad + vector / heads * grad_row_stride + vector % heads * grad_head_stride;
+            float *result = x_grad + vector * features, squares = 0, slope = 0;
+#pragma omp simd reduction(+ : squares, slope)
+            for (int64_t i = 0; i < features; i++) {
+                squares += v[i] * v[i];
+                slope += v[i] * g[i] * (offset + weight[i]);
+            }
+            float factor = 1.0f / sqrtf(squares / (float)features + eps);
+            slope *= factor * factor * factor / (float)features;
+#pragma omp simd
+            for (int64_t i = 0; i < features; i++)
+                result[i] = g[i] * (offset + weight[i]) * factor - v[i] * slope;
+            if (own != NULL)
+#pragma omp simd
+                for (int64_t i = 0; i < features; i++)
+                    own[i] += (double)(v[i] * g[i] * factor);
+        }
+    }
+    for (int64_t i = 0; sums != NULL && i < features; i++) {
+        double total = 0;
+        for (int thread = 0; thread < threads; thread++)
+            total += sums[thread * features + i];
+        weight_grad[i] = (float)total;
+    }
+    free(sums);
+    return failed;
 }
 
 /* Turns pairs (i * step, i * step + second) of x, which may be out. */
@@ -245,6 +409,26 @@ void swiglu(float *restrict out, const float *restrict gate, const float *restri
         for (int64_t i = 0; i < features; i++) {
             float power = exp_of_negative(-fabsf(g[i]));
             result[i] = g[i] * (g[i] < 0 ? power : 1.0f) / (1.0f + power) * u[i];
+        }
+    }
+}
+
+/* The gradients of swiglu(), contiguous, for `grad` of its result. */
+void swiglu_backward(float *restrict gate_grad, float *restrict up_grad, const float *restrict grad,
+                     const float *restrict gate, const float *restrict up, int64_t rows, int64_t features,
+                     int64_t grad_stride, int64_t gate_stride, int64_t up_stride, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *d = grad + row * grad_stride, *g = gate + row * gate_stride, *u = up + row * up_stride;
+        float *gate_result = gate_grad + row * features, *up_result = up_grad + row * features;
+#pragma omp simd
+        for (int64_t i = 0; i < features; i++) {
+            float power = exp_of_negative(-fabsf(g[i]));
+            float sigmoid = (g[i] < 0 ? power : 1.0f) / (1.0f + power);
+            float other = (g[i] < 0 ? 1.0f : power) / (1.0f + power); /* 1 - sigmoid, with all its bits */
+            up_result[i] = d[i] * g[i] * sigmoid;
+            gate_result[i] = d[i] * u[i] * sigmoid * (1.0f + g[i] * other);
         }
     }
 }

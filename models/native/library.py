@@ -29,14 +29,19 @@ SECONDS = 120.0
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
     "decode_attention": [*[_POINTER] * 7, *[_LONG] * 10, _FLOAT, _FLOAT, _INT],
+    "tree_attention": [*[_POINTER] * 8, *[_LONG] * 7, _FLOAT, _INT],
+    "tree_attention_backward": [*[_POINTER] * 12, *[_LONG] * 6, _FLOAT, _INT],
     "rms_norm": [*[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _FLOAT, _INT],
     "rotate": [*[_POINTER] * 5, *[_LONG] * 6, _INT, _FLOAT, _FLOAT, _INT],
+    "rms_norm_backward": [*[_POINTER] * 5, *[_LONG] * 7, _FLOAT, _FLOAT, _INT],
     "swiglu": [*[_POINTER] * 3, *[_LONG] * 4, _INT],
+    "swiglu_backward": [*[_POINTER] * 5, *[_LONG] * 5, _INT],
     "panel_width": [],
     "product": [*[_POINTER] * 4, *[_LONG] * 4, _INT],
     "store_rows": [*[_POINTER] * 3, *[_LONG] * 6],
 }
-_RESULTS = {"decode_attention": _INT, "panel_width": _LONG, "store_rows": _INT}
+_FALLIBLE = ("decode_attention", "tree_attention", "rms_norm_backward", "store_rows")
+_RESULTS: dict[str, Any] = {**dict.fromkeys(_FALLIBLE, _INT), "panel_width": _LONG}
 
 
 @functools.cache

@@ -81,15 +81,44 @@ CASES: dict[str, Callable[[], tuple[Callable[..., Tensor], Callable[..., Tensor]
 }
 
 
+class Ordinary(Tensor):
+    """A subclass, whose memory may be elsewhere."""
+
+
 def double(x: object) -> object:
     return x.double() if isinstance(x, Tensor) else x
 
 
+def trained(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Arguments whose tensors have gradients, but for the angles of a rotation, which are the same for all layers."""
+    return tuple(x.detach().requires_grad_() if isinstance(x, Tensor) and x.shape[-2:-1] != (1,) else x for x in args)
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["a dense gradient", "the gradient of a sum"])
 @pytest.mark.parametrize("name", CASES)
-def test_layers_equal_their_plain_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_gradients_equal_those_of_the_plain_twins(
+    name: str, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     function, twin, args = CASES[name]()
-    expected = twin(*map(double, args))
+    exact, own = trained(tuple(map(double, args))), trained(args)
+    wanted = twin(*exact)
+    weights = torch.ones_like(wanted) if summed else torch.randn_like(wanted)
+    called = spied_functions(monkeypatch)
+    got = function(*own)
+    (got.sum() if summed else (got * weights.float()).sum()).backward()
+    (wanted * weights).sum().backward()
+    if not summed:  # whose gradient has no memory of its own, which a rotation leaves to PyTorch
+        assert len(called) == (4 if "a norm and" in name else 2), "forward and backward"
+    for ours, theirs in zip(own, exact, strict=True):
+        if isinstance(ours, Tensor) and ours.requires_grad:
+            assert ours.grad is not None and theirs.grad is not None
+            scale = float(theirs.grad.abs().max())
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=2 * FORMULA_FP32 * scale)
+
+
+def spied_functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that are called from now on."""
     called = list[str]()
     functions = library.kernels()
     assert functions is not None
@@ -98,6 +127,15 @@ def test_layers_equal_their_plain_twins(name: str, monkeypatch: pytest.MonkeyPat
         for key, c_function in functions.items()
     }
     monkeypatch.setattr(elementwise, "kernels", lambda: spied)
+    return called
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_equal_their_plain_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    function, twin, args = CASES[name]()
+    expected = twin(*map(double, args))
+    called = spied_functions(monkeypatch)
     with torch.inference_mode():
         got = function(*args)
     assert len(called) == 1
@@ -168,17 +206,16 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 def test_where_they_apply() -> None:
     x = torch.randn(4, 8)
-    assert not elementwise.applies(x)  # a gradient might be recorded
-    with torch.no_grad():
-        assert not elementwise.applies(x)
-    with torch.inference_mode():
-        assert elementwise.applies(x, torch.nn.Parameter(x))
-        assert not elementwise.applies(x, x.double())
-        assert not elementwise.applies(x.to("meta"))
-        assert not elementwise.applies(x.t())
-        assert not elementwise.applies(x.view(1, 1, 4, 8))
-        # The operations without a compiler give the same layouts and dtypes.
-        assert fused.rms_norm(x.t().unsqueeze(0).unsqueeze(0), torch.ones(4), 1e-6).shape == (1, 1, 8, 4)
+    assert elementwise.applies(x, torch.nn.Parameter(x))
+    assert not elementwise.applies(x, x.double())
+    assert not elementwise.applies(x.to("meta"))
+    assert not elementwise.applies(x, x.to("meta"))
+    assert not elementwise.applies(x.as_subclass(Ordinary))
+    assert not elementwise.applies(x.t())
+    assert not elementwise.applies(x.view(1, 1, 4, 8))
+    assert not torch.compile(elementwise.applies, backend="eager", fullgraph=True)(x)
+    # The operations without a compiler give the same layouts and dtypes.
+    assert fused.rms_norm(x.t().unsqueeze(0).unsqueeze(0), torch.ones(4), 1e-6).shape == (1, 1, 8, 4)
 
 
 def test_rows_are_stored_at_their_places() -> None:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.oracle import relative
 from archon.check.random_configs import draw_fields
 from archon.check.round_trip import fresh_model
+from archon.models.attention import tree_kernel
 from archon.models.attention.meta import PrefixAttention
 from archon.models.attention.prefix import SharedPrefixes, prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
-from tests.tolerances import INVARIANCE_FP64
+from archon.models.attention.tree import tree_paths
+from tests.tolerances import FORMULA_FP32, INVARIANCE_FP64
 
 
 def answers(prompts: list[int], per_prompt: int, longest: int, seed: int = 0) -> tuple[Tensor, tuple[int, ...]]:
@@ -153,3 +156,47 @@ def test_attention_equals_that_of_whole_documents(heads: tuple[int, int], longes
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), gradient), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_the_functions_for_trees_are_as_near_to_float64_as_products(
+    heads: tuple[int, int], window: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and its gradients, for values of another width than the keys'."""
+    tokens, lengths = answers([6, 20, 6, 9, 40], per_prompt=7, longest=6, seed=1)
+    shared = found(tokens, lengths)
+    torch.manual_seed(0)
+    drawn = [torch.randn(len(shared.rows), n, d) for n, d in ((heads[0], 20), (heads[1], 20), (heads[1], 12))]
+    gradient = torch.randn(len(shared.rows), heads[0], 12)
+    spec = AttentionSpec(0.3, window)
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in drawn)
+        out = prefix_attention(q, k, v, shared, spec)
+        return [out, *torch.autograd.grad(out, (q, k, v), gradient.to(dtype))]
+
+    exact = results(torch.float64)
+    called = list[int]()
+    attend = tree_kernel.attend
+    monkeypatch.setattr(tree_kernel, "attend", lambda *args: (called.append(1), attend(*args))[1])
+    torch.set_num_threads(threads)
+    try:
+        ours = results(torch.float32)
+    finally:
+        torch.set_num_threads(1)
+    assert len(called) == sum(trees.routes.longest <= tree_kernel.LONGEST for trees in shared.trees) > 1
+    monkeypatch.setattr(tree_kernel, "applies", lambda *args: False)
+    products = results(torch.float32)
+    for own, other, wanted in zip(ours, products, exact, strict=True):
+        assert relative(own.double(), wanted) <= max(2 * relative(other.double(), wanted), FORMULA_FP32)
+
+
+def test_long_paths_sinks_and_soft_caps_are_left_to_products() -> None:
+    q, short, long = torch.randn(3, 2, 8), *(tree_kernel.Routes([tree_paths([n], [0])]) for n in (32, 33))
+    assert tree_kernel.applies(q, q, q, short, AttentionSpec(1.0))
+    assert not tree_kernel.applies(q, q, q, long, AttentionSpec(1.0))
+    assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, soft_cap=2.0))
+    assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, sinks=torch.zeros(2)))
+    assert not tree_kernel.applies(*[q.double()] * 3, short, AttentionSpec(1.0))

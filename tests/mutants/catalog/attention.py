@@ -10,6 +10,8 @@ CASCADE = "tests/models/test_cascade.py"
 DECODE_KERNEL = "tests/generation/test_decode_kernel.py"
 NATIVE = "tests/models/test_native.py"
 
+PREFIX = "tests/models/test_prefix.py"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Ulysses repeats the row of key heads, not each key head",
@@ -75,11 +77,39 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{NATIVE}::test_layers_equal_their_plain_twins",),
     ),
     Mutant(
-        "layers without gradients are compiled where one might be recorded",
+        "compiled layers are given tensors whose memory may be elsewhere",
         "models/native/elementwise.py",
-        "        and torch.is_inference_mode_enabled()\n",
-        "",
+        "type(x) in (Tensor, nn.Parameter) and x.is_cpu",
+        "x.is_cpu",
         (f"{NATIVE}::test_where_they_apply",),
+    ),
+    Mutant(
+        "the gradient of a compiled norm forgets that of its factor",
+        "models/native/kernels.c",
+        "(offset + weight[i]) * factor - v[i] * slope;",
+        "(offset + weight[i]) * factor;",
+        (f"{NATIVE}::test_their_gradients_equal_those_of_the_plain_twins",),
+    ),
+    Mutant(
+        "a compiled rotation's gradient is turned as the result is",
+        "models/layers/fused.py",
+        "sin if direction == 1 else -sin, interleaved",
+        "sin, interleaved",
+        (f"{NATIVE}::test_their_gradients_equal_those_of_the_plain_twins",),
+    ),
+    Mutant(
+        "the gradient of attention in trees forgets that probabilities sum to one",
+        "models/native/kernels.c",
+        "slope = weight * (slope - mean) * scale;",
+        "slope = weight * slope * scale;",
+        (f"{PREFIX}::test_the_functions_for_trees_are_as_near_to_float64_as_products",),
+    ),
+    Mutant(
+        "a token of a tree sees one token more than its window",
+        "models/native/kernels.c",
+        "hidden = window > 0 && count > window ? count - window : 0;",
+        "hidden = window > 0 && count > window ? count - window - 1 : 0;",
+        (f"{PREFIX}::test_the_functions_for_trees_are_as_near_to_float64_as_products",),
     ),
     Mutant(
         "the joint product of queries, keys and values has no biases",

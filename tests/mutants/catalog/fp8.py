@@ -17,6 +17,20 @@ EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a scale is one ulp away, as a GPU divides by a number, so that ties round the other way",
+        "models/layers/fp8.py",
+        "(amax / largest).clamp(",
+        "(amax * (1 / largest)).clamp(",
+        (f"{LAYERS}::test_bfloat16_compute_rounds_the_masters_first",),
+    ),
+    Mutant(
+        "compiled blocks hold experts whose products torch's compiler refuses",
+        "models/layers/moe.py",
+        "if torch.compiler.is_compiling() and not self._compiles(x):",
+        "if False:",
+        ("tests/engine/test_precision.py::test_compiled_experts_have_the_gradient_of_eager_ones[float32-none]",),
+    ),
+    Mutant(
         "the scale of an input is that of a tensor-parallel rank's features",
         "parallel/fp8.py",
         "replace(whole, in_features=ranks.tp, tokens=(ranks.cp,))",
