@@ -47,9 +47,11 @@ class Episode:
         """The rewards of the group's T trajectories, float64 [T]."""
         if not self.trajectories:
             return torch.empty(0, dtype=torch.float64)
-        rewards = self.trajectories["rewards"]
+        rewards: Tensor = self.trajectories["rewards"]
+        if "trajectory_ids" not in self.trajectories:
+            return rewards.double()
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).rewards
+        return Groups(rewards, one_group, self.trajectories["trajectory_ids"]).rewards
 
     @property
     def zero_variance(self) -> bool:

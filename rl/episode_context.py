@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
@@ -100,6 +101,20 @@ class WorkflowContext:
 workflow_context = WorkflowContext()
 
 
+async def answers(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    """Returns the answers to requests that are asked at the same time, in their order.
+
+    An engine with `agenerate_batch` is asked once: in Python a task for each answer of a small model costs as much as
+    its tokens. Not where `agenerate` alone was overridden, which would be passed by.
+    """
+    kinds = (getattr(engine, "__dict__", {}), *map(vars, type(engine).__mro__))
+    names = next((kind for kind in kinds if "agenerate" in kind or "agenerate_batch" in kind), {})
+    if "agenerate_batch" in names:
+        batch: Callable[..., Awaitable[list[ModelResponse]]] = engine.agenerate_batch  # type: ignore[attr-defined]
+        return await batch(requests)
+    return list(await asyncio.gather(*map(engine.agenerate, requests)))
+
+
 class EpisodeEngine:
     """The engine of one run of an episode.
 
@@ -137,6 +152,20 @@ class EpisodeEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answers one request; raises the error of `check` for parameters that it refuses."""
+        self._prepare(req)
+        response = await self._engine.agenerate(req)
+        self.responses.append(response)
+        return response
+
+    async def agenerate_batch(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Answers requests at the same time, as `agenerate` does each; returns the answers in their order."""
+        for request in requests:
+            self._prepare(request)
+        responses = await answers(self._engine, requests)
+        self.responses += responses
+        return responses
+
+    def _prepare(self, req: ModelRequest) -> None:
         if self._check is not None and not req.sampling_checked:
             self._check(req.gconfig)
         if req.gconfig.seed is None:
@@ -145,9 +174,6 @@ class EpisodeEngine:
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
         req.metadata.setdefault("group", self._context.seed)  # engines answer a group where its prompt is cached
-        response = await self._engine.agenerate(req)
-        self.responses.append(response)
-        return response
 
     def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Returns the engine's `prompt_logprobs`; raises `RolloutError` where it has none."""

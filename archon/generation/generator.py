@@ -295,6 +295,7 @@ class Generator:
         step = self.scheduler.plan()
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)
+        self._copy_forked(step.forks)
         if step.decode or step.chunks:
             self._forward(step, sampled)
         if sampled.sequences:
@@ -349,10 +350,12 @@ class Generator:
         owners = [*enumerate(decode), *zip(duplicate_rows, duplicates, strict=True)]
         whole = [(row, sequence) for row, sequence in owners if decode[row] not in broken]
         sampled.add_rows([sequence for _, sequence in whole], hidden[:first], [row for row, _ in whole])
+        forks = list[Fork]()
         for chunk in chunks:
             if chunk.sequence not in broken:
-                self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
+                forks += self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
+        self._copy_forked(forks)
         for sequence in [*broken, *(sequence for row, sequence in owners[len(decode) :] if decode[row] in broken)]:
             self._refuse_adapter(sequence)
         self.stats.decode_tokens += len(step.decode)
@@ -363,7 +366,8 @@ class Generator:
         """Returns the first `width` pages of each sequence, int64 [n, width]."""
         return self.scheduler.page_table[[sequence.slot for sequence in sequences], :width]
 
-    def _complete_chunk(self, chunk: ScheduledChunk, hidden: Tensor, sampled: _SampleBatch) -> None:
+    def _complete_chunk(self, chunk: ScheduledChunk, hidden: Tensor, sampled: _SampleBatch) -> list[Fork]:
+        """Returns the forks of the chunk's prompt, if it is the prompt's last."""
         last = len(chunk.sequence.prompt) - 1
         # A copy, because a view would keep the hidden states of the whole forward alive in the shared prompt.
         last_hidden = hidden[last - chunk.start].clone() if chunk.start <= last < chunk.stop else None
@@ -372,14 +376,18 @@ class Generator:
             # The same tensor object that followers fork with, so that they share its row of logits.
             sampled.add(chunk.sequence, hidden[-1] if last_hidden is None or chunk.stop > last + 1 else last_hidden)
         self._fork(forks, sampled)
+        return forks
 
-    def _fork(self, forks: list[Fork], sampled: _SampleBatch) -> None:
+    def _copy_forked(self, forks: list[Fork]) -> None:
+        """Give forks their own copies of what they will change."""
         copies = [fork.copy for fork in forks if fork.copy is not None]
         if copies:
             self.cache.copy_pages(*zip(*copies, strict=True))
         if self.scheduler.state_copies:
             self.cache.states.copy(self.scheduler.state_copies)
             self.scheduler.state_copies.clear()
+
+    def _fork(self, forks: list[Fork], sampled: _SampleBatch) -> None:
         for fork in forks:
             if fork.sequence.computed == fork.sequence.total:
                 sampled.add(fork.sequence, fork.last_hidden)

@@ -224,26 +224,37 @@ class InProcessEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Returns the answer to a request. Canceling the caller aborts the request."""
+        return (await self.agenerate_batch([req]))[0]
+
+    async def agenerate_batch(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
+        """Returns the answers to requests, in their order, once all have theirs: one wait in place of one for each.
+
+        Canceling the caller aborts the requests; so does one that is refused, whose error is raised.
+        """
         self._check_usable()
         loop = asyncio.get_running_loop()
         if self._loop is not loop and self._is_running():
             raise RolloutError("the engine still has requests of another event loop; wait for them or abort them")
         done: asyncio.Future[None] = loop.create_future()
+        left = len(requests)
 
-        def wake(_: Sequence) -> None:
-            if not done.done():
+        def count_down(_: Sequence) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and not done.done():
                 done.set_result(None)
 
-        sequence = self._generator.submit(req, wake)
-        self._loop = loop
-        self._start()
+        sequences = list[Sequence]()
         try:
-            await done
-        except asyncio.CancelledError:
-            if sequence.stop_reason is None:
-                self._generator.abort([sequence])
-            raise
-        return sequence.response()
+            for request in requests:
+                sequences.append(self._generator.submit(request, count_down))
+            self._loop = loop
+            self._start()
+            if requests:
+                await done
+            return [sequence.response() for sequence in sequences]
+        finally:
+            self._generator.abort([sequence for sequence in sequences if sequence.stop_reason is None])
 
     def generate(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
         """Returns the answers to requests, in their order. Needs no event loop."""

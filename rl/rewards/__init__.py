@@ -20,6 +20,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "RewardRaised",
             "RewardTimeout",
             "as_reward",
+            "in_process",
         ),
     },
 )

@@ -36,6 +36,8 @@ class AsyncRewardWrapper:
 
     An `async def` reward is canceled when its time is up, which cannot interrupt blocking code.
 
+    A function marked `in_process` is called in the caller's loop, without a time-out: see there.
+
     Wrapping a wrapper returns the same wrapper, so that a workflow may wrap any `reward_fn`.
 
     Args:
@@ -89,7 +91,8 @@ class AsyncRewardWrapper:
         ]
         self._function = function
         self._pool: WorkerPool | RayPool | None = None
-        if is_async:
+        self.in_process = not is_async and getattr(function, "in_process", False)
+        if is_async or self.in_process:
             return
         frame = setup_frame(function, self.name)
         if workers is not None and workers.kind == "ray":
@@ -124,6 +127,8 @@ class AsyncRewardWrapper:
         return await self._run(arguments, data)
 
     async def _run(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+        if self.in_process:
+            return self._run_now(arguments, data)
         if self._pool is None:
             return await self._run_here(arguments, data)
         return await self._run_in_pool(self._pool, arguments, data)
@@ -148,6 +153,18 @@ class AsyncRewardWrapper:
             form = ", ".join(ARGUMENTS)
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
 
+    def _run_now(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+        try:
+            value = self._function(*arguments, **data)
+        except Exception as error:
+            raise self._raised(error) from error
+        return as_reward(value, self.name)
+
+    def _raised(self, error: BaseException) -> RewardRaised:
+        return RewardRaised(
+            f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
+        )
+
     async def _run_here(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
         limit = asyncio.timeout(self.timeout_seconds)
         try:
@@ -160,9 +177,7 @@ class AsyncRewardWrapper:
                 raise RewardTimeout(
                     f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
                 ) from error
-            raise RewardRaised(
-                f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
-            ) from error
+            raise self._raised(error) from error
         return as_reward(value, self.name)
 
     async def _run_in_pool(

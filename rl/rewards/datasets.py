@@ -8,6 +8,7 @@ from typing import Any
 
 from archon.rl.rewards.extract import extract_answer, gold_answer, normalize_answer
 from archon.rl.rewards.math_verify import answers_equal
+from archon.rl.rewards.result import in_process
 from archon.schema.errors import RewardError
 
 _DECIMAL = r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -36,6 +37,7 @@ def parse_number(text: str) -> Fraction | None:
     return -value if ratio["sign"] == "-" else value
 
 
+@in_process
 def exact_match_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -110,6 +110,14 @@ def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tup
         else:
             results.append((index, outcome))
     return results, failures
+
+
+async def outcome_of(work: Awaitable[Result]) -> Result | BaseException:
+    """Returns what `work` returns or raises, as `asyncio.gather` does of tasks."""
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001 - the caller's to judge
+        return error
 
 
 def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]) -> list[tuple[Sample, Result]]:

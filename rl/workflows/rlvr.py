@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +12,10 @@ from archon.data import encode_prompt
 from archon.generation.record import check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.models.vision.images import Picture
-from archon.rl.episode_context import workflow_context
+from archon.rl.episode_context import answers, workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import SamplingWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import SamplingWorkflow, kept_samples, outcome_of, record_parts, wrapped_reward
 
 
 class RLVRWorkflow(SamplingWorkflow):
@@ -53,22 +53,27 @@ class RLVRWorkflow(SamplingWorkflow):
         """
         prompt_ids, pictures = self.encoded(data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
-        responses = await asyncio.gather(
-            *(
-                engine.agenerate(ModelRequest(prompt_ids, one, tokenizer=self.tokenizer, image_data=pictures))
-                for _ in range(self.gconfig.n_samples)
-            )
-        )
+        requests = [
+            ModelRequest(prompt_ids, one, tokenizer=self.tokenizer, image_data=pictures)
+            for _ in range(self.gconfig.n_samples)
+        ]
+        responses = await answers(engine, requests)
         prompt, *completions = self.tokenizer.batch_decode(
             [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
         )
 
         async def score(index: int, completion: str, response: ModelResponse) -> Reward:
             check_answer(response)
-            workflow_context.enter_sample(index)
+            if not self.reward_fn.in_process:
+                workflow_context.enter_sample(index)
             return await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
 
         scores = map(score, range(len(responses)), completions, responses)
-        kept = kept_samples(responses, await asyncio.gather(*scores, return_exceptions=True))
+        outcomes: Sequence[Reward | BaseException]
+        if self.reward_fn.in_process:  # a task for each would take longer
+            outcomes = [await outcome_of(one) for one in scores]
+        else:
+            outcomes = await asyncio.gather(*scores, return_exceptions=True)
+        kept = kept_samples(responses, outcomes)
         record_parts(reward for _, reward in kept)
         return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])

@@ -115,6 +115,39 @@ async def test_abort_all_frees_everything() -> None:
     assert after.output_len == 3
 
 
+async def test_a_batch_is_answered_as_its_requests_are() -> None:
+    wanted = [request(p, seed=n, max_new_tokens=6 + n) for n, p in enumerate(prompts(3, 9, 4, 2))]
+    single = await asyncio.gather(*map(make_engine(max_slots=3).agenerate, wanted))
+    engine = make_engine(max_slots=3)
+    together = await engine.agenerate_batch(wanted)
+    assert [a.output_tokens for a in together] == [a.output_tokens for a in single]
+    assert await engine.agenerate_batch([]) == []
+
+
+async def test_a_batch_is_aborted_with_its_caller_and_with_one_of_its_requests() -> None:
+    engine = make_engine()
+    gone = asyncio.create_task(engine.agenerate_batch([request(p, max_new_tokens=50) for p in prompts(4, 5)]))
+    await until_tokens(engine, 3)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert engine.unfinished == 0
+    with pytest.raises(RolloutError, match="prompt"):
+        await engine.agenerate_batch([request(prompts(4)[0]), request([])])
+    assert engine.unfinished == 0
+
+
+async def test_a_failed_step_fails_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def broken(*_: Any) -> None:
+        raise RolloutError("broken")
+
+    monkeypatch.setattr(engine._generator, "_forward", broken)
+    with pytest.raises(RolloutError, match="broken"):
+        await engine.agenerate_batch([request(p) for p in prompts(4, 5)])
+
+
 async def test_a_cancelled_caller_takes_its_request_with_it() -> None:
     engine = make_engine()
     gone, kept = (asyncio.create_task(engine.agenerate(request(p, max_new_tokens=30))) for p in prompts(4, 9))

@@ -25,6 +25,7 @@ from archon.rl.rewards import (
     RewardInvalid,
     RewardRaised,
     RewardTimeout,
+    in_process,
 )
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.schema.errors import RewardError
@@ -44,6 +45,25 @@ async def ask(reward: AsyncRewardWrapper, completion: str, **data: Any) -> Rewar
 
 async def outcomes(reward: AsyncRewardWrapper, *completions: str, **data: Any) -> list[Any]:
     return await asyncio.gather(*(ask(reward, each, **data) for each in completions), return_exceptions=True)
+
+
+@in_process
+def immediate(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+    return int(completions) / os.getpid()
+
+
+async def test_a_reward_marked_so_is_called_in_this_process_and_fails_as_others_do() -> None:
+    with AsyncRewardWrapper(immediate) as reward:
+        assert reward.in_process
+        found = await outcomes(reward, "3", "three", "nan")
+        assert found[0] == 3 / os.getpid()
+        assert isinstance(found[1], RewardRaised) and "immediate raised ValueError" in str(found[1])
+        assert isinstance(found[1].__cause__, ValueError)
+        assert psutil.Process().children() == []
+    with AsyncRewardWrapper("exact_match") as named:
+        assert named.in_process and await ask(named, " 7 ", answer=7) == 1.0
+    with AsyncRewardWrapper("gsm8k") as other:
+        assert not other.in_process
 
 
 # -- what it does when all is well ----------------------------------------------------------------------------------
