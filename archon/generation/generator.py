@@ -36,6 +36,7 @@ from archon.schema.errors import NotFiniteError, RolloutError
 _MAX_SAMPLED_ELEMENTS = 1 << 24
 
 # To look whether the heap has grown takes as long as a hundredth of a small model's step.
+_FORKS_COPIED_AT_ONCE = 64
 _STEPS_BETWEEN_TRIMS = 16
 
 
@@ -355,7 +356,8 @@ class Generator:
             if chunk.sequence not in broken:
                 forks += self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
-        self._copy_forked(forks)
+        for place in range(0, len(forks), _FORKS_COPIED_AT_ONCE):
+            self._copy_forked(forks[place : place + _FORKS_COPIED_AT_ONCE])
         for sequence in [*broken, *(sequence for row, sequence in owners[len(decode) :] if decode[row] in broken)]:
             self._refuse_adapter(sequence)
         self.stats.decode_tokens += len(step.decode)
@@ -429,6 +431,7 @@ class Generator:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        sequence.ended = time.perf_counter()
         if sequence.adapter is not None:
             sequence.adapter.answer_tokens += len(sequence.output)
             self.adapters.end(sequence.adapter)

@@ -224,13 +224,16 @@ class InProcessEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Returns the answer to a request. Canceling the caller aborts the request."""
-        return (await self.agenerate_batch([req]))[0]
+        return (await self._answer([req]))[0]
 
     async def agenerate_batch(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
         """Returns the answers to requests, in their order, once all have theirs: one wait in place of one for each.
 
         Canceling the caller aborts the requests; so does one that is refused, whose error is raised.
         """
+        return await self._answer(requests)
+
+    async def _answer(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
         self._check_usable()
         loop = asyncio.get_running_loop()
         if self._loop is not loop and self._is_running():

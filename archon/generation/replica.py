@@ -168,7 +168,8 @@ def _packable(module: nn.Module) -> bool:
     # A subclass with its own forward does more than a matrix product.
     if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
         return False
-    return (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu")
+    parameters = [x for x in (module.weight, module.bias) if x is not None]
+    return all((x.dtype, x.device.type) == (torch.float32, "cpu") for x in parameters)
 
 
 def _packed_linear(module: Any, product: Product, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:

@@ -58,6 +58,7 @@ class Sequence:
     prompt_key: tuple[ServedAdapter | None, tuple[int | str, ...]] = field(init=False)  # of prompts that are the same
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
+    ended: float | None = None
 
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
@@ -109,7 +110,7 @@ class Sequence:
         if self.error is not None:
             raise self.error
         assert self.stop_reason is not None
-        now = time.perf_counter()
+        now = self.ended or time.perf_counter()
         return ModelResponse(
             input_tokens=list(self.prompt),
             output_tokens=self.output,

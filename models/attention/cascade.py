@@ -49,7 +49,7 @@ def cascade_attention(
     cascade, outs, first = shared.cascade, list[Tensor](), 0
     check_lengths(sum(length for _, length, _ in shared.parents), len(q))
     for trees in shared.trees:
-        tokens = slice(first, first + trees.gather_index.numel())
+        tokens = slice(first, first + trees.tokens)
         outs.append(tree_attention(q[tokens], k[tokens], v[tokens], trees, spec))
         first = tokens.stop
     if first == len(q):

@@ -108,7 +108,7 @@ class SharedPrefixes:
     @cached_property
     def cascade(self) -> Cascade:
         """The runs outside of trees and their contexts, for kernels of packed documents."""
-        return Cascade(self.parents, sum(trees.gather_index.numel() for trees in self.trees), self.rows.device)
+        return Cascade(self.parents, sum(trees.tokens for trees in self.trees), self.rows.device)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
@@ -153,18 +153,17 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
     # A run comes after its context, which is shorter than its own.
     runs = sorted((node for root in forest.roots for node in root.walk()), key=lambda node: (node.low, _length(node)))
     nodes = [node for root in trees for node in root.walk()] + runs
-    computed = np.concatenate(
-        [np.arange(starts[node.document] + node.low, starts[node.document] + node.high) for node in nodes]
-    )
+    computed = ranges([starts[node.document] + node.low for node in nodes], list(map(_length, nodes)))
     if not _pays(len(given), len(computed), forest, lengths):
         return None
     firsts = np.cumsum([0, *map(_length, nodes)])
     number = {id(node): index for index, node in enumerate(nodes)}
+    used = [(document, node) for document, end in enumerate(forest.end) for node in end.path()]
+    lengths_used = [_length(node) for _, node in used]
     source = np.empty(len(given), dtype=np.int64)
-    for document, end in enumerate(forest.end):
-        for node in end.path():
-            first = firsts[number[id(node)]]
-            source[starts[document] + node.low : starts[document] + node.high] = np.arange(first, first + _length(node))
+    source[ranges([starts[document] + node.low for document, node in used], lengths_used)] = ranges(
+        [firsts[number[id(node)]] for _, node in used], lengths_used
+    )
     paths = [tree_paths([node.high for node in root.walk()], [node.low for node in root.walk()]) for root in trees]
     run_number = {id(node): index for index, node in enumerate(runs)}
     return SharedPrefixes(
@@ -177,6 +176,13 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
             for first, node in zip(firsts, nodes, strict=False)
         ),
     )
+
+
+def ranges(firsts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Returns the numbers from each of `firsts` on, as many as its length, one after another: int64."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + (np.asarray(firsts, dtype=np.int64) - (ends - counts)).repeat(counts)
 
 
 def _length(node: Node) -> int:
@@ -203,7 +209,7 @@ def _runs(batch: Sequence[Node], number: dict[int, int]) -> Runs:
 @torch.compiler.disable
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
     """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
-    sizes = [trees.gather_index.numel() for trees in shared.trees] + [batch.tokens for batch in shared.runs]
+    sizes = [trees.tokens for trees in shared.trees] + [batch.tokens for batch in shared.runs]
     check_lengths(sum(sizes), len(q))
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     outs: list[Tensor] = []

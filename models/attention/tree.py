@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -41,44 +42,66 @@ def tree_paths(lengths: Sequence[int], shared: Sequence[int]) -> TreePaths:
 
 @dataclass(frozen=True)
 class Trees:
-    """N trees of at most L tokens, padded to L; their U tokens are stored one tree after another.
+    """N trees of at most L tokens; their U tokens are stored one tree after another.
 
     Attributes:
-        rows: int64 [N, L], index of each token among the U; padding repeats one of them.
-        gather_index: int64 [U], index of each token among the N * L.
-        distance: int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it.
-            Padding sees only itself.
-        routes: the same without padding, on the host.
+        routes: the paths of their tokens, on the host.
+        device: of the indices below, by default the CPU. They are made where they are used: products need the trees
+            padded to L.
     """
 
-    rows: Tensor
-    gather_index: Tensor
-    distance: Tensor
     routes: Routes
+    device: torch.device | None = None
 
     @classmethod
     def from_paths(cls, trees: Sequence[TreePaths]) -> Trees:
-        """Returns the batch of these trees, padded to the largest."""
-        size = max(map(len, trees))
-        counts = torch.tensor([len(paths) for paths in trees])
-        valid = torch.arange(size) < counts.unsqueeze(1)
-        rows = torch.where(valid, (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(size), 0)
-        routes, padded = Routes(trees), valid.flatten().nonzero().flatten()
-        lengths = np.diff(routes.starts)
-        distance = np.full((len(trees) * size, size), -1, dtype=np.int16)
-        queries = padded.numpy().repeat(lengths)
-        first = routes.trees[:-1].repeat(np.diff(routes.trees)).repeat(lengths)
-        distance[queries, routes.paths - first] = routes.starts[1:].repeat(lengths) - 1 - np.arange(len(routes.paths))
-        distances = torch.from_numpy(distance).unflatten(0, (len(trees), size))
-        distances.diagonal(dim1=1, dim2=2).zero_()
-        return cls(rows, padded, distances, routes)
+        """Returns the batch of these trees."""
+        return cls(Routes(trees))
+
+    @property
+    def tokens(self) -> int:
+        """U."""
+        return int(self.routes.trees[-1])
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [N, L], index of each token among the U; padding repeats one of them."""
+        counts, firsts = np.diff(self.routes.trees), self.routes.trees[:-1]
+        column = np.arange(counts.max())
+        return self._moved(np.where(column < counts[:, None], firsts[:, None] + column, 0))
+
+    @cached_property
+    def gather_index(self) -> Tensor:
+        """int64 [U], index of each token among the N * L."""
+        return self._moved(self._places())
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it. Padding
+        sees only itself."""
+        routes, counts = self.routes, np.diff(self.routes.trees)
+        size, lengths = int(counts.max()), np.diff(routes.starts)
+        distance = np.full((len(counts) * size, size), -1, dtype=np.int16)
+        first = routes.trees[:-1].repeat(counts).repeat(lengths)
+        behind = routes.starts[1:].repeat(lengths) - 1 - np.arange(len(routes.paths))
+        distance[self._places().repeat(lengths), routes.paths - first] = behind
+        padded = distance.reshape(len(counts), size, size)
+        padded[:, np.arange(size), np.arange(size)] = 0
+        return self._moved(padded)
 
     def to(self, device: torch.device) -> Trees:
-        """Returns a copy on `device`."""
-        rows, gather_index, distance = (
-            to_device_async(x, device) for x in (self.rows, self.gather_index, self.distance)
-        )
-        return Trees(rows, gather_index, distance, self.routes)
+        """Returns the same for `device`."""
+        return Trees(self.routes, device)
+
+    def _places(self) -> np.ndarray:
+        counts = np.diff(self.routes.trees)
+        skipped = np.arange(len(counts)) * counts.max() - self.routes.trees[:-1]
+        return np.arange(self.tokens) + skipped.repeat(counts)
+
+    def _moved(self, numbers: np.ndarray) -> Tensor:
+        with torch.inference_mode(False):  # what is made here is kept, and may be used in training later
+            found = torch.from_numpy(numbers)
+            return found if self.device is None else to_device_async(found, self.device)
 
 
 def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:

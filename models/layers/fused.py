@@ -124,7 +124,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int = 1) -> Tensor:
-    if elementwise.applies(x, cos, sin):
+    if cos.shape[0] == len(x) and elementwise.applies(x, cos, sin):
         return elementwise.rotate(x, cos, sin if direction == 1 else -sin, interleaved)
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
     (x1, x2), (out1, out2) = _pairs(x, width, interleaved), _pairs(out, width, interleaved)
@@ -136,7 +136,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direct
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if elementwise.applies(gate, up):
+    if gate.shape == up.shape and elementwise.applies(gate, up):
         return elementwise.swiglu(gate, up)
     return F.silu(gate).mul_(up)
 
@@ -151,7 +151,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if elementwise.applies(gate, up):
+        if gate.shape == up.shape and elementwise.applies(gate, up):
             return elementwise.swiglu_backward(grad, gate, up)
         up_grad = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), up_grad
@@ -200,7 +200,7 @@ def norm_and_rotate(
 ) -> Tensor:
     """Returns `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
     weight, eps, offset, _ = norm
-    if not torch.is_grad_enabled() and elementwise.applies(x, cos, sin, weight):
+    if not torch.is_grad_enabled() and cos.shape[0] == len(x) and elementwise.applies(x, cos, sin, weight):
         return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)
     return rotate(rms_norm(x, *norm), cos, sin, interleaved)
 

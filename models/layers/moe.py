@@ -272,8 +272,10 @@ class GroupedExperts(nn.Module):
 
         With n `adapters` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
         """
-        if torch.compiler.is_compiling() and not self._compiles(x):
-            return self._uncompiled(x, counts, adapters)
+        compute = self._compute if self._compiles(x) or not torch.compiler.is_compiling() else self._uncompiled
+        return compute(x, counts, adapters)
+
+    def _compute(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...]) -> Tensor:
         groups = counts
         if adapters:
             counts = groups.unflatten(0, (-1, len(adapters) + 1)).sum(1)
@@ -298,7 +300,7 @@ class GroupedExperts(nn.Module):
 
     @torch.compiler.disable
     def _uncompiled(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...]) -> Tensor:
-        return self(x, counts, adapters)
+        return self._compute(x, counts, adapters)
 
     def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, adapters: tuple[str, ...]) -> Tensor:
         """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""

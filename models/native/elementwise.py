@@ -19,7 +19,9 @@ def applies(x: Tensor, *others: Tensor) -> bool:
     dimensions, of which the last is dense."""
     return (
         not torch.compiler.is_compiling()
-        and x.ndim <= 3
+        and 1 <= x.ndim <= 3
+        and x.shape[-1] > 0
+        and not torch.jit.is_tracing()
         and _is_dense(x)
         and all(map(_is_dense, others))
         and kernels() is not None
@@ -28,7 +30,20 @@ def applies(x: Tensor, *others: Tensor) -> bool:
 
 def _is_dense(x: Tensor) -> bool:
     """Returns whether x is an ordinary tensor of this kind: a subclass may have no memory."""
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and x.stride(-1) == 1
+        and not x.is_neg()
+    )
+
+
+def _new(x: Tensor) -> Tensor:
+    """Returns contiguous memory for a result of the shape of x."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert type(out) is Tensor, "a mode gives tensors without memory"
+    return out
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -40,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """Returns (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d]."""
     functions = kernels()
     assert functions is not None and weight.shape == x.shape[-1:]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _new(x)
     functions["rms_norm"](out.data_ptr(), x.data_ptr(), weight.data_ptr(), *_layout(x), eps, offset, _threads(x))
     return out
 
@@ -51,7 +66,7 @@ def rms_norm_backward(
     """Returns the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
     functions, grad = kernels(), _dense(grad)
     assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
-    x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x_grad = _new(x)
     weight_grad = torch.empty_like(weight) if needs_weight else None
     outs = x_grad.data_ptr(), None if weight_grad is None else weight_grad.data_ptr()
     pointers = grad.data_ptr(), x.data_ptr(), weight.data_ptr()
@@ -74,7 +89,7 @@ def rotate(
     functions, pairs = kernels(), cos.shape[-1]
     assert functions is not None and cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
     assert weight is None or weight.shape == x.shape[-1:]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _new(x)
     cos, sin = cos.contiguous(), sin.contiguous()
     pointers = out.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr()
     angles = cos.data_ptr(), sin.data_ptr()
@@ -86,7 +101,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up for two tensors [..., d]."""
     functions, features = kernels(), gate.shape[-1]
     assert functions is not None and gate.shape == up.shape
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    out = _new(gate)
     gate, up = gate.reshape(-1, features), up.reshape(-1, features)
     functions["swiglu"](
         out.data_ptr(), gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0), _threads(gate)
@@ -98,7 +113,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """Returns the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
     functions, features = kernels(), gate.shape[-1]
     assert functions is not None and grad.shape == gate.shape == up.shape
-    outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up)]
+    outs = [_new(x) for x in (gate, up)]
     given = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
     pointers, strides = [x.data_ptr() for x in (*outs, *given)], [x.stride(0) for x in given]
     functions["swiglu_backward"](*pointers, *given[1].shape, *strides, _threads(gate))

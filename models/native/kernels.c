@@ -276,7 +276,7 @@ void tree_attention_backward(float *restrict q_grad, float *restrict key_grad, f
                     for (int64_t i = 0; i < key_features; i++)
                         score += own[i] * key[i];
                     float above = score * scale - lse[row]; /* 0 at most, but for rounding */
-                    float weight = exp_of_negative(above < 0 ? above : 0);
+                    float weight = exp_of_negative(above > 0 ? 0 : above); /* a NaN stays one */
 #pragma omp simd reduction(+ : slope)
                     for (int64_t i = 0; i < value_features; i++) {
                         slope += d[i] * value[i];

@@ -54,7 +54,7 @@ def kernels() -> dict[str, Callable[..., int]] | None:
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         reason = f"{error} {said.decode(errors='replace')}".strip()
-        logger.info("generation on this CPU goes without its compiled kernels: %s", reason)
+        logger.info("training and generation on this CPU go without their compiled kernels: %s", reason)
         return None
     for name, function in functions.items():
         function.argtypes = _ARGUMENTS[name]

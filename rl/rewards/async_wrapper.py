@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import WorkerPool
-from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
+from archon.rl.rewards.result import (
+    Reward,
+    RewardFailure,
+    RewardRaised,
+    RewardTimeout,
+    as_reward,
+    is_in_process,
+)
 from archon.schema.errors import RewardError
 
 if TYPE_CHECKING:
@@ -91,7 +98,7 @@ class AsyncRewardWrapper:
         ]
         self._function = function
         self._pool: WorkerPool | RayPool | None = None
-        self.in_process = not is_async and getattr(function, "in_process", False)
+        self.in_process = not is_async and is_in_process(function)
         if is_async or self.in_process:
             return
         frame = setup_frame(function, self.name)
@@ -154,9 +161,12 @@ class AsyncRewardWrapper:
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
 
     def _run_now(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+        own = [list(x) if isinstance(x, list) else x for x in arguments]  # tokens that are trained on
         try:
-            value = self._function(*arguments, **data)
-        except Exception as error:
+            value = self._function(*own, **data)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._raised(error) from error
         return as_reward(value, self.name)
 

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakSet
 
 from archon.schema.errors import RewardError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_IN_PROCESS = WeakSet[Callable[..., Any]]()
 
 
 def in_process(function: Function) -> Function:
     """Marks a reward that takes microseconds and always returns, such as a comparison of texts.
 
-    It is called where its answer arrives, without a worker process and its 80 us, and without a time limit.
+    It is called where its answer arrives, without a worker process and its 80 us, and without a time limit. Functions
+    that wrap it are not marked.
     """
-    function.in_process = True  # type: ignore[attr-defined]
+    _IN_PROCESS.add(function)
     return function
+
+
+def is_in_process(function: object) -> bool:
+    """Returns whether a reward is marked as `in_process`."""
+    return isinstance(function, FunctionType) and function in _IN_PROCESS
 
 
 class Reward(float):

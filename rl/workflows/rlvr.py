@@ -62,15 +62,17 @@ class RLVRWorkflow(SamplingWorkflow):
             [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
         )
 
+        in_process = type(self.reward_fn) is AsyncRewardWrapper and self.reward_fn.in_process
+
         async def score(index: int, completion: str, response: ModelResponse) -> Reward:
             check_answer(response)
-            if not self.reward_fn.in_process:
+            if not in_process:
                 workflow_context.enter_sample(index)
             return await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
 
         scores = map(score, range(len(responses)), completions, responses)
         outcomes: Sequence[Reward | BaseException]
-        if self.reward_fn.in_process:  # a task for each would take longer
+        if in_process:  # a task for each would take longer
             outcomes = [await outcome_of(one) for one in scores]
         else:
             outcomes = await asyncio.gather(*scores, return_exceptions=True)

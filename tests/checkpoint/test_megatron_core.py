@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import archon
+from archon.check.oracle import relative
+from archon.check.parity import ROUNDING
 from tests.checkpoint.tiny_checkpoints import MOE, QWEN2, make_checkpoint
 from tests.tolerances import PARITY_FP32
 
@@ -48,9 +50,9 @@ def finish(*processes: subprocess.Popen[str]) -> None:
 
 
 @torch.no_grad()
-def archon_logits(folder: Path) -> Tensor:
+def archon_logits(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
     length = len(TOKENS)
-    model = archon.load_model(folder)
+    model = archon.load_model(folder, dtype=dtype)
     return model(TOKENS[None], torch.arange(length)[None], torch.tensor([0, length], dtype=torch.int32), length)
 
 
@@ -66,7 +68,11 @@ def test_logits_are_archons(tmp_path: Path) -> None:
 
     theirs = torch.load(tmp_path / "out.pt", weights_only=True)
     for folder, logits in zip(folders, theirs, strict=True):
-        assert_same(logits, archon_logits(folder))
+        ours = archon_logits(folder)
+        if relative(logits, ours) > PARITY_FP32:  # a model that rounding moves farther: as near to float64 as theirs
+            exact = archon_logits(folder, torch.float64)
+            assert relative(ours.double(), exact) <= ROUNDING * relative(logits.double(), exact)
+            assert relative(logits.double(), exact) <= 10 * PARITY_FP32
 
 
 @pytest.mark.slow

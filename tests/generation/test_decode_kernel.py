@@ -166,5 +166,5 @@ def test_without_a_compiler_products_of_pages_give_the_same(
     with caplog.at_level(logging.INFO):
         plain = decoded()
     assert library.kernels() is None
-    assert "without its compiled kernels" in caplog.text
+    assert "without their compiled kernels" in caplog.text
     torch.testing.assert_close(plain, compiled, rtol=0, atol=FLOAT32_ERROR)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archon.models.layers import fused
 from archon.models.native import elementwise, library, linear
+from archon.parallel.torch_dispatch import FakeTensorMode
 from tests.tolerances import FORMULA_FP32
 
 ROWS = 37
@@ -213,6 +214,13 @@ def test_where_they_apply() -> None:
     assert not elementwise.applies(x.as_subclass(Ordinary))
     assert not elementwise.applies(x.t())
     assert not elementwise.applies(x.view(1, 1, 4, 8))
+    assert not elementwise.applies(x[0, 0]) and not elementwise.applies(x[:, :0])
+    assert not elementwise.applies(torch._neg_view(x))
+    weight = torch.ones(8)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(AssertionError, match="tensors without memory"):
+        fused.rms_norm(x, weight, 1e-6)
+    traced = torch.jit.trace(lambda x: fused.rms_norm(x, torch.ones(8), 1e-6), x, check_trace=False)
+    torch.testing.assert_close(traced(2 * x), fused.rms_norm(2 * x, torch.ones(8), 1e-6))
     assert not torch.compile(elementwise.applies, backend="eager", fullgraph=True)(x)
     # The operations without a compiler give the same layouts and dtypes.
     assert fused.rms_norm(x.t().unsqueeze(0).unsqueeze(0), torch.ones(4), 1e-6).shape == (1, 1, 8, 4)
@@ -244,7 +252,7 @@ def test_without_a_compiler_the_operations_of_pytorch_compute(
         with caplog.at_level(logging.INFO):
             plain = fused.rms_norm(x, weight, 1e-6)
     assert library.kernels() is None
-    assert "without its compiled kernels" in caplog.text
+    assert "without their compiled kernels" in caplog.text
     torch.testing.assert_close(plain, compiled, rtol=FORMULA_FP32, atol=FORMULA_FP32)
 
 

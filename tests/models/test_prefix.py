@@ -200,3 +200,27 @@ def test_long_paths_sinks_and_soft_caps_are_left_to_products() -> None:
     assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, soft_cap=2.0))
     assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, sinks=torch.zeros(2)))
     assert not tree_kernel.applies(*[q.double()] * 3, short, AttentionSpec(1.0))
+
+
+def test_what_is_not_a_number_stays_so_in_trees() -> None:
+    shared = found(torch.tensor([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6]), (4, 4, 4))
+    for broken in range(3):
+        drawn = [torch.randn(len(shared.rows), 2, 8) for _ in range(3)]
+        drawn[broken][1, 0, 0] = torch.nan
+        q, k, v = (x.requires_grad_() for x in drawn)
+        assert tree_kernel.applies(q, k, v, shared.trees[0].routes, AttentionSpec(0.3))
+        out = prefix_attention(q, k, v, shared, AttentionSpec(0.3))
+        assert out[1, 0].isnan().any() and not out[0].isnan().any() and not out[1, 1].isnan().any()
+        out[1, 0].sum().backward()
+        assert all(x.grad is not None and x.grad[1, 0].isnan().any() for x in ((k, q, v) if broken < 2 else (q,)))
+
+
+def test_what_a_generator_made_of_trees_may_be_trained_with() -> None:
+    shared = found(torch.tensor([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6]), (4, 4, 4))
+    q = torch.randn(len(shared.rows), 2, 8, dtype=torch.float64)
+    with torch.inference_mode():
+        first = prefix_attention(q, q, q, shared, AttentionSpec(0.3))
+    q.requires_grad_()
+    second = prefix_attention(q, q, q, shared, AttentionSpec(0.3))
+    second.sum().backward()
+    assert second.equal(first)

@@ -26,8 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "compiled blocks hold experts whose products torch's compiler refuses",
         "models/layers/moe.py",
-        "if torch.compiler.is_compiling() and not self._compiles(x):",
-        "if False:",
+        "self._compute if self._compiles(x) or not torch.compiler.is_compiling() else self._uncompiled",
+        "self._compute",
         ("tests/engine/test_precision.py::test_compiled_experts_have_the_gradient_of_eager_ones[float32-none]",),
     ),
     Mutant(

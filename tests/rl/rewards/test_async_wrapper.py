@@ -49,21 +49,37 @@ async def outcomes(reward: AsyncRewardWrapper, *completions: str, **data: Any) -
 
 @in_process
 def immediate(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+    if completions == "leave":
+        raise SystemExit(3)
+    completion_ids.append(9)
     return int(completions) / os.getpid()
 
 
+def around(*arguments: Any, **data: Any) -> Any:
+    return immediate(*arguments, **data)
+
+
+functools.update_wrapper(around, immediate, ("__doc__",))
+
+
 async def test_a_reward_marked_so_is_called_in_this_process_and_fails_as_others_do() -> None:
+    before = psutil.Process().children()
     with AsyncRewardWrapper(immediate) as reward:
         assert reward.in_process
-        found = await outcomes(reward, "3", "three", "nan")
+        found = await outcomes(reward, "3", "three", "leave")
         assert found[0] == 3 / os.getpid()
+        assert isinstance(found[2], RewardRaised)
+        ids = [3]
+        await reward("prompt", "1", [1], ids)
+        assert ids == [3], "tokens that are trained on"
         assert isinstance(found[1], RewardRaised) and "immediate raised ValueError" in str(found[1])
         assert isinstance(found[1].__cause__, ValueError)
-        assert psutil.Process().children() == []
+        assert psutil.Process().children() == before
     with AsyncRewardWrapper("exact_match") as named:
         assert named.in_process and await ask(named, " 7 ", answer=7) == 1.0
-    with AsyncRewardWrapper("gsm8k") as other:
-        assert not other.in_process
+    for other in ("gsm8k", around, functools.partial(immediate, extra=1)):
+        with AsyncRewardWrapper(other) as wrapper:
+            assert not wrapper.in_process
 
 
 # -- what it does when all is well ----------------------------------------------------------------------------------
