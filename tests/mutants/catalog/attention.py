@@ -79,8 +79,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "compiled layers are given tensors whose memory may be elsewhere",
         "models/native/elementwise.py",
-        "type(x) in (Tensor, nn.Parameter) and x.is_cpu",
-        "x.is_cpu",
+        "        type(x) in (Tensor, nn.Parameter)\n        and x.is_cpu\n",
+        "        x.is_cpu\n",
         (f"{NATIVE}::test_where_they_apply",),
     ),
     Mutant(
