@@ -17,8 +17,6 @@ from tests.tolerances import GPU_FP32, TIMES_BF16
 pytestmark = pytest.mark.gpu
 
 BACKENDS = ["varlen", *(["flash"] if importlib.util.find_spec("flash_attn") else [])]
-
-
 DELTA_NETS = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 
 
@@ -54,6 +52,8 @@ def test_bfloat16(family: str, backend: str) -> None:
     check_bfloat16(family_config(family), backend)
 
 
-@pytest.mark.parametrize("family", DELTA_NETS if importlib.util.find_spec("fla") else [])
-def test_delta_nets_with_fla(family: str) -> None:
-    check_bfloat16(family_config(family), "fla")
+if importlib.util.find_spec("fla"):
+
+    @pytest.mark.parametrize("family", DELTA_NETS)
+    def test_delta_nets_with_fla(family: str) -> None:
+        check_bfloat16(family_config(family), "fla")
