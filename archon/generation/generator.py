@@ -35,8 +35,10 @@ from archon.schema.errors import NotFiniteError, RolloutError
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
 
+# Copied pages are gathered first, which takes as much memory again.
+_PAGES_COPIED_AT_ONCE = 64
+
 # To look whether the heap has grown takes as long as a hundredth of a small model's step.
-_FORKS_COPIED_AT_ONCE = 64
 _STEPS_BETWEEN_TRIMS = 16
 
 
@@ -356,8 +358,7 @@ class Generator:
             if chunk.sequence not in broken:
                 forks += self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
-        for place in range(0, len(forks), _FORKS_COPIED_AT_ONCE):
-            self._copy_forked(forks[place : place + _FORKS_COPIED_AT_ONCE])
+        self._copy_forked(forks)
         for sequence in [*broken, *(sequence for row, sequence in owners[len(decode) :] if decode[row] in broken)]:
             self._refuse_adapter(sequence)
         self.stats.decode_tokens += len(step.decode)
@@ -381,10 +382,10 @@ class Generator:
         return forks
 
     def _copy_forked(self, forks: list[Fork]) -> None:
-        """Give forks their own copies of what they will change."""
+        """Give forks their own copies of what they will change, and shared prompts their states, forks or none."""
         copies = [fork.copy for fork in forks if fork.copy is not None]
-        if copies:
-            self.cache.copy_pages(*zip(*copies, strict=True))
+        for place in range(0, len(copies), _PAGES_COPIED_AT_ONCE):
+            self.cache.copy_pages(*zip(*copies[place : place + _PAGES_COPIED_AT_ONCE], strict=True))
         if self.scheduler.state_copies:
             self.cache.states.copy(self.scheduler.state_copies)
             self.scheduler.state_copies.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from archon.generation.sequence import Sequence
 from tests.generation.models import (
     greedy_reference,
     make_engine,
@@ -58,4 +59,21 @@ def test_an_answer_that_was_anothers_duplicate_goes_on_from_a_state_of_its_own()
         assert answer.output_tokens == wanted[:length]
         trained = trainer_logprobs(model, LONG, answer.output_tokens, 1.0)
         given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def test_a_prompt_asked_for_again_after_its_first_step_starts_from_its_state() -> None:
+    """Its first answer had no followers when its prompt was computed, so only the prompt's own state was copied."""
+    model = make_model(torch.float64, FAMILY)
+    engine = make_engine(model, max_slots=4, page_size=4)
+    generator, done = engine._generator, list[Sequence]()
+    for seed in range(3):
+        generator.submit(request(LONG, seed=seed, max_new_tokens=8), done.append)
+        generator.step()
+    while len(done) < 3:
+        generator.step()
+    assert engine.stats.shared_prompts == 2
+    for sequence in done:
+        trained = trainer_logprobs(model, LONG, sequence.output, 1.0)
+        given = torch.tensor(sequence.response().output_logprobs, dtype=torch.float64)
         torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)

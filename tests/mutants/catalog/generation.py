@@ -34,6 +34,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_answers.py", "tests/generation/test_engine.py"),
     ),
     Mutant(
+        "a prompt's state is copied with forks alone",
+        "archon/generation/generator.py",
+        "        self._copy_forked(forks)\n        for sequence",
+        "        if forks:\n            self._copy_forked(forks)\n        for sequence",
+        ("tests/generation/test_states.py",),
+    ),
+    Mutant(
         "tokens carry the version of the weights their answer began with",
         "archon/generation/generator.py",
         "sequence.append(token, logprob, (sequence.adapter or self).version)",
