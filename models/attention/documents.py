@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from archon.models.attention.tree_kernel import Routes
 from archon.parallel.context import SequenceShare
 from archon.parallel.transfer import to_device_async
 
@@ -63,6 +64,11 @@ class PackedDocuments:
     def chunks(self) -> DocumentChunks:
         """How a scan reads the documents in chunks of equal size."""
         return DocumentChunks.of(self.lengths, self.cu_seqlens.device)
+
+    @cached_property
+    def routes(self) -> Routes:
+        """The tokens that each token sees, for short documents."""
+        return Routes.of_documents(self.lengths)
 
     def spaced(self, gap: int) -> SpacedRows:
         """Returns the rows of the documents with `gap` rows before each; computed once for each gap."""

@@ -56,7 +56,7 @@ class Trees:
     @classmethod
     def from_paths(cls, trees: Sequence[TreePaths]) -> Trees:
         """Returns the batch of these trees."""
-        return cls(Routes(trees))
+        return cls(Routes.of_trees(trees))
 
     @property
     def tokens(self) -> int:
@@ -117,7 +117,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: Attentio
     Args:
         q: [U, H, D]; k: [U, G, D] and v: [U, G, E] with H a multiple of G.
     """
-    if tree_kernel.applies(q, k, v, trees.routes, spec):
+    if tree_kernel.applies(q, k, v, trees.routes.longest, spec):
         return tree_kernel.attend(q, k, v, trees.routes, spec)
     batch, size = trees.rows.shape
     groups = k.shape[1]

@@ -1,12 +1,14 @@
-"""Attention along the paths of trees, in float32 on a CPU, by C functions.
+"""Attention along the paths of trees, and in short documents, in float32 on a CPU, by C functions.
 
 A token of a short answer sees a dozen others: products of padded trees and the masks of what each token sees cost
-twice what these few sums do. From paths of forty tokens on products are faster.
+twice what these few sums do, and a call for each length of a document more than that. From paths of forty tokens on
+products are faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,33 +24,53 @@ LONGEST = 32
 """The tokens of the longest path that the functions are used for."""
 
 
+@dataclass(frozen=True)
 class Routes:
     """The paths of N trees of U tokens, which are numbered one tree after another.
 
-    Args:
-        trees: of each tree the path of each of its tokens: from the root to the token, which is last, by their numbers
-            in the tree.
-
     Attributes:
-        paths: int64 [P], all paths one after another.
+        paths: int64 [P], all paths one after another, each from the root of its tree to the token that it is of.
         starts: int64 [U + 1], where each begins.
         trees: int64 [N + 1], the first token of each tree.
         longest: the tokens of the longest path.
     """
 
-    def __init__(self, trees: Sequence[list[list[int]]]) -> None:
-        self.trees = np.cumsum([0, *map(len, trees)], dtype=np.int64)
+    paths: np.ndarray
+    starts: np.ndarray
+    trees: np.ndarray
+    longest: int
+
+    @classmethod
+    def of_trees(cls, trees: Sequence[list[list[int]]]) -> Routes:
+        """Returns the paths of trees, given as the path of each of their tokens by the tokens' numbers in the tree."""
+        firsts = _bounds(np.array([len(tree) for tree in trees], dtype=np.int64))
         lengths = np.array([len(path) for tree in trees for path in tree], dtype=np.int64)
         within = np.array([token for tree in trees for path in tree for token in path], dtype=np.int64)
-        self.starts = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
-        self.paths = within + self.trees[:-1].repeat(self.starts[self.trees[1:]] - self.starts[self.trees[:-1]])
-        self.longest = int(lengths.max())
+        starts = _bounds(lengths)
+        return cls(
+            within + firsts[:-1].repeat(starts[firsts[1:]] - starts[firsts[:-1]]), starts, firsts, int(lengths.max())
+        )
+
+    @classmethod
+    def of_documents(cls, lengths: Sequence[int]) -> Routes:
+        """Returns the paths of documents of these lengths, whose tokens each see those before it."""
+        documents = np.array(lengths, dtype=np.int64)
+        firsts = _bounds(documents)
+        first = firsts[:-1].repeat(documents)  # of each token's document
+        seen = np.arange(len(first)) - first + 1
+        starts = _bounds(seen)
+        return cls(np.arange(starts[-1]) + (first - starts[:-1]).repeat(seen), starts, firsts, int(documents.max()))
 
 
-def applies(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec) -> bool:
-    """Returns whether the functions compute attention on these paths: on short ones, without sinks and a soft cap."""
-    plain = spec.sinks is None and spec.soft_cap is None
-    return plain and routes.longest <= LONGEST and elementwise.applies(q, k, v)
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+
+
+def applies(q: Tensor, k: Tensor, v: Tensor, longest: int, spec: AttentionSpec) -> bool:
+    """Returns whether the functions compute attention on paths of at most `longest` tokens: on short ones, without
+    sinks and a soft cap, of tokens that see none after them."""
+    plain = spec.causal and spec.sinks is None and spec.soft_cap is None
+    return plain and longest <= LONGEST and elementwise.applies(q, k, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec) -> Tensor:

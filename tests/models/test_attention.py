@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from archon.check.oracle import relative
-from archon.models.attention import sdpa
+from archon.models.attention import sdpa, tree_kernel
 from archon.models.attention import varlen as varlen_backend
 from archon.models.attention.meta import PackedAttention
 from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
@@ -25,7 +25,7 @@ from archon.models.layers import attention as attention_layer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import Rotation
 from archon.schema.errors import ConfigError
-from tests.tolerances import FLASH_BF16, FORMULA_FP64
+from tests.tolerances import FLASH_BF16, FORMULA_FP32, FORMULA_FP64
 
 SCALE = 0.4
 REAL_VARLEN, REAL_VARLEN_BACKWARD = varlen.varlen_attn, varlen._varlen_attn_backward
@@ -104,6 +104,46 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
             assert relative(ours, theirs) <= FORMULA_FP64
         else:
             assert ours.abs().max() <= FORMULA_FP64
+
+
+@pytest.mark.parametrize("lengths", [[24, 3, 3, 1, 24, 7], [2, 0, 5, 0], [1], [25, 2]], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_packs_of_short_documents_in_float32(
+    lengths: list[int], window: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are one call of a C function, as near to float64 as a call for each length is."""
+    drawn, weight = draw(sum(lengths)), torch.randn(sum(lengths), 4, 8)
+    spec = AttentionSpec(SCALE, window)
+
+    def results(dtype: torch.dtype, attend: Callable[..., Tensor], *documents: Any) -> list[Tensor]:
+        qkv = [x.detach().to(dtype).requires_grad_() for x in drawn]
+        out = attend(*qkv, *documents)
+        return [out, *torch.autograd.grad(out, qkv, weight.to(dtype))]
+
+    meta = PackedAttention.from_lengths(tuple(lengths), torch.device("cpu"), "sdpa")
+    exact = results(torch.float64, definition, [n for n in lengths if n], -1 if window is None else window - 1)
+    called = list[int]()
+    attend = tree_kernel.attend
+    monkeypatch.setattr(tree_kernel, "attend", lambda *args: (called.append(1), attend(*args))[1])
+    torch.set_num_threads(threads)
+    try:
+        ours = results(torch.float32, functools.partial(meta.attend, 0), spec)
+    finally:
+        torch.set_num_threads(1)
+    assert len(called) == (max(lengths) <= sdpa.SHORT)
+    others = results(torch.float32, sdpa.sdpa_attention, tuple(lengths), spec)
+    for own, other, wanted in zip(ours, others, exact, strict=True):
+        limit = max(2 * (other - wanted).abs().max(), FORMULA_FP32 * wanted.abs().max(), FORMULA_FP32)
+        assert (own - wanted).abs().max() <= limit
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"soft_cap": 2.0}, {"sinks": torch.zeros(4)}], ids=str)
+def test_what_the_c_function_for_short_documents_cannot_do(options: dict[str, Any]) -> None:
+    spec = AttentionSpec(SCALE, **options)
+    qkv = [x.detach().float() for x in draw(5)]
+    meta = PackedAttention.from_lengths((2, 3), torch.device("cpu"), "sdpa")
+    assert meta.attend(0, *qkv, spec).equal(sdpa.sdpa_attention(*qkv, (2, 3), spec))
 
 
 @pytest.mark.parametrize("lengths", PACKS, ids=str)

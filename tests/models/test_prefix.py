@@ -17,7 +17,6 @@ from archon.models.attention.meta import PrefixAttention
 from archon.models.attention.prefix import SharedPrefixes, prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
-from archon.models.attention.tree import tree_paths
 from tests.tolerances import FORMULA_FP32, INVARIANCE_FP64
 
 
@@ -194,7 +193,7 @@ def test_the_functions_for_trees_are_as_near_to_float64_as_products(
 
 
 def test_long_paths_sinks_and_soft_caps_are_left_to_products() -> None:
-    q, short, long = torch.randn(3, 2, 8), *(tree_kernel.Routes([tree_paths([n], [0])]) for n in (32, 33))
+    q, short, long = torch.randn(3, 2, 8), 32, 33
     assert tree_kernel.applies(q, q, q, short, AttentionSpec(1.0))
     assert not tree_kernel.applies(q, q, q, long, AttentionSpec(1.0))
     assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, soft_cap=2.0))
@@ -208,7 +207,7 @@ def test_what_is_not_a_number_stays_so_in_trees() -> None:
         drawn = [torch.randn(len(shared.rows), 2, 8) for _ in range(3)]
         drawn[broken][1, 0, 0] = torch.nan
         q, k, v = (x.requires_grad_() for x in drawn)
-        assert tree_kernel.applies(q, k, v, shared.trees[0].routes, AttentionSpec(0.3))
+        assert tree_kernel.applies(q, k, v, shared.trees[0].routes.longest, AttentionSpec(0.3))
         out = prefix_attention(q, k, v, shared, AttentionSpec(0.3))
         assert out[1, 0].isnan().any() and not out[0].isnan().any() and not out[1, 1].isnan().any()
         out[1, 0].sum().backward()
