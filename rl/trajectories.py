@@ -79,8 +79,8 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
 
 
 def _pad_right(value: torch.Tensor, length: int, fill: float) -> torch.Tensor:
-    padding = value.new_full((value.shape[0], length - value.shape[1], *value.shape[2:]), fill)
-    return torch.cat([value, padding], dim=1)
+    missing = length - value.shape[1]
+    return torch.constant_pad_nd(value, (0, 0) * (value.ndim - 2) + (0, missing), fill) if missing else value
 
 
 def are_finite(numbers: Tensor) -> bool:
@@ -122,7 +122,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             )
         if not dtype.is_floating_point and value.is_floating_point():
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value.dtype}, expected integers")
-        if key.endswith("_mask") and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
+        if key.endswith("_mask") and value.dtype != torch.bool and not bool((value.bool() == value).all()):
             raise RolloutError(f"{source}: {key!r} of shape {expected} holds values other than 0 and 1")
         if value.is_floating_point() and not are_finite(value):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
@@ -131,7 +131,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
         checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
     if (experts := checked.get(FIELD)) is not None:
         _check_experts(experts, shape, source)
-    if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
+    if bool((checked["loss_mask"] > checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
 
@@ -182,9 +182,9 @@ def trajectory_tensors(
     group: dict[str, Any] = {
         **columns,
         **({} if experts is None else {FIELD: experts}),
-        "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "truncated": torch.tensor([record.truncated for record in records]),
+        "attention_mask": torch.from_numpy(np.arange(size) < size - np.array(missing)[:, None]),
+        "rewards": torch.from_numpy(np.array(rewards, dtype=np.float32)),
+        "truncated": torch.from_numpy(np.array([record.truncated for record in records])),
     }
     images = [record.images for record in records]
     return group | {IMAGES: images} if any(images) else group

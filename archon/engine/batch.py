@@ -385,6 +385,8 @@ def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
     deterministic. Each micro-batch keeps its documents in their original order, and its `source` holds the index of
     each of its tokens in `packed`. Raises BatchError when a document is longer than `max_tokens`.
     """
+    if packed.n_tokens <= max_tokens and packed.images is None:
+        return [replace(packed, source=torch.arange(packed.n_tokens))]
     starts = [0, *accumulate(packed.lengths)]
     return [_take(packed, documents, starts) for documents in first_fit_decreasing(packed.lengths, max_tokens)]
 

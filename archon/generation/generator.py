@@ -191,7 +191,7 @@ class Generator:
         self.recorder: Recorder | None = None
         self.picture_rows = PictureRows(model, cache.device)
         self._last_pictures: PromptPictures | None = None
-        self._ropes = model.args.ropes  # from all layers' specifications, too many to make for each request
+        self._growing_ropes = [rope for rope in model.args.ropes if rope.scaling.depends_on_length]
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -276,10 +276,8 @@ class Generator:
     def _check_rope(self, sequence: Sequence) -> None:
         """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
         longest = len(sequence.prompt) + sequence.limit
-        for rope in self._ropes:
+        for rope in self._growing_ropes:
             scaling = rope.scaling
-            if not scaling.depends_on_length:
-                continue
             bound = scaling.original_max_seq_len if scaling.kind == "longrope" else rope.max_seq_len
             assert bound is not None
             if longest <= bound or (scaling.kind == "longrope" and len(sequence.prompt) > bound):

@@ -5,7 +5,7 @@ Names follow AReaL's documented rollout interface, so that a workflow written fo
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -97,7 +97,7 @@ class ModelRequest:
 
     input_ids: list[int] = field(default_factory=list)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rid: str = field(default_factory=lambda: secrets.token_hex(16))
     tokenizer: Any = None
     adapter: str | None = None
     image_data: Sequence[Picture] | None = None
@@ -124,7 +124,7 @@ def integer_ids(ids: Any) -> list[int]:
             f"ModelRequest.input_ids: got a tensor of shape {tuple(ids.shape)}, {expected}; use .tolist()"
         )
     ids = list(ids)
-    if all(type(i) is int for i in ids):
+    if {int}.issuperset(map(type, ids)):
         return ids
     for index, item in enumerate(ids):
         if isinstance(item, bool) or not isinstance(item, Integral):

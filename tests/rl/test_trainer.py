@@ -343,3 +343,17 @@ def test_what_is_there_before_a_run_is_frozen_during_it_unless_somebody_else_has
         "print(gc.get_freeze_count() > 0.9 * before)\n"
     )
     assert done.stdout.split() == ["True", "0", "True"], done.stderr
+
+
+@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (10_000, 10, 10)), ((0, 10, 10), (0, 10, 10))])
+def test_new_objects_are_collected_seldom_unless_somebody_else_collects(before: Any, within: Any) -> None:
+    done = run_code(
+        "import gc\n"
+        "from archon.training.loop import long_lived_objects_frozen as frozen\n"
+        "gc.unfreeze()\n"
+        f"gc.set_threshold(*{before})\n"
+        "with frozen():\n"
+        "    print(gc.get_threshold())\n"
+        "print(gc.get_threshold())\n"
+    )
+    assert done.stdout.splitlines() == [str(within), str(before)], done.stderr
