@@ -716,6 +716,7 @@ class ArchonEngine:
                 self.config.max_tokens_per_mb,
                 self.args.vocab_size,
                 share_prefixes=self._share_prefixes,
+                every_token=bool(self.args.expert_layers),
                 sort=self._sort_documents,
                 n_adapters=len(self.adapters) or None,
                 image_format=self.args.image_format,

@@ -134,17 +134,20 @@ def micro_batches(
     vocab_size: int,
     *,
     share_prefixes: bool = False,
+    every_token: bool = True,
     sort: bool = False,
     n_adapters: int | None = None,
     image_format: ImageFormat | None = None,
 ) -> tuple[PackedBatch, list[PackedBatch]]:
     """Returns the whole batch as one pack, and its micro-batches, at least one.
 
-    `share_prefixes` searches each for common prefixes; `sort` has the model compute the documents of those without by
-    length, and keeps their order in the pack. `n_adapters` is the number of the model's adapters if it has several:
-    documents then say which they have, and share prefixes only with those of the same. `image_format` is what an image
-    is to the model; prefixes with images are common where the pictures are equal. Raises BatchError for a batch
-    without a document, or with a token or label outside the vocabulary.
+    `share_prefixes` searches each for common prefixes, and where it finds some the documents' last tokens, which
+    predict none, are not computed either, except where `every_token` counts, as for the load of experts; `sort` has the
+    model compute the documents of those without by length, and keeps their order in the pack. `n_adapters` is the
+    number of the model's adapters if it has several: documents then say which they have, and share prefixes only with
+    those of the same. `image_format` is what an image is to the model; prefixes with images are common where the
+    pictures are equal. Raises BatchError for a batch without a document, or with a token or label outside the
+    vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
@@ -164,14 +167,14 @@ def micro_batches(
     packed = packed.with_images(image_format)
     parts = split(packed, max_tokens)
     if share_prefixes:
-        parts = [_with_shared_prefixes(mb, vocab_size) for mb in parts]
+        parts = [_with_shared_prefixes(mb, vocab_size, every_token) for mb in parts]
     if sort:
         parts = [mb.sorted_for_model() for mb in parts]
     return packed, parts if n_adapters is None else [mb.with_adapter_ids() for mb in parts]
 
 
-def _with_shared_prefixes(mb: PackedBatch, vocab_size: int) -> PackedBatch:
-    return replace(mb, shared=shared_prefixes(_shareable(mb, vocab_size), mb.lengths))
+def _with_shared_prefixes(mb: PackedBatch, vocab_size: int, every_token: bool) -> PackedBatch:
+    return replace(mb, shared=shared_prefixes(_shareable(mb, vocab_size), mb.lengths, every_token=every_token))
 
 
 def _shareable(mb: PackedBatch, vocab_size: int) -> Tensor:

@@ -68,14 +68,19 @@ class Node:
 class Forest:
     """The common beginnings of documents.
 
+    Without `every_token` the last token of a document is not in it, unless another document goes on from there, or it
+    is the only one.
+
     Attributes:
         trees: roots of few tokens, which are computed as one small document with a mask.
         roots: the roots of all others.
         end: the node that each document ends with.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray]) -> None:
+    def __init__(self, documents: Sequence[np.ndarray], every_token: bool = True) -> None:
         waiting, self.end = _forest(documents)
+        if not every_token:
+            self.end = _without_last_tokens(self.end)
         self.trees, self.roots = list[Node](), list[Node]()
         while waiting:
             root = waiting.pop()
@@ -133,6 +138,19 @@ def _forest(documents: Sequence[np.ndarray]) -> tuple[list[Node], list[Node]]:
         path[-1].ends = True
         end[document] = path[-1]
     return roots, [end[document] for document in range(len(documents))]
+
+
+def _without_last_tokens(end: Sequence[Node]) -> list[Node]:
+    """Take the last token from nodes that no other follows. Returns the nodes that documents end with then."""
+    gone = set[Node]()
+    for leaf in {node for node in end if not node.children}:
+        if leaf.high - leaf.low > 1:
+            leaf.high -= 1
+        elif leaf.parent is not None:
+            leaf.parent.children.remove(leaf)
+            leaf.parent.ends = True
+            gone.add(leaf)
+    return [node.parent if node in gone and node.parent is not None else node for node in end]
 
 
 def _split(node: Node, at: int, roots: list[Node]) -> Node:

@@ -139,31 +139,35 @@ class SharedPrefixes:
         return torch.argsort(torch.cat([level.rows for level in self.levels]))
 
 
-def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
+def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool = True) -> SharedPrefixes | None:
     """Returns the shared prefixes of a pack's documents; None if they save less than they cost.
 
     Args:
         tokens: int64 [T] on the CPU.
         lengths: lengths of the documents, with sum T.
+        every_token: compute also the last token of a document, which predicts none: without, unless another document
+            goes on from there, it gets the hidden state of the token before it.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
     given = tokens.numpy()
-    forest = Forest([given[starts[i] : starts[i + 1]] for i in range(len(lengths))])
+    forest = Forest([given[starts[i] : starts[i + 1]] for i in range(len(lengths))], every_token)
     trees = sorted(forest.trees, key=lambda root: root.tokens)
     # A run comes after its context, which is shorter than its own.
     runs = sorted((node for root in forest.roots for node in root.walk()), key=lambda node: (node.low, _length(node)))
     nodes = [node for root in trees for node in root.walk()] + runs
     computed = ranges([starts[node.document] + node.low for node in nodes], list(map(_length, nodes)))
-    if not _pays(len(given), len(computed), forest, lengths):
+    if not _pays(sum(node.high for node in forest.end), len(computed), forest, lengths):
         return None
     firsts = np.cumsum([0, *map(_length, nodes)])
     number = {id(node): index for index, node in enumerate(nodes)}
     used = [(document, node) for document, end in enumerate(forest.end) for node in end.path()]
     lengths_used = [_length(node) for _, node in used]
-    source = np.empty(len(given), dtype=np.int64)
+    source = np.full(len(given), -1)
     source[ranges([starts[document] + node.low for document, node in used], lengths_used)] = ranges(
         [firsts[number[id(node)]] for _, node in used], lengths_used
     )
+    (left_out,) = np.nonzero(source < 0)
+    source[left_out] = source[left_out - 1]
     paths = [tree_paths([node.high for node in root.walk()], [node.low for node in root.walk()]) for root in trees]
     run_number = {id(node): index for index, node in enumerate(runs)}
     return SharedPrefixes(

@@ -58,7 +58,7 @@ def test_sharing_changes_nothing_but_the_work(tmp_path: Path, variant: dict[str,
     seen = [rows_of_a_block(engine) for engine in engines]
     scores = [engine.forward_batch(batch) for engine in engines]
     torch.testing.assert_close(*scores, rtol=INVARIANCE_FP64, atol=INVARIANCE_FP64)
-    assert seen[0][0] < 0.8 * seen[1][0]
+    assert seen[0][0] < 0.8 * seen[1][0] - 10  # last tokens are left out
 
     def loss(numbers: Tensor, entropy: Tensor | None, mb: Any) -> Any:
         return (numbers.square() * mb["loss_mask"]).sum()
@@ -150,6 +150,7 @@ def test_each_turn_of_a_history_is_computed_once(tmp_path: Path) -> None:
     engines = [make_engine(tmp_path / str(share), 9, share_prefixes=share, **options) for share in (True, False)]
     batch = histories(8, 2, 20)
     found = [engine.train_batch(batch, CrossEntropyLoss(), loss_token_count) for engine in engines]
-    assert found[0].pop("tokens_computed") == 8 * (20 + 21)
+    # But for the last tokens of what no later turn continues, which predict none.
+    assert found[0].pop("tokens_computed") == 8 * (20 + 21) - 8 - 1
     assert found[1].pop("tokens_computed") == batch["attention_mask"].sum()
     assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -58,6 +58,31 @@ def test_every_token_finds_a_row_of_the_same_beginning() -> None:
     assert len(shared.rows) == len(set(shared.rows.tolist()))
     # Each of the four prompts occurs once, not five times.
     assert len(shared.rows) <= len(tokens) - 4 * (6 + 9 + 6 + 2)
+
+
+def test_last_tokens_predict_none_and_need_not_be_computed() -> None:
+    tokens, lengths = answers([6, 9, 6, 2, 1, 80], per_prompt=5, longest=7)
+    assert min(lengths) == 1
+    every, shared = found(tokens, lengths), shared_prefixes(tokens, lengths, every_token=False)
+    assert shared is not None
+    starts = [0, *accumulate(lengths)]
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    used = set[int]()
+    for t in range(len(tokens)):
+        start, end = starts[document[t]], starts[document[t] + 1]
+        row = int(shared.rows[shared.gather_index[t]])
+        other = starts[document[row]]
+        if t > start and shared.gather_index[t] == shared.gather_index[t - 1]:
+            assert t == end - 1
+            assert not any(goes_on(tokens[start:end], tokens[a:b]) for a, b in pairwise(starts))
+        else:
+            used.add(row)
+            assert tokens[start : t + 1].equal(tokens[other : row + 1])
+    assert used == {*shared.rows.tolist()} and len(used) < len(every.rows)
+
+
+def goes_on(beginning: Tensor, document: Tensor) -> bool:
+    return len(document) > len(beginning) and document[: len(beginning)].equal(beginning)
 
 
 def test_runs_of_a_history_that_branches_are_computed_once() -> None:

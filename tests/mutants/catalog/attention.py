@@ -14,6 +14,20 @@ PREFIX = "tests/models/test_prefix.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a document's last token is left out where another document goes on",
+        "models/attention/common_beginnings.py",
+        "for leaf in {node for node in end if not node.children}:",
+        "for leaf in {*end}:",
+        ("tests/models/test_prefix.py",),
+    ),
+    Mutant(
+        "the tokens that routers count are left out where they predict none",
+        "engine/engine.py",
+        "every_token=bool(self.args.expert_layers)",
+        "every_token=False",
+        ("tests/engine/test_shared_prefixes.py::test_routers_count_a_beginning_for_each_document",),
+    ),
+    Mutant(
         "Ulysses repeats the row of key heads, not each key head",
         "models/attention/context_parallel.py",
         "k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)",
