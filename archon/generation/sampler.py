@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.models.native import draw as kernel
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
 
@@ -47,6 +48,11 @@ class SamplingParams:
     index: np.ndarray  # uint64 [R], index of the token within its answer
     banned: list[tuple[int, list[int]]]  # (row, token ids that must not be sampled)
 
+    @property
+    def filtered(self) -> np.ndarray:
+        """The rows that sample from a part of the vocabulary."""
+        return np.flatnonzero((self.top_p < 1) | (self.top_k > 0))
+
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Returns sampled tokens int64 [R] and their logprobs [R] on the CPU, from logits [R, V]: in one transfer.
@@ -56,6 +62,9 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Raises NotFiniteError where logits are not finite.
     """
+    if not params.banned and not params.filtered.size and kernel.applies(logits):
+        uniform = counter_uniform(params.seed, params.index)
+        return _checked(*kernel.draw(logits, params.temperature, params.greedy, uniform))
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (params.temperature != 1.0).any():
         temperature = _on_device(params.temperature, scores)
@@ -73,10 +82,14 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     logprobs = all_logprobs.gather(1, tokens[:, None])[:, 0]
     # Float64 has every token and every logprob exactly.
     columns = torch.stack([tokens.double(), logprobs.double()]).cpu()
-    wrong = np.flatnonzero(~np.isfinite(columns[1].numpy())).tolist()
+    return _checked(columns[0].long(), columns[1].to(logprobs.dtype))
+
+
+def _checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    wrong = np.flatnonzero(~np.isfinite(logprobs.numpy())).tolist()
     if wrong:
-        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(logits)} are not finite; check the model's weights")
-    return columns[0].long(), columns[1].to(logprobs.dtype)
+        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(tokens)} are not finite; check the model's weights")
+    return tokens, logprobs
 
 
 def _on_device(x: np.ndarray, like: Tensor) -> Tensor:
@@ -85,8 +98,7 @@ def _on_device(x: np.ndarray, like: Tensor) -> Tensor:
 
 def _draw(choices: Tensor, logprobs: Tensor, params: SamplingParams) -> Tensor:
     probs = logprobs.exp()
-    filtered = np.flatnonzero((params.top_p < 1) | (params.top_k > 0))
-    if filtered.size:
+    if (filtered := params.filtered).size:
         rows, top_k, top_p = (_on_device(x, probs) for x in (filtered, params.top_k[filtered], params.top_p[filtered]))
         probs[rows] = filter_top_k_top_p(probs[rows], top_k, top_p)
     tokens = invert_cumulative(probs, _on_device(counter_uniform(params.seed, params.index), probs))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from archon.models.native.library import kernels
 
-_PARALLEL = 1 << 15
+PARALLEL = 1 << 15
 """Entries from which a second thread is worth waking."""
 
 
@@ -139,4 +139,4 @@ def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= _PARALLEL else 1
+    return torch.get_num_threads() if x.numel() >= PARALLEL else 1

@@ -36,11 +36,12 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rms_norm_backward": [*[_POINTER] * 5, *[_LONG] * 7, _FLOAT, _FLOAT, _INT],
     "swiglu": [*[_POINTER] * 3, *[_LONG] * 4, _INT],
     "swiglu_backward": [*[_POINTER] * 5, *[_LONG] * 5, _INT],
+    "draw": [*[_POINTER] * 6, *[_LONG] * 3, _INT],
     "panel_width": [],
     "product": [*[_POINTER] * 4, *[_LONG] * 4, _INT],
     "store_rows": [*[_POINTER] * 3, *[_LONG] * 6],
 }
-_FALLIBLE = ("decode_attention", "tree_attention", "rms_norm_backward", "store_rows")
+_FALLIBLE = ("decode_attention", "draw", "tree_attention", "rms_norm_backward", "store_rows")
 _RESULTS: dict[str, Any] = {**dict.fromkeys(_FALLIBLE, _INT), "panel_width": _LONG}
 
 

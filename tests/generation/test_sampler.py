@@ -16,7 +16,14 @@ from archon.generation.sampler import (
     invert_cumulative,
     sample,
 )
-from tests.tolerances import CHI_SQUARE_P, FORMULA_FP64
+from archon.models.native import draw
+from tests.tolerances import CHI_SQUARE_P, FORMULA_FP32, FORMULA_FP64
+
+
+@pytest.fixture(params=["a C function", "PyTorch"], autouse=True)
+def _drawn_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "PyTorch":
+        monkeypatch.setattr(draw, "applies", lambda logits: False)
 
 
 def params(rows: int, **given: Any) -> SamplingParams:
@@ -153,8 +160,42 @@ def test_banned_tokens_are_not_sampled() -> None:
     assert set(tokens[1000:].tolist()) == {0, 1, 2, 3}
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_logits_that_are_not_finite_are_an_error(wrong: float, greedy: bool) -> None:
     logits = torch.zeros(3, 5)
-    logits[1, 2] = torch.nan
+    logits[1, 2] = wrong
     with pytest.raises(ArithmeticError, match=r"rows \[1\] of 3 are not finite"):
-        sample(logits, params(3))
+        sample(logits, params(3, greedy=greedy))
+    with pytest.raises(ArithmeticError, match=r"rows \[0\] of 1 are not finite"):
+        sample(torch.full((1, 5), -torch.inf), params(1, greedy=greedy))
+
+
+def test_tokens_that_a_model_excludes_are_not_sampled() -> None:
+    logits = torch.zeros(2000, 300)
+    logits[:, 4:] = logits[:, :2] = -torch.inf
+    tokens, logprobs = sample(logits, params(2000, index=np.arange(2000)))
+    assert set(tokens.tolist()) == {2, 3}
+    torch.testing.assert_close(logprobs, torch.full((2000,), -math.log(2)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocab", [1, 16, 127, 128, 129, 50_001])
+def test_the_c_function_draws_the_tokens_that_operations_draw(
+    vocab: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that lie apart, with temperatures and greedy rows of their own; logprobs are as near to float64."""
+    monkeypatch.undo()
+    logits = (torch.randn(40, vocab + 3) * 4)[:, 1:-2]
+    given = params(40, temperature=np.linspace(0.2, 3, 40), greedy=np.arange(40) % 5 == 0, seed=7, index=np.arange(40))
+    torch.set_num_threads(threads)
+    try:
+        ours = sample(logits, given)
+    finally:
+        torch.set_num_threads(1)
+    monkeypatch.setattr(draw, "applies", lambda logits: False)
+    theirs = sample(logits, given)
+    assert ours[0].equal(theirs[0])
+    exact = (logits.double() / torch.from_numpy(given.temperature)[:, None]).log_softmax(-1).gather(1, ours[0][:, None])
+    distances = [(logprobs - exact[:, 0]).abs().max().item() for _, logprobs in (ours, theirs)]
+    assert distances[0] <= max(distances[1], FORMULA_FP32 * exact.abs().max().item())

@@ -34,6 +34,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_answers.py", "tests/generation/test_engine.py"),
     ),
     Mutant(
+        "the block that a drawn token lies in begins at the first token",
+        "models/native/kernels.c",
+        "double offset = target > before ? target - before : 0;",
+        "double offset = target;",
+        ("tests/generation/test_sampler.py",),
+    ),
+    Mutant(
+        "the most likely logit is divided by no temperature",
+        "models/native/kernels.c",
+        "            maximum /= heat;\n",
+        "",
+        ("tests/generation/test_sampler.py",),
+    ),
+    Mutant(
         "a prompt's state is copied with forks alone",
         "archon/generation/generator.py",
         "        self._copy_forked(forks)\n        for sequence",
