@@ -22,7 +22,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the tokens that routers count are left out where they predict none",
-        "engine/engine.py",
+        "archon/engine/engine.py",
         "every_token=bool(self.args.expert_layers)",
         "every_token=False",
         ("tests/engine/test_shared_prefixes.py::test_routers_count_a_beginning_for_each_document",),
