@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+DIGEST_BYTES = 32
 SECONDS = 120.0
 """That the compiler may take."""
 
@@ -78,16 +79,29 @@ def _library() -> Path:
     ]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "archon" / "kernels"
     library = folder / f"{SOURCE.stem}-{hashlib.sha256(b'|'.join(what)).hexdigest()[:16]}.so"
-    if not library.exists():
+    if not _is_whole(library):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / library.name
             command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
-            with built.open("rb") as file:
+            with built.open("ab") as file:
+                file.write(_digest(built.read_bytes()))  # which a loader does not read
+                file.flush()
                 os.fsync(file.fileno())
             built.replace(library)  # other processes see all of it or nothing
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Returns whether the file ends with the digest of what is before it: a process that loads a part of a library
+    ends."""
+    content = library.read_bytes() if library.exists() else b""
+    return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _processor() -> bytes:
