@@ -142,7 +142,8 @@ def lines(records: Sequence[Record]) -> str:
         for record in records
         for name, value in record.ratios.items()
     ]
-    return table(["case", "ratio", "measured", "archon", "the other", "commit"], rows)
+    said = [f"{record.case}: {note}." for record in records for note in record.notes]
+    return "\n\n".join([table(["case", "ratio", "measured", "archon", "the other", "commit"], rows), *said])
 
 
 def summary(records: Sequence[Record]) -> str:

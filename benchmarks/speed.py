@@ -1,8 +1,9 @@
 """Measures each optimization of archon: with it and without it, in turn.
 
-A training step of the Qwen3 of 26 million parameters (float32; an even batch of 4 × 512 tokens, many short documents,
-or answers to shared prompts), or its generation (32 prompts, 64 new tokens each). Nothing else differs between the two
-sides, which must compute the same first. Cases named tried-… measure an optimization that archon does not have.
+A training step of the Qwen3 of 26 million parameters (float32; an even batch of 4 × 512 tokens, a ragged one that is
+another at every step, many short documents, or answers to shared prompts), or its generation (32 prompts, 64 new tokens
+each). Nothing else differs between the two sides, which must compute the same first. Cases named tried-… measure an
+optimization that archon does not have, and compiled-… one that it leaves off on a CPU.
 
     python -m benchmarks.speed
     python -m benchmarks.speed --case fused-adamw --quick
@@ -10,7 +11,10 @@ sides, which must compute the same first. Cases named tried-… measure an optim
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 from archon.bench.origin import spread
 from benchmarks import generate, harness, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
-from benchmarks.harness import Sides, say
+from benchmarks.harness import Sides, Worker, say
 
 ARCHON = "archon"
 SHARED_PROMPTS, ANSWERS, PROMPT, ANSWER = 8, 8, 96, 32
@@ -111,6 +115,14 @@ def decode_with_trained_weights(engine: Any) -> None:
     replica._pack_linears = lambda replica: 0
 
 
+def compile_blocks(engine: Any) -> None:
+    """Compile every block, as `compile: true` does."""
+    from archon.parallel.compile import apply_compile
+
+    if engine is not None:
+        apply_compile(engine.model.layers)
+
+
 def join_projections(engine: Any) -> None:
     """Compute gate and up in one product, and queries, keys and values in another, from concatenated weights."""
     import torch
@@ -159,6 +171,8 @@ CASES = {
     "documents-by-length": Case("documents as they come", "short", keep_document_order),
     "shared-prompts": Case("each prompt anew", "prompts", disable_prefix_sharing),
     "decode-weights": Case("weights as trained", "decode", decode_with_trained_weights),
+    "compiled-even": Case("compiled blocks", "even", compile_blocks),
+    "compiled-ragged": Case("compiled blocks", "ragged", compile_blocks),
     "tried-one-product": Case("gate and up, and Q, K and V, in one product each", "even", join_projections),
 }
 
@@ -174,8 +188,25 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
         return facts, lambda: {"n": len(answer())}
     engine = train_step.archon_engine(options)
     change(engine)
-    step = train_step.step_of(engine, documents(case.kind, options))
-    return {"first": step(), "second": step()}, lambda: dict([step() for _ in range(case.steps)][-1])
+    docs = documents(case.kind, options)
+    batches = [docs] if case.kind != "ragged" else [docs[i : i + 13] for i in range(4)]
+    steps = itertools.cycle([train_step.step_of(engine, batch) for batch in batches])
+    started = time.perf_counter()
+    first, second = next(steps)(), next(steps)()
+    facts = {"first": first, "second": second, "seconds": time.perf_counter() - started, "graphs": compiled_graphs()}
+
+    def run() -> dict[str, Any]:
+        tokens = sum(next(steps)()["tokens"] for _ in range(case.steps))
+        return {"tokens": tokens, "graphs": compiled_graphs()}
+
+    return facts, run
+
+
+def compiled_graphs() -> int:
+    """Returns how many graphs this process has compiled."""
+    import torch
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def documents(kind: str, options: dict[str, Any]) -> list[Any]:
@@ -193,6 +224,7 @@ def lengths_of(kind: str) -> list[int]:
     """Returns the lengths of the documents of a training step, or of the answers to decode."""
     return {
         "even": [512] * 4,
+        "ragged": [*train_step.RAGGED_LENGTHS],
         "short": [12 + 5 * i % 9 for i in range(256)],
         "prompts": [PROMPT + ANSWER] * (SHARED_PROMPTS * ANSWERS),
         "decode": [DECODED] * 32,
@@ -205,9 +237,11 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
     say(f"speed.{name}: {ARCHON} and {case.other}")
     record = harness.new_record("speed", name, options["threads"])
     record.setup = {"model": shape(options["model"]), "lengths": options["lengths"], "dtype": "float32"}
-    with Sides("benchmarks.speed", [ARCHON, f"{ARCHON}, {case.other}"], options) as sides:
+    other = f"{ARCHON}, {case.other}"
+    if case.change is compile_blocks:
+        record.setup["seconds of the first two steps"] = {"compiled, nothing cached": first_seconds(other, options)}
+    with Sides("benchmarks.speed", [ARCHON, other], options) as sides:
         ours, theirs = (sides.facts(side) for side in sides.workers)
-        other = f"{ARCHON}, {case.other}"
         if case.kind == "decode":
             record.checks = harness.check_same("tokens", ours["tokens"], {other: theirs["tokens"]})
         else:
@@ -217,12 +251,32 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
                     f"{what} of the {step} step", ours[step][what], {other: theirs[step][what]}, tolerance
                 )
         runs = sides.alternate(rounds)
-    tokens = sum(options["lengths"]) * case.steps
-    rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
+    if case.change is compile_blocks:
+        last = {other: runs[other][-1]["graphs"]}
+        record.checks += harness.check_same("graphs compiled by the second step and the last", theirs["graphs"], last)
+        seconds = record.setup["seconds of the first two steps"]
+        seconds |= {"compiled, from the cache": theirs["seconds"], "not compiled": ours["seconds"]}
+        said = ", ".join(f"{value:.1f} {what}" for what, value in seconds.items())
+        record.notes.append(
+            f"seconds of the first two steps: {said}; {theirs['graphs']} graphs, no more for later batches"
+        )
+    tokens = sum(options["lengths"])
+    rates = {side: [run.get("tokens", tokens) / run["seconds"] for run in of] for side, of in runs.items()}
     for side, values in rates.items():
         record.sides[side] = spread(values, "tok/s", runs[side])
     record.ratios[f"{ARCHON} / {case.other}"] = harness.ratio(rates[ARCHON], rates[other])
     harness.finish(record, keep)
+
+
+def first_seconds(side: str, options: dict[str, Any]) -> float:
+    """Returns the seconds of a side's first two steps, in a process of its own."""
+    worker = Worker("benchmarks.speed", side, options)
+    try:
+        if worker.facts is None:
+            raise harness.BenchmarkError(f"{side}: {worker.missing}")
+        return float(worker.facts["seconds"])
+    finally:
+        worker.close()
 
 
 def main() -> None:
@@ -235,6 +289,7 @@ def main() -> None:
     model = "tiny" if arguments.quick else "26M"
     with tempfile.TemporaryDirectory() as folder:
         made = make_checkpoint(Path(folder), model)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         for name in [arguments.case] if arguments.case else CASES:
             lengths = lengths_of(CASES[name].kind)
             options = {"threads": arguments.threads, "checkpoint": str(made), "model": model, "case": name}
