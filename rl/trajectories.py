@@ -122,7 +122,11 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             )
         if not dtype.is_floating_point and value.is_floating_point():
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value.dtype}, expected integers")
-        if key.endswith("_mask") and value.dtype != torch.bool and not bool((value.bool() == value).all()):
+        if (
+            key.endswith("_mask")
+            and value.dtype != torch.bool
+            and not bool((value.bool().to(value.dtype) == value).all())
+        ):
             raise RolloutError(f"{source}: {key!r} of shape {expected} holds values other than 0 and 1")
         if value.is_floating_point() and not are_finite(value):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
@@ -183,7 +187,7 @@ def trajectory_tensors(
         **columns,
         **({} if experts is None else {FIELD: experts}),
         "attention_mask": torch.from_numpy(np.arange(size) < size - np.array(missing)[:, None]),
-        "rewards": torch.from_numpy(np.array(rewards, dtype=np.float32)),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.from_numpy(np.array([record.truncated for record in records])),
     }
     images = [record.images for record in records]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.args import ImageFormat
-from archon.models.attention.prefix import SharedPrefixes
+from archon.models.attention.prefix import SharedPrefixes, ranges
 from archon.models.head import IGNORE_INDEX
 from archon.models.routed_experts import FIELD, to_replay
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
@@ -385,8 +385,6 @@ def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
     deterministic. Each micro-batch keeps its documents in their original order, and its `source` holds the index of
     each of its tokens in `packed`. Raises BatchError when a document is longer than `max_tokens`.
     """
-    if packed.n_tokens <= max_tokens and packed.images is None:
-        return [replace(packed, source=torch.arange(packed.n_tokens))]
     starts = [0, *accumulate(packed.lengths)]
     return [_take(packed, documents, starts) for documents in first_fit_decreasing(packed.lengths, max_tokens)]
 
@@ -433,7 +431,7 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
 def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> PackedBatch:
     """Returns the pack of these documents of `packed`, in this order."""
     lengths = [packed.lengths[d] for d in documents]
-    index = torch.cat([torch.arange(starts[d], starts[d] + packed.lengths[d]) for d in documents])
+    index = torch.from_numpy(ranges([starts[d] for d in documents], lengths))
     chosen = torch.tensor(documents)
     images = None if packed.images is None else tuple(packed.images[d] for d in documents)
     positions = packed.positions[..., index]

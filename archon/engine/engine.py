@@ -716,7 +716,7 @@ class ArchonEngine:
                 self.config.max_tokens_per_mb,
                 self.args.vocab_size,
                 share_prefixes=self._share_prefixes,
-                every_token=bool(self.args.expert_layers),
+                every_token=bool(self.args.expert_layers) or self.config.is_critic,
                 sort=self._sort_documents,
                 n_adapters=len(self.adapters) or None,
                 image_format=self.args.image_format,
@@ -734,7 +734,7 @@ class ArchonEngine:
         self.model.eval()
         results = self._runner.scores(parts, temperature, entropy, only_trained)
         columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
-        if packed is batch:
+        if isinstance(batch, PackedBatch):
             return columns
         return [unpack(packed, column, batch["input_ids"].shape) for column in columns]
 

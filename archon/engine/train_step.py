@@ -142,12 +142,12 @@ def micro_batches(
     """Returns the whole batch as one pack, and its micro-batches, at least one.
 
     `share_prefixes` searches each for common prefixes, and where it finds some the documents' last tokens, which
-    predict none, are not computed either, except where `every_token` counts, as for the load of experts; `sort` has the
-    model compute the documents of those without by length, and keeps their order in the pack. `n_adapters` is the
-    number of the model's adapters if it has several: documents then say which they have, and share prefixes only with
-    those of the same. `image_format` is what an image is to the model; prefixes with images are common where the
-    pictures are equal. Raises BatchError for a batch without a document, or with a token or label outside the
-    vocabulary.
+    predict none, are not computed either, unless `every_token` counts, as for the load of experts and a critic's
+    values; `sort` has the model compute the documents of those without by length, and keeps their order in the pack.
+    `n_adapters` is the number of the model's adapters if it has several: documents then say which they have, and share
+    prefixes only with those of the same. `image_format` is what an image is to the model; prefixes with images are
+    common where the pictures are equal. Raises BatchError for a batch without a document, or with a token or label
+    outside the vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
@@ -174,6 +174,8 @@ def micro_batches(
 
 
 def _with_shared_prefixes(mb: PackedBatch, vocab_size: int, every_token: bool) -> PackedBatch:
+    # A document's last token may be part of an image, or of a text whose next token the caller knows.
+    every_token = every_token or mb.has_images or bool((mb.labels[mb.cu_seqlens[1:].long() - 1] != IGNORE_INDEX).any())
     return replace(mb, shared=shared_prefixes(_shareable(mb, vocab_size), mb.lengths, every_token=every_token))
 
 

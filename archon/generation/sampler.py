@@ -50,8 +50,23 @@ class SamplingParams:
 
     @property
     def filtered(self) -> np.ndarray:
-        """The rows that sample from a part of the vocabulary."""
-        return np.flatnonzero((self.top_p < 1) | (self.top_k > 0))
+        """bool [R], the rows that sample from a top-k or top-p part of the vocabulary."""
+        filtered: np.ndarray = (self.top_p < 1) | (self.top_k > 0)
+        return filtered
+
+    @property
+    def partial(self) -> np.ndarray:
+        """bool [R], the rows that sample from a part of the vocabulary, also because tokens are banned."""
+        partial = self.filtered
+        partial[[row for row, _ in self.banned]] = True
+        return partial
+
+    def of(self, rows: np.ndarray) -> SamplingParams:
+        """Returns the parameters of some rows."""
+        names = ("temperature", "greedy", "top_p", "top_k", "seed", "index")
+        place = {int(row): number for number, row in enumerate(rows)}
+        banned = [(place[row], ids) for row, ids in self.banned if row in place]
+        return SamplingParams(**{name: getattr(self, name)[rows] for name in names}, banned=banned)
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -62,9 +77,27 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Raises NotFiniteError where logits are not finite.
     """
-    if not params.banned and not params.filtered.size and kernel.applies(logits):
-        uniform = counter_uniform(params.seed, params.index)
-        return _checked(*kernel.draw(logits, params.temperature, params.greedy, uniform))
+    if not kernel.applies(logits):
+        return _checked(*_sampled(logits, params))
+    if not (partial := params.partial).any():
+        return _checked(*_drawn(logits, params))
+    # What a row draws must not depend on the others.
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    for how, chosen in ((_drawn, ~partial), (_sampled, partial)):
+        rows = np.flatnonzero(chosen)
+        if rows.size:
+            index = torch.from_numpy(rows)
+            tokens[index], logprobs[index] = how(logits[index], params.of(rows))
+    return _checked(tokens, logprobs)
+
+
+def _drawn(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """See `sample`: of all of the vocabulary."""
+    return kernel.draw(logits, params.temperature, params.greedy, counter_uniform(params.seed, params.index))
+
+
+def _sampled(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """See `sample`: by PyTorch's operations."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (params.temperature != 1.0).any():
         temperature = _on_device(params.temperature, scores)
@@ -82,7 +115,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     logprobs = all_logprobs.gather(1, tokens[:, None])[:, 0]
     # Float64 has every token and every logprob exactly.
     columns = torch.stack([tokens.double(), logprobs.double()]).cpu()
-    return _checked(columns[0].long(), columns[1].to(logprobs.dtype))
+    return columns[0].long(), columns[1].to(logprobs.dtype)
 
 
 def _checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +131,7 @@ def _on_device(x: np.ndarray, like: Tensor) -> Tensor:
 
 def _draw(choices: Tensor, logprobs: Tensor, params: SamplingParams) -> Tensor:
     probs = logprobs.exp()
-    if (filtered := params.filtered).size:
+    if (filtered := np.flatnonzero(params.filtered)).size:
         rows, top_k, top_p = (_on_device(x, probs) for x in (filtered, params.top_k[filtered], params.top_p[filtered]))
         probs[rows] = filter_top_k_top_p(probs[rows], top_k, top_p)
     tokens = invert_cumulative(probs, _on_device(counter_uniform(params.seed, params.index), probs))

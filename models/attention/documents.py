@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class PackedDocuments:
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, lengths: tuple[int, ...] | None = None) -> None:
         self.cu_seqlens, self.max_seqlen = cu_seqlens, int(max_seqlen)
         self._spaced: dict[int, SpacedRows] = {}
+        self._runs: dict[int, list[tuple[tuple[int, ...], Routes | None]]] = {}
         if lengths is not None:
             self.lengths = lengths
 
@@ -65,10 +67,15 @@ class PackedDocuments:
         """How a scan reads the documents in chunks of equal size."""
         return DocumentChunks.of(self.lengths, self.cu_seqlens.device)
 
-    @cached_property
-    def routes(self) -> Routes:
-        """The tokens that each token sees, for short documents."""
-        return Routes.of_documents(self.lengths)
+    def runs(self, short: int) -> list[tuple[tuple[int, ...], Routes | None]]:
+        """Returns the documents in runs of those of at most `short` tokens, with what their tokens see, and of others;
+        computed once for each `short`."""
+        if short not in self._runs:
+            runs = [
+                (tuple(run), is_short) for is_short, run in groupby(self.lengths, key=lambda length: length <= short)
+            ]
+            self._runs[short] = [(run, Routes.of_documents(run) if is_short else None) for run, is_short in runs]
+        return self._runs[short]
 
     def spaced(self, gap: int) -> SpacedRows:
         """Returns the rows of the documents with `gap` rows before each; computed once for each gap."""

@@ -1,7 +1,7 @@
 """Attention document by document, without a mask over the pack: any device and floating dtype.
 
-Adjacent documents of equal length are one batch (see `archon.models.attention.blockwise.batched_attention`); a pack of
-short ones is one call of a C function.
+Adjacent documents of equal length are one batch (see `archon.models.attention.blockwise.batched_attention`), adjacent
+short ones one call of a C function.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from archon.models.attention.prefix import SharedPrefixes, prefix_attention
 from archon.models.attention.spec import AttentionSpec
 
 SHORT = 24
-"""The tokens of the longest document of a pack that `archon.models.attention.tree_kernel` computes on a CPU: a third to
-nine tenths of the time of a call for each length, where documents have up to 32 tokens; with as many of 32 tokens each
-and 64 features it takes as long."""
+"""Documents of at most so many tokens are left to `archon.models.attention.tree_kernel` on a CPU, which takes a third
+to nine tenths of the time of a call for each length. With 32 tokens each it would take longer in some shapes."""
 
 
 class ScaledDotProductAttention(AttentionBackend):
@@ -47,10 +46,17 @@ class ScaledDotProductAttention(AttentionBackend):
         if torch.compiler.is_compiling() and spec.causal:
             options = spec.window or 0, spec.scale, spec.sinks, spec.soft_cap or 0.0
             return _packed_operator(q, k, v, documents.length_tensor, *options)
-        if documents.max_seqlen <= SHORT and tree_kernel.applies(q, k, v, documents.max_seqlen, spec):
-            check_lengths(sum(documents.lengths), q.shape[0])
-            return tree_kernel.attend(q, k, v, documents.routes, spec)
-        return sdpa_attention(q, k, v, documents.lengths, spec)
+        if not tree_kernel.applies(q, k, v, SHORT, spec):
+            return sdpa_attention(q, k, v, documents.lengths, spec)
+        check_lengths(sum(documents.lengths), q.shape[0])
+        runs = documents.runs(SHORT)
+        sizes = [sum(lengths) for lengths, _ in runs]
+        parts = zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        outs = [
+            sdpa_attention(q, k, v, lengths, spec) if routes is None else tree_kernel.attend(q, k, v, routes, spec)
+            for (lengths, routes), q, k, v in parts
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         """Computes adjacent chunks of equal shape together."""

@@ -24,7 +24,7 @@ LONGEST = 32
 """The tokens of the longest path that the functions are used for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routes:
     """The paths of N trees of U tokens, which are numbered one tree after another.
 
@@ -59,7 +59,9 @@ class Routes:
         first = firsts[:-1].repeat(documents)  # of each token's document
         seen = np.arange(len(first)) - first + 1
         starts = _bounds(seen)
-        return cls(np.arange(starts[-1]) + (first - starts[:-1]).repeat(seen), starts, firsts, int(documents.max()))
+        return cls(
+            np.arange(starts[-1]) + (first - starts[:-1]).repeat(seen), starts, firsts, int(documents.max(initial=1))
+        )
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ class _TreeAttention(torch.autograd.Function):
         pointers = [x.data_ptr() for x in (out, lse, q, k, v)]
         threads = torch.get_num_threads()
         if functions["tree_attention"](*pointers, *_places(routes), routes.longest, *sizes, scale, threads):
-            raise MemoryError("attention along the paths of trees: out of memory")
+            raise MemoryError("attention in trees or short documents: out of memory")
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.routes, ctx.sizes, ctx.scale = routes, sizes, scale
         return out

@@ -32,7 +32,7 @@ def draw(logits: Tensor, temperature: np.ndarray, greedy: np.ndarray, uniform: n
     assert functions is not None and temperature.shape == greedy.shape == uniform.shape == (rows,)
     given = [np.ascontiguousarray(x, dtype) for x, dtype in ((temperature, float), (greedy, bool), (uniform, float))]
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    threads = torch.get_num_threads() if logits.numel() >= elementwise.PARALLEL else 1
+    threads = min(rows, torch.get_num_threads()) if logits.numel() >= elementwise.PARALLEL else 1
     pointers = *(x.data_ptr() for x in (tokens, logprobs, logits)), *(x.ctypes.data for x in given)
     if functions["draw"](*pointers, rows, vocab, logits.stride(0), threads):
         raise MemoryError(f"no memory to draw from {vocab} tokens")

@@ -447,10 +447,10 @@ int store_rows(float *restrict memory, const float *restrict x, const int64_t *p
     return 0;
 }
 
-/* Tokens drawn from the softmax of logits / temperature [rows, vocab], whose rows are row_stride apart: the one whose part
- * of the cumulative distribution has uniform[r] in [0, 1), or where greedy[r] the most likely, the first of several. And
- * their logprobs, NaN where a logit is NaN or none is below infinity. The distribution is summed in float32 within blocks
- * of 128, and in float64. Returns 0, or 1 where memory is out. */
+/* Tokens drawn from the softmax of logits / temperature [rows, vocab], whose rows are row_stride apart: the one whose
+ * part of the cumulative distribution has uniform[r] in [0, 1), or where greedy[r] the most likely, the first of
+ * several. And their logprobs, NaN where a logit is NaN or infinity, or none is above minus infinity. The distribution
+ * is summed in float32 within blocks of 128, and in float64. Returns 0, or 1 where memory is out. */
 #define DRAWN 128
 int draw(int64_t *tokens, float *logprobs, const float *logits, const double *temperature, const uint8_t *greedy,
          const double *uniform, int64_t rows, int64_t vocab, int64_t row_stride, int threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from archon.models.seeing import SeeingModel
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions
 from archon.schema.config import EngineConfig
 from archon.schema.errors import BatchError, ConfigError
-from tests.models.seeing import TEXTS, picture_rows, write_seeing
+from tests.models.seeing import TEXTS, picture_rows, random_picture, write_seeing
 from tests.tolerances import REORDER_FP64
 
 COUNTS = [0, 2, 1, 0, 1]
@@ -69,6 +70,20 @@ def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple
     for name, grad in grads.items():
         wanted = wanted_grads[name]
         assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+
+
+def test_documents_that_begin_alike_may_end_with_a_picture(checkpoint: tuple[Path, SeeingModel]) -> None:
+    """As a prompt may, whose last tokens predict none but are rows of the picture."""
+    path, model = checkpoint
+    image = model.args.image_format
+    picture = random_picture(random.Random(4), image)
+    placeholders = [image.token] * (picture.size[0] * picture.size[1] // image.merge_size**2)
+    ids = torch.tensor([[3, 5, 4, 6, 1, *placeholders]] * 3)
+    mask = torch.ones_like(ids)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask * (ids != image.token)}
+    batch["images"] = [[picture]] * 3
+    shared, whole = (engine_of(path, share_prefixes=share).forward_batch(batch) for share in (True, False))
+    assert (shared - whole).abs().max() <= REORDER_FP64 * whole.abs().max()
 
 
 def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, SeeingModel]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine.batch import PackedBatch
+from archon.engine.batch import PackedBatch, pack, unpack
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.layers.moe import expert_biases
@@ -58,7 +59,8 @@ def test_sharing_changes_nothing_but_the_work(tmp_path: Path, variant: dict[str,
     seen = [rows_of_a_block(engine) for engine in engines]
     scores = [engine.forward_batch(batch) for engine in engines]
     torch.testing.assert_close(*scores, rtol=INVARIANCE_FP64, atol=INVARIANCE_FP64)
-    assert seen[0][0] < 0.8 * seen[1][0] - 10  # last tokens are left out
+    left_out = 0 if critic else 10  # last tokens predict none, but a critic values them
+    assert seen[0][0] < 0.8 * seen[1][0] - left_out
 
     def loss(numbers: Tensor, entropy: Tensor | None, mb: Any) -> Any:
         return (numbers.square() * mb["loss_mask"]).sum()
@@ -117,6 +119,32 @@ def test_routers_count_a_beginning_for_each_document(tmp_path: Path) -> None:
     assert counts[0] is not None and counts[0].equal(counts[1])
     biases = [list(expert_biases(engine.model).values()) for engine in engines]
     assert biases[0] and all(one.equal(other) and one.any() for one, other in zip(*biases, strict=True))
+
+
+def test_a_last_token_whose_next_one_is_known_is_computed(tmp_path: Path) -> None:
+    """As that of a part of a longer text."""
+    options: dict[str, Any] = {"dtype": "float64", "max_tokens_per_mb": 4096}
+    engines = [make_engine(tmp_path / str(share), 9, share_prefixes=share, **options) for share in (True, False)]
+    packed = pack(answers())
+    last = packed.cu_seqlens[1:].long() - 1
+    packed.labels[last] = torch.arange(len(last)) % VOCAB
+    seen = rows_of_a_block(engines[0])
+    shared, whole = (engine.forward_batch(packed) for engine in engines)
+    assert seen[0] < packed.n_tokens
+    torch.testing.assert_close(shared, whole, rtol=INVARIANCE_FP64, atol=INVARIANCE_FP64)
+    assert (shared[last] < 0).all()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_pack_has_the_scores_of_the_padded_batch(share: bool, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, 9, share_prefixes=share, dtype="float64", max_tokens_per_mb=97)
+    batch = answers()
+    packed = pack(batch)
+    scores = engine.forward_batch(packed)
+    wanted = engine.forward_batch(batch)
+    torch.testing.assert_close(unpack(packed, scores, wanted.shape), wanted, rtol=0, atol=0)
+    again = replace(packed, rows=torch.arange(packed.n_tokens).flip(0), order=packed)  # left from another engine
+    assert engine.forward_batch(again).equal(scores)
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from tests.tolerances import CHI_SQUARE_P, FORMULA_FP32, FORMULA_FP64
 
 
 @pytest.fixture(params=["a C function", "PyTorch"], autouse=True)
-def _drawn_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "PyTorch":
         monkeypatch.setattr(draw, "applies", lambda logits: False)
+    return str(request.param)
 
 
 def params(rows: int, **given: Any) -> SamplingParams:
@@ -179,13 +180,37 @@ def test_tokens_that_a_model_excludes_are_not_sampled() -> None:
     torch.testing.assert_close(logprobs, torch.full((2000,), -math.log(2)), rtol=0, atol=1e-6)
 
 
+def test_what_a_row_draws_does_not_depend_on_others() -> None:
+    """Also where others sample from a part of the vocabulary, which PyTorch's operations do."""
+    logits = torch.randn(300, 3000)
+    alone = params(300, seed=np.arange(300), temperature=np.linspace(0.5, 2, 300))
+    tokens, logprobs = sample(logits, alone)
+    assert len({*tokens.tolist()}) > 100
+    few = np.arange(300) % 7 == 1
+    next_to = params(
+        300,
+        seed=np.arange(300),
+        temperature=np.linspace(0.5, 2, 300),
+        top_k=np.where(few, 5, 0),
+        banned=[(row, [int(tokens[row])]) for row in range(2, 300, 7)],
+    )
+    mixed_tokens, mixed_logprobs = sample(logits, next_to)
+    others = np.flatnonzero(~few & (np.arange(300) % 7 != 2))
+    assert mixed_tokens[others].equal(tokens[others]) and mixed_logprobs[others].equal(logprobs[others])
+    assert (mixed_tokens[2::7] != tokens[2::7]).all()
+    few_best = logits[few].topk(5).indices
+    assert (mixed_tokens[few][:, None] == few_best).any(1).all()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab", [1, 16, 127, 128, 129, 50_001])
 def test_the_c_function_draws_the_tokens_that_operations_draw(
-    vocab: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, threads: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows that lie apart, with temperatures and greedy rows of their own; logprobs are as near to float64."""
-    monkeypatch.undo()
+    called = list[int]()
+    one = draw.draw
+    monkeypatch.setattr(draw, "draw", lambda *args: (called.append(1), one(*args))[1])
     logits = (torch.randn(40, vocab + 3) * 4)[:, 1:-2]
     given = params(40, temperature=np.linspace(0.2, 3, 40), greedy=np.arange(40) % 5 == 0, seed=7, index=np.arange(40))
     torch.set_num_threads(threads)
@@ -193,6 +218,7 @@ def test_the_c_function_draws_the_tokens_that_operations_draw(
         ours = sample(logits, given)
     finally:
         torch.set_num_threads(1)
+    assert len(called) == (by == "a C function")
     monkeypatch.setattr(draw, "applies", lambda logits: False)
     theirs = sample(logits, given)
     assert ours[0].equal(theirs[0])

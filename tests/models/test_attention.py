@@ -8,6 +8,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -106,13 +107,13 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
             assert ours.abs().max() <= FORMULA_FP64
 
 
-@pytest.mark.parametrize("lengths", [[24, 3, 3, 1, 24, 7], [2, 0, 5, 0], [1], [25, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[24, 3, 3, 1, 24, 7], [2, 0, 5, 0], [1], [25, 2, 9, 40, 40, 0, 3], [30]], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_packs_of_short_documents_in_float32(
     lengths: list[int], window: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are one call of a C function, as near to float64 as a call for each length is."""
+    """Adjacent ones are one call of a C function, as near to float64 as a call for each length is."""
     drawn, weight = draw(sum(lengths)), torch.randn(sum(lengths), 4, 8)
     spec = AttentionSpec(SCALE, window)
 
@@ -131,11 +132,19 @@ def test_packs_of_short_documents_in_float32(
         ours = results(torch.float32, functools.partial(meta.attend, 0), spec)
     finally:
         torch.set_num_threads(1)
-    assert len(called) == (max(lengths) <= sdpa.SHORT)
+    runs = [is_short for is_short, _ in groupby(lengths, key=lambda length: length <= sdpa.SHORT)]
+    assert len(called) == sum(runs)
     others = results(torch.float32, sdpa.sdpa_attention, tuple(lengths), spec)
     for own, other, wanted in zip(ours, others, exact, strict=True):
         limit = max(2 * (other - wanted).abs().max(), FORMULA_FP32 * wanted.abs().max(), FORMULA_FP32)
         assert (own - wanted).abs().max() <= limit
+
+
+def test_a_short_document_is_the_same_alone_and_next_to_a_long_one() -> None:
+    qkv = [x.detach().float() for x in draw(50)]
+    both, alone = (PackedAttention.from_lengths(n, torch.device("cpu"), "sdpa") for n in ((40, 10), (10,)))
+    spec = AttentionSpec(SCALE)
+    assert both.attend(0, *qkv, spec)[40:].equal(alone.attend(0, *[x[40:] for x in qkv], spec))
 
 
 @pytest.mark.parametrize("options", [{"causal": False}, {"soft_cap": 2.0}, {"sinks": torch.zeros(4)}], ids=str)

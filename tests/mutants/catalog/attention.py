@@ -23,8 +23,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the tokens that routers count are left out where they predict none",
         "archon/engine/engine.py",
-        "every_token=bool(self.args.expert_layers)",
-        "every_token=False",
+        "every_token=bool(self.args.expert_layers) or",
+        "every_token=",
         ("tests/engine/test_shared_prefixes.py::test_routers_count_a_beginning_for_each_document",),
     ),
     Mutant(
