@@ -157,7 +157,7 @@ def test_a_reward_never_reached_is_a_miss_and_not_left_out():
 
     for ours, met in ((run(0.3, 0.6, 0.7), True), (run(0.3, 0.4, 0.4), False)):
         record = time_to_reward.harness.new_record("time_to_reward", "x", threads=1)
-        theirs = run(0.3, 0.4, 0.5, 0.6)
+        theirs = run(0.3, 0.4, 0.5, 0.5, 0.6)
         time_to_reward.summarize(record, {time_to_reward.ARCHON: [ours], time_to_reward.TRL: [theirs]})
         ratio = record.ratios["TRL / archon, time to TRL's best reward"]
         assert ratio.aim_met is met
