@@ -9,5 +9,5 @@ HOST_WAITS: dict[str, str] = {
     "archon.engine.engine.ArchonEngine._score": "after the last forward, for the scores",
     "archon.models.layers.delta_rule._with_fla": "once in a forward, where fla copies its table of chunks",
     "archon.generation.replica._digest": "in a push of weights, for the fingerprint of each",
-    "archon.generation.sampler.sample": "at the end of a step, for the tokens that the next one reads",
+    "archon.generation.sampler._sampled": "at the end of a step, for the tokens that the next one reads",
 }
