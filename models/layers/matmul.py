@@ -34,12 +34,12 @@ def has_onednn() -> bool:
 
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     return (
-        left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
+        not torch.compiler.is_compiling()  # first: compiled code would be compiled for each outcome of the others
+        and left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
         and left.dtype == right.dtype == torch.float32
         and left.device.type == "cpu"
         and type(left) in (Tensor, nn.Parameter)
         and type(right) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
         and has_onednn()
     )
 

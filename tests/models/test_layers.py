@@ -180,6 +180,17 @@ def test_a_product_with_an_adapter_is_the_sum_of_its_parts_with_their_gradients(
             assert relative(mine, other) <= tolerance
 
 
+def test_compiled_products_are_compiled_once_for_small_and_large_ones() -> None:
+    torch._dynamo.reset()
+    weight = torch.randn(64, 96)
+    compiled = torch.compile(lambda x: linear(x, weight), backend="eager", dynamic=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for rows in (3, matmul.MIN_MULTIPLICATIONS // weight.numel() + 1, 7):
+        x = torch.randn(rows, 96)
+        assert compiled(x).equal(torch.nn.functional.linear(x, weight))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
 def test_what_frozen_weights_would_need_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 1)
     x, weight = torch.randn(300, 96, requires_grad=True), torch.randn(64, 96)
