@@ -258,7 +258,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
         seconds |= {"compiled, from the cache": theirs["seconds"], "not compiled": ours["seconds"]}
         said = ", ".join(f"{value:.1f} {what}" for what, value in seconds.items())
         record.notes.append(
-            f"seconds of the first two steps: {said}; {theirs['graphs']} graphs, no more for later batches"
+            f"seconds of the first two steps: {said}; graphs: {theirs['graphs']}, no more for later batches"
         )
     tokens = sum(options["lengths"])
     rates = {side: [run.get("tokens", tokens) / run["seconds"] for run in of] for side, of in runs.items()}

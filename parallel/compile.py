@@ -20,7 +20,10 @@ CompileChoice = bool | Literal["auto"]
 
 
 def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
-    """Returns whether blocks are compiled: `auto` compiles on a GPU only; on a CPU it takes longer than it saves."""
+    """Returns whether blocks are compiled: `auto` compiles on a GPU only.
+
+    On a CPU a step takes as long or longer, after half a minute (`python -m benchmarks.speed --case compiled-ragged`).
+    """
     return device_type == "cuda" if choice == "auto" else choice
 
 
