@@ -22,7 +22,8 @@ CompileChoice = bool | Literal["auto"]
 def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
     """Returns whether blocks are compiled: `auto` compiles on a GPU only.
 
-    On a CPU a step takes as long or longer, after half a minute (`python -m benchmarks.speed --case compiled-ragged`).
+    On a CPU a step takes as long or longer, and the first one much longer (`python -m benchmarks.speed`, its cases
+    compiled-even and compiled-ragged).
     """
     return device_type == "cuda" if choice == "auto" else choice
 

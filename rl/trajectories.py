@@ -122,11 +122,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             )
         if not dtype.is_floating_point and value.is_floating_point():
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value.dtype}, expected integers")
-        if (
-            key.endswith("_mask")
-            and value.dtype != torch.bool
-            and not bool((value.bool().to(value.dtype) == value).all())
-        ):
+        if key.endswith("_mask") and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
             raise RolloutError(f"{source}: {key!r} of shape {expected} holds values other than 0 and 1")
         if value.is_floating_point() and not are_finite(value):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())

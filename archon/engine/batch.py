@@ -23,7 +23,8 @@ from torch import Tensor
 
 from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.args import ImageFormat
-from archon.models.attention.prefix import SharedPrefixes, ranges
+from archon.models.attention.prefix import SharedPrefixes
+from archon.models.attention.spans import ranges
 from archon.models.head import IGNORE_INDEX
 from archon.models.routed_experts import FIELD, to_replay
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures

@@ -77,18 +77,18 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Raises NotFiniteError where logits are not finite.
     """
-    if not kernel.applies(logits):
-        return _checked(*_sampled(logits, params))
-    if not (partial := params.partial).any():
-        return _checked(*_drawn(logits, params))
-    # What a row draws must not depend on the others.
-    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-    for how, chosen in ((_drawn, ~partial), (_sampled, partial)):
-        rows = np.flatnonzero(chosen)
-        if rows.size:
+    partial = params.partial if kernel.applies(logits) else np.ones(len(logits), dtype=bool)
+    if partial.all() or not partial.any():
+        tokens, logprobs = (_sampled if partial.all() else _drawn)(logits, params)
+    else:  # what a row draws must not depend on the others
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        for how, rows in ((_drawn, np.flatnonzero(~partial)), (_sampled, np.flatnonzero(partial))):
             index = torch.from_numpy(rows)
             tokens[index], logprobs[index] = how(logits[index], params.of(rows))
-    return _checked(tokens, logprobs)
+    wrong = np.flatnonzero(~np.isfinite(logprobs.numpy())).tolist()
+    if wrong:
+        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(tokens)} are not finite; check the model's weights")
+    return tokens, logprobs
 
 
 def _drawn(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -116,13 +116,6 @@ def _sampled(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     # Float64 has every token and every logprob exactly.
     columns = torch.stack([tokens.double(), logprobs.double()]).cpu()
     return columns[0].long(), columns[1].to(logprobs.dtype)
-
-
-def _checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    wrong = np.flatnonzero(~np.isfinite(logprobs.numpy())).tolist()
-    if wrong:
-        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(tokens)} are not finite; check the model's weights")
-    return tokens, logprobs
 
 
 def _on_device(x: np.ndarray, like: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.cascade_parts import Cascade
 from archon.models.attention.common_beginnings import NODE_TOKENS, Forest, Node
 from archon.models.attention.documents import PackedDocuments, boundaries, check_lengths
+from archon.models.attention.spans import bounds, ranges
 from archon.models.attention.spec import AttentionSpec
 from archon.models.attention.tree import Trees, group_by_size, tree_attention, tree_paths
 from archon.parallel.transfer import to_device_async
@@ -148,7 +149,7 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool
         every_token: compute also the last token of a document, which predicts none: without, unless another document
             goes on from there, it gets the hidden state of the token before it.
     """
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    starts = bounds(lengths)
     given = tokens.numpy()
     forest = Forest([given[starts[i] : starts[i + 1]] for i in range(len(lengths))], every_token)
     trees = sorted(forest.trees, key=lambda root: root.tokens)
@@ -158,7 +159,7 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool
     computed = ranges([starts[node.document] + node.low for node in nodes], list(map(_length, nodes)))
     if not _pays(sum(node.high for node in forest.end), len(computed), forest, lengths):
         return None
-    firsts = np.cumsum([0, *map(_length, nodes)])
+    firsts = bounds([*map(_length, nodes)])
     number = {id(node): index for index, node in enumerate(nodes)}
     used = [(document, node) for document, end in enumerate(forest.end) for node in end.path()]
     lengths_used = [_length(node) for _, node in used]
@@ -180,13 +181,6 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool
             for first, node in zip(firsts, nodes, strict=False)
         ),
     )
-
-
-def ranges(firsts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """Returns the numbers from each of `firsts` on, as many as its length, one after another: int64."""
-    counts = np.asarray(lengths, dtype=np.int64)
-    ends = counts.cumsum()
-    return np.arange(ends[-1]) + (np.asarray(firsts, dtype=np.int64) - (ends - counts)).repeat(counts)
 
 
 def _length(node: Node) -> int:

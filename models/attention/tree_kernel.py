@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from archon.models.attention.spans import bounds, ranges
 from archon.models.attention.spec import AttentionSpec
 from archon.models.native import elementwise
 from archon.models.native.library import kernels
@@ -43,10 +44,10 @@ class Routes:
     @classmethod
     def of_trees(cls, trees: Sequence[list[list[int]]]) -> Routes:
         """Returns the paths of trees, given as the path of each of their tokens by the tokens' numbers in the tree."""
-        firsts = _bounds(np.array([len(tree) for tree in trees], dtype=np.int64))
+        firsts = bounds(np.array([len(tree) for tree in trees], dtype=np.int64))
         lengths = np.array([len(path) for tree in trees for path in tree], dtype=np.int64)
         within = np.array([token for tree in trees for path in tree for token in path], dtype=np.int64)
-        starts = _bounds(lengths)
+        starts = bounds(lengths)
         return cls(
             within + firsts[:-1].repeat(starts[firsts[1:]] - starts[firsts[:-1]]), starts, firsts, int(lengths.max())
         )
@@ -55,17 +56,10 @@ class Routes:
     def of_documents(cls, lengths: Sequence[int]) -> Routes:
         """Returns the paths of documents of these lengths, whose tokens each see those before it."""
         documents = np.array(lengths, dtype=np.int64)
-        firsts = _bounds(documents)
+        firsts = bounds(documents)
         first = firsts[:-1].repeat(documents)  # of each token's document
         seen = np.arange(len(first)) - first + 1
-        starts = _bounds(seen)
-        return cls(
-            np.arange(starts[-1]) + (first - starts[:-1]).repeat(seen), starts, firsts, int(documents.max(initial=1))
-        )
-
-
-def _bounds(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+        return cls(ranges(first, seen), bounds(seen), firsts, int(documents.max(initial=1)))
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, longest: int, spec: AttentionSpec) -> bool:

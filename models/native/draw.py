@@ -34,6 +34,5 @@ def draw(logits: Tensor, temperature: np.ndarray, greedy: np.ndarray, uniform: n
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
     threads = min(rows, torch.get_num_threads()) if logits.numel() >= elementwise.PARALLEL else 1
     pointers = *(x.data_ptr() for x in (tokens, logprobs, logits)), *(x.ctypes.data for x in given)
-    if functions["draw"](*pointers, rows, vocab, logits.stride(0), threads):
-        raise MemoryError(f"no memory to draw from {vocab} tokens")
+    functions["draw"](*pointers, rows, vocab, logits.stride(0), threads)
     return tokens, logprobs

@@ -447,71 +447,62 @@ int store_rows(float *restrict memory, const float *restrict x, const int64_t *p
     return 0;
 }
 
+/* The sum of exp(x / heat - maximum), in float32 within 128 numbers and in float64 beyond. */
+static inline double sum_of_powers(const float *x, int64_t count, float heat, float maximum)
+{
+    double total = 0;
+    for (int64_t start = 0; start < count; start += 128) {
+        int64_t end = start + 128 < count ? start + 128 : count;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = start; i < end; i++)
+            sum += exp_of_negative(x[i] / heat - maximum);
+        total += sum;
+    }
+    return total;
+}
+
 /* Tokens drawn from the softmax of logits / temperature [rows, vocab], whose rows are row_stride apart: the one whose
  * part of the cumulative distribution has uniform[r] in [0, 1), or where greedy[r] the most likely, the first of
- * several. And their logprobs, NaN where a logit is NaN or infinity, or none is above minus infinity. The distribution
- * is summed in float32 within blocks of 128, and in float64. Returns 0, or 1 where memory is out. */
-#define DRAWN 128
-int draw(int64_t *tokens, float *logprobs, const float *logits, const double *temperature, const uint8_t *greedy,
-         const double *uniform, int64_t rows, int64_t vocab, int64_t row_stride, int threads)
+ * several. And their logprobs, NaN where a logit is NaN or infinity, or none is above minus infinity. */
+#define BLOCKS 256
+void draw(int64_t *tokens, float *logprobs, const float *logits, const double *temperature, const uint8_t *greedy,
+          const double *uniform, int64_t rows, int64_t vocab, int64_t row_stride, int threads)
 {
-    const double below_one = 1 - 2.220446049250313e-16;
-    int64_t n_blocks = (vocab + DRAWN - 1) / DRAWN;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        double *sums = malloc(sizeof(double) * (size_t)n_blocks);
-        if (sums == NULL) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-#pragma omp for
-        for (int64_t row = 0; row < (failed ? 0 : rows); row++) {
-            const float *x = logits + row * row_stride;
-            float heat = (float)temperature[row], maximum = -INFINITY;
+    int64_t size = (vocab + BLOCKS - 1) / BLOCKS; /* of the blocks that are searched for the one to read again */
+    size = size > 128 ? size : 128;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = logits + row * row_stride;
+        float heat = (float)temperature[row], maximum = -INFINITY;
 #pragma omp simd reduction(max : maximum)
-            for (int64_t i = 0; i < vocab; i++)
-                maximum = x[i] > maximum ? x[i] : maximum;
-            maximum /= heat;
-            double total = 0;
-            for (int64_t b = 0; b < n_blocks; b++) {
-                int64_t end = b < n_blocks - 1 ? (b + 1) * DRAWN : vocab;
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = b * DRAWN; i < end; i++)
-                    sum += exp_of_negative(x[i] / heat - maximum);
-                sums[b] = sum;
-                total += sum;
-            }
-            int64_t token = 0;
-            if (greedy[row]) {
-                while (token < vocab - 1 && x[token] / heat != maximum)
-                    token++;
-            } else {
-                double target = uniform[row] * total, before = 0, inside = 0, seen = 0;
-                target = target < total * below_one ? target : total * below_one;
-                int64_t b = 0;
-                for (; b < n_blocks - 1 && !(before + sums[b] > target); b++)
-                    before += sums[b];
-                int64_t end = b < n_blocks - 1 ? (b + 1) * DRAWN : vocab;
-                for (int64_t i = b * DRAWN; i < end; i++)
-                    inside += exp_of_negative(x[i] / heat - maximum);
-                /* The block's sum rounds differently than its part of the cumulative sum. */
-                double offset = target > before ? target - before : 0;
-                offset = offset < inside * below_one ? offset : inside * below_one;
-                for (token = b * DRAWN; token < end - 1; token++) {
-                    seen += exp_of_negative(x[token] / heat - maximum);
-                    if (seen > offset)
-                        break;
-                }
-            }
-            tokens[row] = token;
-            logprobs[row] = (float)(x[token] / heat - maximum - log(total));
+        for (int64_t i = 0; i < vocab; i++)
+            maximum = x[i] > maximum ? x[i] : maximum;
+        maximum /= heat;
+        double sums[BLOCKS], total = 0;
+        for (int64_t first = 0; first < vocab; first += size) {
+            int64_t count = first + size < vocab ? size : vocab - first;
+            total += sums[first / size] = sum_of_powers(x + first, count, heat, maximum);
         }
-        free(sums);
+        int64_t token = 0;
+        if (greedy[row]) {
+            while (token < vocab - 1 && x[token] / heat != maximum)
+                token++;
+        } else {
+            double target = uniform[row] * total, before = 0;
+            int64_t first = 0;
+            for (; first + size < vocab && !(before + sums[first / size] > target); first += size)
+                before += sums[first / size];
+            /* The block's numbers one by one round differently than its sum: the last that is possible, at least. */
+            for (int64_t i = first; i < vocab && i < first + size && !(before > target); i++) {
+                float power = exp_of_negative(x[i] / heat - maximum);
+                token = power > 0 ? i : token;
+                before += power;
+            }
+        }
+        tokens[row] = token;
+        logprobs[row] = (float)(x[token] / heat - maximum - log(total));
     }
-    return failed;
 }
 
 /* Products keep a tile of TILE rows and PANEL columns of the result in registers, and read weights as panels [depth,

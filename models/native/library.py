@@ -42,7 +42,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "product": [*[_POINTER] * 4, *[_LONG] * 4, _INT],
     "store_rows": [*[_POINTER] * 3, *[_LONG] * 6],
 }
-_FALLIBLE = ("decode_attention", "draw", "tree_attention", "rms_norm_backward", "store_rows")
+_FALLIBLE = ("decode_attention", "tree_attention", "rms_norm_backward", "store_rows")
 _RESULTS: dict[str, Any] = {**dict.fromkeys(_FALLIBLE, _INT), "panel_width": _LONG}
 
 

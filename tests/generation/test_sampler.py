@@ -202,6 +202,17 @@ def test_what_a_row_draws_does_not_depend_on_others() -> None:
     assert (mixed_tokens[few][:, None] == few_best).any(1).all()
 
 
+def test_the_c_function_never_draws_a_token_of_probability_zero() -> None:
+    """At both ends of the uniform numbers, with impossible tokens at the ends of blocks and of the vocabulary."""
+    for vocab in (1, 2, 130, 500, 70_000):
+        logits = torch.full((2, vocab), -torch.inf)
+        possible = torch.randperm(vocab)[: max(1, vocab // 50)]
+        logits[:, possible] = torch.randn(len(possible)) * 3
+        uniform = np.array([0.0, 1 - 2.0**-53])
+        tokens, logprobs = draw.draw(logits, np.ones(2), np.zeros(2, dtype=bool), uniform)
+        assert tokens.tolist() == [possible.min(), possible.max()] and logprobs.isfinite().all()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab", [1, 16, 127, 128, 129, 50_001])
 def test_the_c_function_draws_the_tokens_that_operations_draw(
