@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as shapes
 
 from archon.parallel.torch_parts import require_parts
 
 PARTS = (
+    "torch.fx.experimental._config.use_duck_shape",
+    "torch.nn.Module._compiled_call_impl",
     "torch._dynamo.backends.registry.lookup_backend",
     "torch._functorch.config.activation_memory_budget",
     "torch._functorch.config.patch",
@@ -37,6 +41,26 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
     chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
     for block in layers.values():
         block.compile(backend=chosen, dynamic=True)
+        assert block._compiled_call_impl is not None
+        block._compiled_call_impl = _sizes_told_apart(block._compiled_call_impl)
+
+
+def _sizes_told_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compiled`, compiled without the guess that sizes which are equal in its first batch always are.
+
+    A batch of as many tokens as the model has features, or of four documents where a head has four pairs of features,
+    would otherwise make the next one compile again.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, shapes.use_duck_shape = shapes.use_duck_shape, False
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            shapes.use_duck_shape = before
+
+    return call
 
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:

@@ -275,6 +275,19 @@ def test_compiled_blocks_give_the_same_gradients_without_recompiling_for_ragged_
     check_compiled(compiled_engine(tmp_path, monkeypatch, "aot_eager", dtype, policy), plain)
 
 
+def test_sizes_that_only_the_first_batch_has_in_common_are_not_compiled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = compiled_engine(tmp_path, monkeypatch, "aot_eager", "float32", {"mode": "none"})
+    compiled = []
+    features, pairs = engine.args.dim, engine.args.head_dim // 2
+    for lengths in ([features // pairs] * pairs, [7, 13], [3] * 9):
+        engine.train_batch(sft_batch(lengths), SFT, loss_token_count)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled == [1, 1, 1]
+    assert torch.fx.experimental._config.use_duck_shape
+
+
 def saved_bytes(engine: ArchonEngine, batch: dict[str, Tensor]) -> int:
     """Bytes that autograd saves for the backward, compiled blocks included; parameters and all."""
     saved: dict[int, int] = {}

@@ -134,4 +134,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "self.order is None else x.index_select(0, self.order.rows)",
         ("tests/engine/test_batch.py",),
     ),
+    Mutant(
+        "sizes that are equal in the first batch are compiled in as one",
+        "parallel/compile.py",
+        "before, shapes.use_duck_shape = shapes.use_duck_shape, False",
+        "before = shapes.use_duck_shape",
+        ("tests/engine/test_precision.py::test_sizes_that_only_the_first_batch_has_in_common_are_not_compiled_in",),
+    ),
 )
