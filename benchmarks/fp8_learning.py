@@ -6,10 +6,13 @@
 It begins where the demo's reinforcement does, with the demo's optimizer and schedule: from fresh weights the loss still
 falls steeply after 200 steps, so that it tells how soon something was learned, and not how well. A seed is an order of
 rows. A line of the record is one run: the held-out loss before and after, and how far that after is from bfloat16's
-(`apart`), which is expected to be at most 1 %. The loss of a run in 8 bits is computed in 8 bits; `in_bfloat16` is that
-of its weights without them, as they are exported and served, and `learned_apart` how far that is. bfloat16 is run a
-second time with its rows in smaller micro-batches, which differs by rounding alone: so far apart are equal runs.
-Products are emulated on a CPU. The command ends with 1 where one of 8 bits is further.
+(`apart`). The loss of a run in 8 bits is computed in 8 bits; `in_bfloat16` is that of its weights without them, as they
+are exported and served, and `learned_apart` how far that is. bfloat16 is run a second time with its rows in smaller
+micro-batches, which differs by rounding alone: so far apart are equal runs. 8 bits are in all four blocks, and in the
+two between the first and the last. Products are emulated on a CPU.
+
+The last lines have the mean of `apart`, positive whichever is larger, over the seeds; it is expected to be at most 1 %.
+The command ends with 1 where one is further.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "bfloat16 in smaller micro-batches": {"max_tokens_per_mb": 512},
     "tensorwise": {"fp8": "tensorwise"},
     "rowwise": {"fp8": "rowwise"},
+    "tensorwise, first and last block in bfloat16": {"fp8": "tensorwise", "fp8_skip_ends": 1},
+    "rowwise, first and last block in bfloat16": {"fp8": "rowwise", "fp8_skip_ends": 1},
 }
 STEPS, SEEDS, APART = 200, 3, 0.01
 
@@ -90,7 +95,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the order of rows")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     options = parser.parse_args()
-    missed = 0
+    found: dict[str, list[float]] = {name: [] for name in RUNS if name != BASE}
     keep_threads()  # so that rounding is the same whatever else runs
     made = {"torch": torch.__version__, "commit": commit()}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
@@ -101,22 +106,26 @@ def main() -> int:
         )
         for seed in range(options.seeds):
             base = 0.0
-            for name, changes in RUNS.items():
+            for name in RUNS:
                 line = train(name, seed, options.steps, start, Path(folder))
                 base = line["after"] if name == BASE else base
                 line["apart"] = abs(line["after"] - base) / base
                 line["learned_apart"] = abs(line["in_bfloat16"] - base) / base
                 line |= {"threads": torch.get_num_threads()} | made
-                if "fp8" in changes:
-                    line["reached"] = line["apart"] <= APART
-                    missed += not line["reached"]
+                if name != BASE:
+                    found[name].append(line["apart"])
                 record.write(json.dumps(line) + "\n")
                 record.flush()
                 say(
                     f"{name}, seed {seed}: {line['before']:.4f} to {line['after']:.4f}, {line['apart']:.2%} apart; "
                     f"in bfloat16 {line['in_bfloat16']:.4f}, {line['learned_apart']:.2%}"
                 )
-    return int(missed > 0)
+        means = {name: sum(each) / len(each) for name, each in found.items()}
+        for name, mean in means.items():
+            line = {"run": name, "mean_apart": mean, "reached": mean <= APART, "expected": APART} | made
+            record.write(json.dumps(line) + "\n")
+            say(f"{name}: {mean:.2%} apart, {'within' if mean <= APART else 'not within'} {APART:.0%}")
+    return int(max(means.values()) > APART)
 
 
 if __name__ == "__main__":

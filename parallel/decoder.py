@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def parallelize_decoder(
     ac_config: ActivationCheckpointConfig | None = None,
     enable_compile: CompileChoice = "auto",
     fp8: Fp8Recipe = "none",
+    fp8_blocks: Container[int] | None = None,
 ) -> nn.Module:
     """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
@@ -57,6 +58,7 @@ def parallelize_decoder(
         ac_config: activation checkpointing; None keeps everything.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
         fp8: the recipe of 8-bit products, see `archon.parallel.fp8`.
+        fp8_blocks: indices of the blocks that have them; None for all.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
@@ -77,7 +79,7 @@ def parallelize_decoder(
         apply_expert_parallel(model, *(dims.get_mesh(d) if getattr(dims, d) > 1 else None for d in ("ep", "etp")))
     # Context parallelism splits the batch, not the model; see `archon.parallel.context`.
     if fp8 != "none":
-        apply_fp8(decoder.layers, dims, fp8)
+        apply_fp8(decoder.layers, dims, fp8, fp8_blocks)
     apply_activation_checkpointing(list(decoder.layers.values()), ac, decoder.attention_ops)
     tower = getattr(decoder, "visual", None)
     if tower is not None:

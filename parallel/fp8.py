@@ -3,7 +3,7 @@
 Converted are the linear layers of a block (roles `column`, `row` and `latent`) and its experts. Not converted are
 embedding, head and value head, norms, routers and the gates of shared experts, adapters, convolutions, vision towers,
 layers that say so themselves (`quantizable` is False), and those of which a size is no multiple of 16, as the kernels
-need.
+need; nor anything of the first and last blocks that `fp8_skip_ends` leaves out.
 
 A scale is that of one process: where ranks hold parts of an operand, they take the largest of their values. Data-
 parallel ranks, micro-batches and replicas have scales of their own, as micro-batches have in one process.
@@ -12,6 +12,7 @@ parallel ranks, micro-batches and replicas have scales of their own, as micro-ba
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,8 +47,12 @@ class Fp8Scaling:
     tokens: tuple[Group, ...] = ()
 
 
-def apply_fp8(layers: nn.ModuleDict, dims: ArchonParallelDims, recipe: Fp8Recipe) -> None:
+def apply_fp8(
+    layers: nn.ModuleDict, dims: ArchonParallelDims, recipe: Fp8Recipe, blocks: Container[int] | None = None
+) -> None:
     """Set `fp8` of every layer of the blocks that is converted, in place, after tensor and expert parallelism.
+
+    `blocks` are the indices of those in 8 bits; None for all.
 
     Raises LayoutError where a rank's share of a layer is no multiple of 16, or several ranks share a head; ConfigError
     where nothing is converted.
@@ -60,7 +65,8 @@ def apply_fp8(layers: nn.ModuleDict, dims: ArchonParallelDims, recipe: Fp8Recipe
         "latent": replace(whole, tokens=(ranks.cp, ranks.tp)),
     }
     converted, excluded = 0, list[str]()
-    for name, module in layers.named_modules(prefix="layers"):
+    chosen = {index: block for index, block in layers.items() if blocks is None or int(index) in blocks}
+    for name, module in nn.ModuleDict(chosen).named_modules(prefix="layers"):
         role = getattr(module, "role", None)
         reason = _exclusion(module) if role in of_roles or role == "experts" else None
         if reason is not None:

@@ -93,7 +93,8 @@ def command(
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
-    request = request._replace(fp8=fp8 or run.get("fp8") or "none")
+    narrow = fp8 or run.get("fp8") or "none"
+    request = request._replace(fp8=narrow, fp8_skip_ends=0 if narrow == "none" else run.get("fp8_skip_ends", 0))
     plan = Planner(spec, args, hardware, adapters).plan(request)
     made = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
@@ -120,6 +121,7 @@ def question_of(file: Path) -> dict[str, Any]:
         "path": Path(run.model.path),
         "dtype": run.model.dtype,
         "fp8": run.model.fp8,
+        "fp8_skip_ends": run.model.fp8_skip_ends,
         "lora": lora,
         "documents": run.batch_size,
         "seq": run.train_data.max_length,

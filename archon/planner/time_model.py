@@ -188,7 +188,8 @@ class TimeModel:
         """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
-        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
+        computed = config.dtype, config.fp8, config.fp8_skip_ends, config.context_parallel
+        key = (within, layers, last, tokens, ac.mode, ac.selective, *computed)
         if key not in self._stages:
             self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
         return self._stages[key]
@@ -219,7 +220,7 @@ class TimeModel:
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
             if config.fp8 != "none":
                 rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
-                elementwise += times * FP8_PASSES * rounded / self._memory
+                elementwise += times * self._share_in_8_bits(config) * FP8_PASSES * rounded / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
@@ -243,11 +244,16 @@ class TimeModel:
 
     def _seconds_of_products(self, config: EngineConfig, experts: bool) -> float:
         """Returns the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
-        and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts."""
-        hw = self.hardware
-        own, narrow = (hw.products_flops(config.dtype, fp8) * hw.gemm_efficiency for fp8 in ("none", config.fp8))
-        of_weights = narrow if config.fp8 == "tensorwise" and not experts else own
-        return 4 / narrow + (0 if self.frozen else 2 / of_weights)
+        and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts.
+        A block has the mean of those in 8 bits and those that are left out, wherever it is."""
+        hw, share = self.hardware, self._share_in_8_bits(config)
+        own, narrow = (1 / (hw.products_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
+        mean = share * narrow + (1 - share) * own
+        of_weights = mean if config.fp8 == "tensorwise" and not experts else own
+        return 4 * mean + (0 if self.frozen else 2 * of_weights)
+
+    def _share_in_8_bits(self, config: EngineConfig) -> float:
+        return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
         """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""

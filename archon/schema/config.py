@@ -303,6 +303,9 @@ class EngineConfig(StrictModel):
         "weights in dtype; not of embedding, head, routers, norms and adapters. Without share_prefixes; on a GPU "
         "for dtype = bfloat16; emulated elsewhere",
     )
+    fp8_skip_ends: int = Field(
+        0, ge=0, description="first blocks, and last blocks, that compute in dtype in spite of fp8: this many of each"
+    )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
         "frozen",
@@ -396,6 +399,15 @@ class EngineConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_fp8(self) -> EngineConfig:
+        if self.fp8_skip_ends and self.fp8 == "none":
+            raise ValueError(
+                f"fp8_skip_ends = {self.fp8_skip_ends} leaves blocks out of 8 bits, and fp8 is none; set fp8 = "
+                "rowwise, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_adapters(self) -> EngineConfig:
         if self.lora is None or self.lora.adapters is None:
             return self
@@ -423,6 +435,19 @@ class EngineConfig(StrictModel):
                 "and optimizer is null; set it to 0"
             )
         return self
+
+    def fp8_blocks(self, n_layers: int) -> range:
+        """Returns the indices of the blocks that have 8-bit products where `fp8` asks for them.
+
+        Raises ConfigError where `fp8_skip_ends` leaves none.
+        """
+        blocks = range(self.fp8_skip_ends, n_layers - self.fp8_skip_ends)
+        if not blocks:
+            raise ConfigError(
+                f"fp8_skip_ends = {self.fp8_skip_ends} leaves none of {n_layers} blocks in 8 bits; choose a smaller "
+                "number, or set fp8 to none"
+            )
+        return blocks
 
 
 def merge_sections(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

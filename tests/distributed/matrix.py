@@ -47,6 +47,7 @@ COMPUTED = (
     "data",
     "max_tokens_per_mb",
     "fp8",
+    "fp8_skip_ends",
 )
 
 

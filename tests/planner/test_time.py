@@ -168,6 +168,9 @@ def test_8_bit_products_take_the_time_of_their_rate() -> None:
     )
     assert plain / 2 < tensorwise < plain
     assert plain - rowwise == pytest.approx((plain - tensorwise) * 2 / 3)
+    halves = {"fp8": "tensorwise", "fp8_skip_ends": DENSE["num_hidden_layers"] // 4}
+    half = step("d1", gpu, dtype="bfloat16", **halves)
+    assert half.products == pytest.approx((plain + tensorwise) / 2)
     slow = read_hardware("h100-80gb")
     assert (
         step("d1", slow, dtype="bfloat16", fp8="rowwise").elementwise > step("d1", slow, dtype="bfloat16").elementwise
