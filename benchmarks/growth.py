@@ -133,6 +133,7 @@ def main() -> None:
     there = set() if arguments.again or not keep else {(line["axis"], line["value"]) for line in read_growth()}
     where = origin("python -m benchmarks.growth")
     stamp = {"threads": arguments.threads, "commit": where["commit"], "date": where["date"][:10]}
+    stamp |= {"cpu": where["machine"].cpu}
     for axis in [arguments.axis] if arguments.axis else AXES:
         values = AXES[axis].values[:2] if arguments.quick else AXES[axis].values
         for value in values:

@@ -124,4 +124,5 @@ def paint_growth(lines: Sequence[Mapping[str, Any]]) -> Any:
             row[column].tick_params(labelsize=7)
             row[column].grid(alpha=0.3)
     rows[0][0].legend(fontsize="small")
+    figure.suptitle("; ".join(sorted({line["cpu"] for line in lines})), fontsize="small")
     return figure

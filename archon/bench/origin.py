@@ -113,10 +113,19 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
+def processor(info: str) -> str:
+    """Returns the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
+    processors that differ by a factor of two."""
+    fields = dict(map(str.strip, line.split(":", 1)) for line in info.splitlines() if ":" in line)
+    numbers = ", ".join(
+        f"{name} {fields[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in fields
+    )
+    return fields.get("model name", "unknown") + (f" ({numbers})" if numbers else "")
+
+
 def machine() -> Machine:
     """Returns processor, cores, memory and GPUs of this machine."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    cpu = processor(Path("/proc/cpuinfo").read_text())
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     gpus: list[str] = []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

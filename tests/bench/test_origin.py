@@ -29,3 +29,9 @@ def test_only_files_that_a_measurement_depends_on_make_a_commit_unclean(
     assert len(clean) == 12
     files[0].write_text("changed", encoding="utf-8")
     assert origin.commit() == clean + "+"
+
+
+def test_processors_of_one_name_are_told_apart() -> None:
+    first = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n"
+    assert origin.processor(first + first.replace(": 0", ": 1")) == "AMD EPYC (family 25, model 17)"
+    assert origin.processor("processor\t: 0\nBogoMIPS\t: 50.00\n") == "unknown"

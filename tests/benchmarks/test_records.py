@@ -63,9 +63,16 @@ def test_a_figure_of_other_records_is_not_current(tmp_path):
 
 
 def test_growth_is_drawn_for_every_axis(tmp_path):
-    speeds = {"tokens_per_second": 10.0, "min": 9.0, "max": 12.0, "peak_bytes": 2e9}
+    speeds = {
+        "cpu": "EPYC (family 25, model 17)",
+        "tokens_per_second": 10.0,
+        "min": 9.0,
+        "max": 12.0,
+        "peak_bytes": 2e9,
+    }
     lines = [
-        {"axis": axis, "value": value, "side": side} | ({"missing": "why"} if side == "torchtitan" else speeds)
+        {"axis": axis, "value": value, "side": side}
+        | ({"missing": "why", "cpu": "EPYC (family 25, model 17)"} if side == "torchtitan" else speeds)
         for axis in AXES
         for value in AXES[axis].values
         for side in ("archon", "torchtitan")
@@ -74,6 +81,7 @@ def test_growth_is_drawn_for_every_axis(tmp_path):
     figure.draw()
     text = figure.path.read_text(encoding="utf-8")
     assert all(f">{axis.label}</text>" in text for axis in AXES.values())
+    assert ">EPYC (family 25, model 17)</text>" in text
     assert ">archon</text>" in text and ">torchtitan</text>" not in text
 
 
