@@ -116,7 +116,8 @@ def commit() -> str:
 def processor(info: str) -> str:
     """Returns the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
     processors that differ by a factor of two."""
-    fields = dict(map(str.strip, line.split(":", 1)) for line in info.splitlines() if ":" in line)
+    named = (line.partition(":") for line in info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in named}
     numbers = ", ".join(
         f"{name} {fields[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in fields
     )

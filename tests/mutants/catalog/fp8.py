@@ -31,6 +31,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_precision.py::test_compiled_experts_have_the_gradient_of_eager_ones[float32-none]",),
     ),
     Mutant(
+        "blocks are left out of 8 bits by their place in a rank's stages",
+        "parallel/fp8.py",
+        "for index, block in layers.items() if blocks is None or int(index) in blocks",
+        "for place, (index, block) in enumerate(layers.items()) if blocks is None or place in blocks",
+        (f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': '1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]",),
+    ),
+    Mutant(
+        "the planner takes every block to be in 8 bits",
+        "archon/planner/time_model.py",
+        "mean = share * narrow + (1 - share) * own",
+        "mean = narrow",
+        ("tests/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
+    ),
+    Mutant(
         "the scale of an input is that of a tensor-parallel rank's features",
         "parallel/fp8.py",
         "replace(whole, in_features=ranks.tp, tokens=(ranks.cp,))",
