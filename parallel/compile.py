@@ -8,17 +8,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as shapes
 
 from archon.parallel.torch_parts import require_parts
 
-PARTS = (
-    "torch.fx.experimental._config.use_duck_shape",
-    "torch.nn.Module._compiled_call_impl",
+SIZES = ("torch.fx.experimental._config.use_duck_shape", "torch.nn.Module._compiled_call_impl")
+BUDGETS = (
     "torch._dynamo.backends.registry.lookup_backend",
     "torch._functorch.config.activation_memory_budget",
     "torch._functorch.config.patch",
 )
+PARTS = SIZES + BUDGETS
 
 CompileChoice = bool | Literal["auto"]
 
@@ -38,6 +37,7 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
     Shapes are dynamic, since packed micro-batches rarely have the same token count. With `memory_budget` the
     partitioner keeps about that share of the activations and recomputes the rest.
     """
+    require_parts("compiled blocks", SIZES)
     chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
     for block in layers.values():
         block.compile(backend=chosen, dynamic=True)
@@ -49,8 +49,10 @@ def _sizes_told_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `compiled`, compiled without the guess that sizes which are equal in its first batch always are.
 
     A batch of as many tokens as the model has features, or of four documents where a head has four pairs of features,
-    would otherwise make the next one compile again.
+    would otherwise make the next one compile again. Threads that share the setting, as older versions have it, may find
+    it off for other code: a guess the less.
     """
+    from torch.fx.experimental import _config as shapes
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,7 @@ def _sizes_told_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
     """Returns the backend with its own budget; a process-wide setting would be shared by two engines."""
-    require_parts("activation_checkpoint.mode = memory_budget", PARTS)
+    require_parts("activation_checkpoint.mode = memory_budget", BUDGETS)
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 

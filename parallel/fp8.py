@@ -81,6 +81,7 @@ def apply_fp8(
             converted += 1
     if not converted and not dims.pp_enabled:
         raise ConfigError(f"fp8 = {recipe} converts none of this model's layers: {', '.join(excluded)}; set it to none")
+    excluded += [f"block {index} (fp8_skip_ends)" for index in layers if index not in chosen]
     logger.info("fp8 %s: %d layers; excluded in blocks: %s", recipe, converted, ", ".join(excluded) or "none")
 
 

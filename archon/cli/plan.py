@@ -93,8 +93,7 @@ def command(
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
-    narrow = fp8 or run.get("fp8") or "none"
-    request = request._replace(fp8=narrow, fp8_skip_ends=0 if narrow == "none" else run.get("fp8_skip_ends", 0))
+    request = request._replace(fp8=fp8 or run.get("fp8") or "none", fp8_skip_ends=run.get("fp8_skip_ends", 0))
     plan = Planner(spec, args, hardware, adapters).plan(request)
     made = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
@@ -111,7 +110,7 @@ def command(
 
 
 def question_of(file: Path) -> dict[str, Any]:
-    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
+    """Returns what a configuration of `archon sft` asks of a plan: its path, dtypes, lora, documents of a step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
 

@@ -88,7 +88,8 @@ class Build:
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
             # Families outside of archon need not know of it.
-            **({} if config.fp8 == "none" else {"fp8": config.fp8, "fp8_blocks": config.fp8_blocks(n_layers)}),
+            **({} if config.fp8 == "none" else {"fp8": config.fp8}),
+            **({"fp8_blocks": config.fp8_blocks(n_layers)} if config.fp8_skip_ends and config.fp8 != "none" else {}),
         )
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)

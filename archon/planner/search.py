@@ -151,7 +151,7 @@ class Planner:
         """Returns the `best` layouts for the request, and up to `near` faster ones that do not fit.
 
         Raises UserError if a step has fewer tokens than a document, and ConfigError for products that the hardware
-        does not have.
+        does not have, or no block would have.
         """
         if request.tokens < request.seq:
             raise UserError(

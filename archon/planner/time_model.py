@@ -245,7 +245,8 @@ class TimeModel:
     def _seconds_of_products(self, config: EngineConfig, experts: bool) -> float:
         """Returns the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
         and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts.
-        A block has the mean of those in 8 bits and those that are left out, wherever it is."""
+        A block has the mean of those in 8 bits and those that are left out, wherever it is: a pipeline's first and last
+        stages are slower than that."""
         hw, share = self.hardware, self._share_in_8_bits(config)
         own, narrow = (1 / (hw.products_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
         mean = share * narrow + (1 - share) * own
@@ -253,7 +254,7 @@ class TimeModel:
         return 4 * mean + (0 if self.frozen else 2 * of_weights)
 
     def _share_in_8_bits(self, config: EngineConfig) -> float:
-        return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
+        return 0.0 if config.fp8 == "none" else len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
         """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""

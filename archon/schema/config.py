@@ -304,7 +304,7 @@ class EngineConfig(StrictModel):
         "for dtype = bfloat16; emulated elsewhere",
     )
     fp8_skip_ends: int = Field(
-        0, ge=0, description="first blocks, and last blocks, that compute in dtype in spite of fp8: this many of each"
+        0, ge=0, description="this many first blocks, and as many last ones, compute in dtype where fp8 is set"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
@@ -395,15 +395,6 @@ class EngineConfig(StrictModel):
             raise ValueError(
                 "vision = 'trained' trains the tower's weights, and lora freezes all of them; name modules of the "
                 "tower in lora.targets, or set lora to null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_fp8(self) -> EngineConfig:
-        if self.fp8_skip_ends and self.fp8 == "none":
-            raise ValueError(
-                f"fp8_skip_ends = {self.fp8_skip_ends} leaves blocks out of 8 bits, and fp8 is none; set fp8 = "
-                "rowwise, or leave it out"
             )
         return self
 

@@ -120,6 +120,7 @@ def test_parallelize_functions_have_the_contracts_signature(function: object) ->
         "ac_config": None,
         "enable_compile": "auto",
         "fp8": "none",
+        "fp8_blocks": None,
     }
     assert list(parameters)[:2] == ["model", "parallel_dims"]
 
