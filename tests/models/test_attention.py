@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from archon.check.oracle import relative
-from archon.models.attention import sdpa, tree_kernel
+from archon.models.attention import blockwise, sdpa, tree_kernel
 from archon.models.attention import varlen as varlen_backend
+from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.meta import PackedAttention
 from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
 from archon.models.attention.spec import AttentionSpec
@@ -105,6 +106,23 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
             assert relative(ours, theirs) <= FORMULA_FP64
         else:
             assert ours.abs().max() <= FORMULA_FP64
+
+
+def test_long_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch's kernel takes as they are, and their last queries, for which it has no mask."""
+    lengths = [2048, 2048, 3]
+    qkv = draw(sum(lengths), heads=2, kv_heads=1)
+    expected = definition(*qkv, lengths, -1)
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, qkv, weight)
+    last = [x[:2048].unsqueeze(0) for x in qkv]
+    of_last = batched_attention(last[0][:, -5:], *last[1:], AttentionSpec(SCALE)).squeeze(0)
+    assert relative(of_last, expected[2043:2048]) <= FORMULA_FP64
+    monkeypatch.setattr(blockwise, "blockwise_attention", None)
+    actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE))
+    assert relative(actual, expected) <= FORMULA_FP64
+    for ours, theirs in zip(torch.autograd.grad(actual, qkv, weight), wanted, strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.parametrize("lengths", [[24, 3, 3, 1, 24, 7], [2, 0, 5, 0], [1], [25, 2, 9, 40, 40, 0, 3], [30]], ids=str)

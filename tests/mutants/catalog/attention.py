@@ -49,6 +49,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_prefix.py::test_attention_equals_that_of_whole_documents",),
     ),
     Mutant(
+        "the last queries of a long document see the keys that its first ones see",
+        "models/attention/blockwise.py",
+        "(length < BLOCKWISE_BELOW or queries < length)\n",
+        "length < BLOCKWISE_BELOW\n    queries = length\n",
+        ("tests/models/test_attention.py::test_long_documents",),
+    ),
+    Mutant(
         "a block of queries sees one key more than its window",
         "models/attention/blockwise.py",
         "hidden |= j <= i - self.window",
