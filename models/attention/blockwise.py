@@ -207,8 +207,13 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> T
 def _kernel_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
 ) -> Tensor:
-    q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[2] != k.shape[2]
+    few = k.shape[0] * k.shape[2] < 2 * torch.get_num_threads()
+    if gqa and few and q.device.type == "cpu" and q.shape[1] >= BLOCKWISE_BELOW:
+        # The backward of the CPU's kernel shares heads of keys out to threads: one head is the work of one thread.
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        gqa = False
+    q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=gqa
     )

@@ -108,8 +108,10 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
             assert ours.abs().max() <= FORMULA_FP64
 
 
-def test_long_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_documents(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """Which torch's kernel takes as they are, and their last queries, for which it has no mask."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     lengths = [2048, 2048, 3]
     qkv = draw(sum(lengths), heads=2, kv_heads=1)
     expected = definition(*qkv, lengths, -1)

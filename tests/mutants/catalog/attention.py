@@ -53,7 +53,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/blockwise.py",
         "(length < BLOCKWISE_BELOW or queries < length)\n",
         "length < BLOCKWISE_BELOW\n    queries = length\n",
-        ("tests/models/test_attention.py::test_long_documents",),
+        ("tests/models/test_attention.py::test_long_documents[2]",),
     ),
     Mutant(
         "a block of queries sees one key more than its window",
