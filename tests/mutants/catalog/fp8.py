@@ -35,7 +35,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "parallel/fp8.py",
         "for index, block in layers.items() if blocks is None or int(index) in blocks",
         "for place, (index, block) in enumerate(layers.items()) if blocks is None or place in blocks",
-        (f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': '1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]",),
+        (
+            f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': 'interleaved_1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]",
+        ),
     ),
     Mutant(
         "the planner takes every block to be in 8 bits",
