@@ -13,6 +13,7 @@ ROWS_TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=rowwise]"
 PADDED = (
     "tests/parallel/test_fp8.py::test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale[True]"
 )
+STAGES = f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': 'interleaved_1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]"
 EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -35,9 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "parallel/fp8.py",
         "for index, block in layers.items() if blocks is None or int(index) in blocks",
         "for place, (index, block) in enumerate(layers.items()) if blocks is None or place in blocks",
-        (
-            f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': 'interleaved_1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]",
-        ),
+        (STAGES,),
     ),
     Mutant(
         "the planner takes every block to be in 8 bits",
