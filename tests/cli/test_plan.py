@@ -87,7 +87,7 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
 def test_blocks_that_are_left_out_of_8_bits_are_planned_so(archon, checkpoint, tmp_path):
     model, file, asked = tmp_path / "model", tmp_path / "run.yaml", ("--gpus", 2, "--gpu", "h100-80gb")
     model.mkdir()
-    deeper = json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": 4}
+    deeper = json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": 4, "layer_types": None}
     (model / "config.json").write_text(json.dumps(deeper))
     made = archon("plan", model, *asked, "--tokens", 1024, "--seq", 32, "--fp8", "rowwise", "--output", file)
     assert made.code == 0, made.err
