@@ -47,8 +47,7 @@ Where a training step misses an aim, a step of both sides under the profiler sho
 Absolute times of a CPU say little elsewhere; an aim is what the project set itself.
 Ratios of float32 training depend on the processor too: archon's matrix products are oneDNN's and its peers' MKL's, and
 how much faster the former are differs between two machines that call themselves AMD EPYC. Records of the first do not
-say which it is; on the second, family 25 and model 17, an even training step is about 1.15 times as fast as that of
-transformers, see the growth of tokens.
+say which it is; the figure of growth is of the second, family 25 and model 17, where they are hardly faster.
 
 ```
 pip install -e '.[bench]'

@@ -3,7 +3,7 @@
 Converted are the linear layers of a block (roles `column`, `row` and `latent`) and its experts. Not converted are
 embedding, head and value head, norms, routers and the gates of shared experts, adapters, convolutions, vision towers,
 layers that say so themselves (`quantizable` is False), and those of which a size is no multiple of 16, as the kernels
-need; nor anything of the first and last blocks that `fp8_skip_ends` leaves out.
+need; nor the first and the last block where a recipe is for inner ones.
 
 A scale is that of one process: where ranks hold parts of an operand, they take the largest of their values. Data-
 parallel ranks, micro-batches and replicas have scales of their own, as micro-batches have in one process.
@@ -81,7 +81,7 @@ def apply_fp8(
             converted += 1
     if not converted and not dims.pp_enabled:
         raise ConfigError(f"fp8 = {recipe} converts none of this model's layers: {', '.join(excluded)}; set it to none")
-    excluded += [f"block {index} (fp8_skip_ends)" for index in layers if index not in chosen]
+    excluded += [f"block {index} (not inner)" for index in layers if index not in chosen]
     logger.info("fp8 %s: %d layers; excluded in blocks: %s", recipe, converted, ", ".join(excluded) or "none")
 
 

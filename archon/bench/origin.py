@@ -115,7 +115,7 @@ def commit() -> str:
 
 def processor(info: str) -> str:
     """Returns the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
-    processors that differ by a factor of two."""
+    processors whose products differ by half."""
     named = (line.partition(":") for line in info.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in named}
     numbers = ", ".join(

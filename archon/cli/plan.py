@@ -33,7 +33,8 @@ def command(
         Literal["bfloat16", "float32"] | None, typer.Option("--dtype", help="compute dtype (bfloat16)")
     ] = None,
     fp8: Annotated[
-        Literal["none", "tensorwise", "rowwise"] | None, typer.Option("--fp8", help="8-bit products of blocks (none)")
+        Literal["none", "tensorwise", "rowwise", "tensorwise_inner", "rowwise_inner"] | None,
+        typer.Option("--fp8", help="8-bit products of blocks (none); inner: not of the first and the last"),
     ] = None,
     lora: Annotated[
         list[str] | None,
@@ -93,7 +94,7 @@ def command(
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
-    request = request._replace(fp8=fp8 or run.get("fp8") or "none", fp8_skip_ends=run.get("fp8_skip_ends", 0))
+    request = request._replace(fp8=fp8 or run.get("fp8") or "none")
     plan = Planner(spec, args, hardware, adapters).plan(request)
     made = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
@@ -110,7 +111,7 @@ def command(
 
 
 def question_of(file: Path) -> dict[str, Any]:
-    """Returns what a configuration of `archon sft` asks of a plan: its path, dtypes, lora, documents of a step, seq."""
+    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
 
@@ -120,7 +121,6 @@ def question_of(file: Path) -> dict[str, Any]:
         "path": Path(run.model.path),
         "dtype": run.model.dtype,
         "fp8": run.model.fp8,
-        "fp8_skip_ends": run.model.fp8_skip_ends,
         "lora": lora,
         "documents": run.batch_size,
         "seq": run.train_data.max_length,

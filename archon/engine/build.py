@@ -73,7 +73,7 @@ class Build:
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
         """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
-        config, n_layers = self.config, self.args.n_layers
+        config, blocks = self.config, self.config.fp8_blocks(self.args.n_layers)
         if config.deterministic or compile_enabled(config.compile, self.device.type):  # which is for a number of them
             keep_threads()
         model = self.whole_model()
@@ -88,8 +88,8 @@ class Build:
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
             # Families outside of archon need not know of it.
-            **({} if config.fp8 == "none" else {"fp8": config.fp8}),
-            **({"fp8_blocks": config.fp8_blocks(n_layers)} if config.fp8_skip_ends and config.fp8 != "none" else {}),
+            **({"fp8": config.fp8_recipe} if blocks else {}),
+            **({"fp8_blocks": blocks} if 0 < len(blocks) < self.args.n_layers else {}),
         )
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)
@@ -195,18 +195,17 @@ def check_vision(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
     """Raise ConfigError for 8-bit products that a GPU does not have, that no block has, or that an image would scale
     otherwise in another layout."""
-    if config.fp8 == "none":
+    if not config.fp8_blocks(args.n_layers):
         return
-    config.fp8_blocks(args.n_layers)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
             f"fp8 = {config.fp8} needs a GPU of compute capability 9.0 at least, such as an H100, and {device} is a "
             f"{torch.cuda.get_device_name(device)}; set fp8 to none"
         )
     layout = parse_layout(config.layout)
-    if config.fp8 == "tensorwise" and args.image_format is not None and layout.world_size > layout.dp:
+    if config.fp8_recipe == "tensorwise" and args.image_format is not None and layout.world_size > layout.dp:
         raise ConfigError(
-            f"fp8 = tensorwise pads documents of layout {config.layout} with the first token of a micro-batch, which "
+            f"fp8 = {config.fp8} pads documents of layout {config.layout} with the first token of a micro-batch, which "
             "may be that of an image; set fp8 = rowwise, vision = off, or a layout of d and r alone"
         )
 

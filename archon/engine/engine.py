@@ -186,7 +186,9 @@ class ArchonEngine:
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         self.ranks = Ranks.of(dims)
-        tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type, config.fp8 == "tensorwise")
+        tokens = TokenSplit(
+            self.ranks, self.layout.context_parallel, config.attn_type, config.fp8_recipe == "tensorwise"
+        )
         self.spec, self.args = spec, args
         shareable = backend.supports_prefixed and args.shares_prefixes
         # Gathered keys are those of whole documents.

@@ -32,9 +32,8 @@ def describe(plan: Plan) -> list[str]:
         lines.append(
             f"products of blocks in 8 bits, {request.fp8}; their rates are those of data sheets; MFU: of bfloat16's"
         )
-        if request.fp8_skip_ends:
-            ends = f"the first {request.fp8_skip_ends} and the last {request.fp8_skip_ends} blocks"
-            lines.append(f"{ends} in {request.dtype}, whose time is spread over all of them")
+        if request.fp8.endswith("_inner"):
+            lines.append(f"the first and the last block in {request.dtype}, whose time is spread over all of them")
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
@@ -164,7 +163,7 @@ def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     if request.lora is not None:
         model |= {"lora": request.lora}
     if request.fp8 != "none":
-        model |= {"fp8": request.fp8, "fp8_skip_ends": request.fp8_skip_ends}
+        model |= {"fp8": request.fp8}
     return {
         "run_dir": "runs/planned",
         "batch_size": request.tokens // request.seq,

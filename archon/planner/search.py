@@ -61,7 +61,6 @@ class PlanRequest(NamedTuple):
     dtype: str = "bfloat16"
     lora: dict[str, Any] | None = None
     fp8: str = "none"
-    fp8_skip_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,7 @@ class Planner:
         key = repr((request, layout, options, tokens))
         if key not in self._configs:
             fields = {"path": request.path, "dtype": request.dtype, "layout": layout, "max_tokens_per_mb": tokens}
-            fields |= {"lora": request.lora, "fp8": request.fp8, "fp8_skip_ends": request.fp8_skip_ends}
+            fields |= {"lora": request.lora, "fp8": request.fp8}
             self._configs[key] = EngineConfig.model_validate(fields | options)
         return self._configs[key]
 

@@ -188,8 +188,7 @@ class TimeModel:
         """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
-        computed = config.dtype, config.fp8, config.fp8_skip_ends, config.context_parallel
-        key = (within, layers, last, tokens, ac.mode, ac.selective, *computed)
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
         if key not in self._stages:
             self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
         return self._stages[key]
@@ -218,9 +217,8 @@ class TimeModel:
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args.dim, spec, shard, config.context_parallel)
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
-            if config.fp8 != "none":
-                rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
-                elementwise += times * self._share_in_8_bits(config) * FP8_PASSES * rounded / self._memory
+            rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
+            elementwise += times * self._share_in_8_bits(config) * FP8_PASSES * rounded / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
@@ -250,11 +248,11 @@ class TimeModel:
         hw, share = self.hardware, self._share_in_8_bits(config)
         own, narrow = (1 / (hw.products_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
         mean = share * narrow + (1 - share) * own
-        of_weights = mean if config.fp8 == "tensorwise" and not experts else own
+        of_weights = mean if config.fp8_recipe == "tensorwise" and not experts else own
         return 4 * mean + (0 if self.frozen else 2 * of_weights)
 
     def _share_in_8_bits(self, config: EngineConfig) -> float:
-        return 0.0 if config.fp8 == "none" else len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
+        return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
         """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,6 +25,7 @@ else:
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
+Fp8Choice = Fp8Recipe | Literal["tensorwise_inner", "rowwise_inner"]
 MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and asyncio
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
@@ -297,14 +298,11 @@ class EngineConfig(StrictModel):
     dtype: ComputeDtype = Field(
         "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
-    fp8: Fp8Recipe = Field(
+    fp8: Fp8Choice = Field(
         "none",
         description="8-bit matrix products of blocks, as torchao's recipes: tensorwise, or rowwise with gradients of "
-        "weights in dtype; not of embedding, head, routers, norms and adapters. Without share_prefixes; on a GPU "
-        "for dtype = bfloat16; emulated elsewhere",
-    )
-    fp8_skip_ends: int = Field(
-        0, ge=0, description="this many first blocks, and as many last ones, compute in dtype where fp8 is set"
+        "weights in dtype; not of embedding, head, routers, norms and adapters, and where inner, of the first and the last "
+        "block. Without share_prefixes; on a GPU for dtype = bfloat16; emulated elsewhere",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
@@ -402,9 +400,9 @@ class EngineConfig(StrictModel):
     def _check_adapters(self) -> EngineConfig:
         if self.lora is None or self.lora.adapters is None:
             return self
-        if self.fp8 == "tensorwise":
+        if self.fp8_recipe == "tensorwise":
             raise ValueError(
-                "fp8 = tensorwise scales the documents of a micro-batch together, and several adapters train as if "
+                f"fp8 = {self.fp8} scales the documents of a micro-batch together, and several adapters train as if "
                 "each were alone; set fp8 = rowwise"
             )
         if self.is_critic:
@@ -427,16 +425,19 @@ class EngineConfig(StrictModel):
             )
         return self
 
-    def fp8_blocks(self, n_layers: int) -> range:
-        """Returns the indices of the blocks that have 8-bit products where `fp8` asks for them.
+    @property
+    def fp8_recipe(self) -> Fp8Recipe:
+        """How 8-bit products are computed, in whichever blocks."""
+        return cast(Fp8Recipe, self.fp8.removesuffix("_inner"))
 
-        Raises ConfigError where `fp8_skip_ends` leaves none.
-        """
-        blocks = range(self.fp8_skip_ends, n_layers - self.fp8_skip_ends)
+    def fp8_blocks(self, n_layers: int) -> range:
+        """Returns the indices of the blocks that have 8-bit products. Raises ConfigError where a recipe leaves none."""
+        if self.fp8 == "none":
+            return range(0)
+        blocks = range(1, n_layers - 1) if self.fp8.endswith("_inner") else range(n_layers)
         if not blocks:
             raise ConfigError(
-                f"fp8_skip_ends = {self.fp8_skip_ends} leaves none of {n_layers} blocks in 8 bits; choose a smaller "
-                "number, or set fp8 to none"
+                f"fp8 = {self.fp8} leaves none of {n_layers} blocks in 8 bits; set fp8 = {self.fp8_recipe}, or none"
             )
         return blocks
 

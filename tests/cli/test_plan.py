@@ -84,25 +84,23 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
     assert "unknown key 'rnk'" in archon(*asked, "--lora", "rnk=2").complaint
 
 
-def test_blocks_that_are_left_out_of_8_bits_are_planned_so(archon, checkpoint, tmp_path):
+def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
     model, file, asked = tmp_path / "model", tmp_path / "run.yaml", ("--gpus", 2, "--gpu", "h100-80gb")
     model.mkdir()
     deeper = json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": 4, "layer_types": None}
     (model / "config.json").write_text(json.dumps(deeper))
-    made = archon("plan", model, *asked, "--tokens", 1024, "--seq", 32, "--fp8", "rowwise", "--output", file)
+    inner = ("--fp8", "rowwise_inner")
+    made = archon("plan", model, *asked, "--tokens", 1024, "--seq", 32, *inner, "--output", file)
     assert made.code == 0, made.err
-    run = yaml.safe_load(file.read_text())
-    assert (run["model"]["fp8"], run["model"]["fp8_skip_ends"]) == ("rowwise", 0)
-    run["model"]["fp8_skip_ends"] = 1
-    file.write_text(yaml.safe_dump(run))
-    planned = archon("plan", "--config", file, *asked)
-    assert "products of blocks in 8 bits, rowwise" in planned.out and "fp8_skip_ends: 1" in planned.out
-    assert "the first 1 and the last 1 blocks in bfloat16" in planned.out
+    assert "products of blocks in 8 bits, rowwise_inner" in made.out
+    assert "the first and the last block in bfloat16" in made.out
+    assert yaml.safe_load(file.read_text())["model"]["fp8"] == "rowwise_inner"
+    again = archon("plan", "--config", file, *asked)
+    assert "the first and the last block in bfloat16" in again.out and "fp8: rowwise_inner" in again.out
     plain = archon("plan", "--config", file, *asked, "--fp8", "none")
     assert plain.code == 0 and "8 bits" not in plain.out and "fp8" not in plain.out
-    run["model"]["fp8_skip_ends"] = 2
-    file.write_text(yaml.safe_dump(run))
-    assert "leaves none of 4 blocks in 8 bits" in archon("plan", "--config", file, *asked).complaint
+    told = archon("plan", checkpoint, *asked, *inner).complaint
+    assert "fp8 = rowwise_inner leaves none of 2 blocks in 8 bits" in told
 
 
 def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):

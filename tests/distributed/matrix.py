@@ -47,7 +47,6 @@ COMPUTED = (
     "data",
     "max_tokens_per_mb",
     "fp8",
-    "fp8_skip_ends",
 )
 
 
@@ -59,7 +58,7 @@ def reference_key(case: Case) -> tuple[object, ...]:
 def _shares(case: Case) -> int:
     """Into how many shares the reference must split the batch: the auxiliary loss depends on it, and one scale for all
     tokens of a micro-batch."""
-    depends = "router_aux_loss_coef" in case.config or case.config.get("fp8") == "tensorwise"
+    depends = "router_aux_loss_coef" in case.config or case.config.get("fp8", "none").startswith("tensorwise")
     return parse_layout(case.layout).dp if depends else 1
 
 

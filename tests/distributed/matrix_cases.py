@@ -557,10 +557,8 @@ def _in_8_bits(fp8: str) -> tuple[Case, ...]:
         _pipeline("p2", "interleaved_1f1b", "fp8", activation_checkpoint=EVERY_SECOND, fp8=fp8),
         _pipeline("p2", "interleaved_zero_bubble", "fp8", fp8=fp8),
         _pipeline("p2t2", "zbv", "fp8_tied", fp8=fp8),
-        _pipeline(
-            "p2", "interleaved_1f1b", "fp8", "blocks are left out by their place in the model", fp8=fp8, fp8_skip_ends=1
-        ),
-        _case("d2", "fp8", "blocks of two kinds", compile=True, fp8=fp8, fp8_skip_ends=1),
+        _pipeline("p2", "interleaved_1f1b", "fp8", "blocks are inner by their place in the model", fp8=f"{fp8}_inner"),
+        _case("d2", "fp8", "blocks of two kinds", compile=True, fp8=f"{fp8}_inner"),
         _case("t2", "fp8", "the frozen base alone is in 8 bits", fp8=fp8, **LORA),
         _case("d2", "fp8", fp8=fp8, **LORA, **NARROW_BASE),
         _case("d2", "fp8_moe", fp8=fp8),

@@ -218,13 +218,11 @@ def test_which_layers_are_in_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "layers.0.attention.wk (24 x 64)" in caplog.text
 
 
-def test_first_and_last_blocks_may_be_left_out(tmp_path: Path) -> None:
-    layers = {"num_hidden_layers": 5}
-    found = converted(make_engine(tmp_path, hf=EVEN | layers, fp8="rowwise", fp8_skip_ends=2))
-    assert found and all(name.startswith("layers.2.") for name in found)
-    with pytest.raises(ConfigError, match="fp8_skip_ends = 3 leaves none of 5 blocks in 8 bits"):
-        make_engine(tmp_path, hf=EVEN | layers, fp8="rowwise", fp8_skip_ends=3)
-    assert not converted(make_engine(tmp_path, hf=EVEN | layers, fp8_skip_ends=3))
+def test_inner_blocks_alone(tmp_path: Path) -> None:
+    found = converted(make_engine(tmp_path, hf=EVEN | {"num_hidden_layers": 3}, fp8="rowwise_inner"))
+    assert found and all(name.startswith("layers.1.") for name in found)
+    with pytest.raises(ConfigError, match="fp8 = rowwise_inner leaves none of 2 blocks in 8 bits; set fp8 = rowwise"):
+        make_engine(tmp_path, hf=EVEN | {"num_hidden_layers": 2}, fp8="rowwise_inner")
 
 
 def test_gates_of_delta_nets_are_not(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ROWS_TENSOR_PARALLEL = f"{MATRIX}[fp8-t2-float64-fp8=rowwise]"
 PADDED = (
     "tests/parallel/test_fp8.py::test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale[True]"
 )
-STAGES = f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': 'interleaved_1f1b'}}-fp8=tensorwise-fp8_skip_ends=1]"
+STAGES = f"{FURTHER_MATRIX}[fp8-p2-float64-pipeline={{'schedule': 'interleaved_1f1b'}}-fp8=tensorwise_inner]"
 EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the planner gives weights' gradients of rowwise products the 8-bit rate",
         "archon/planner/time_model.py",
-        'mean if config.fp8 == "tensorwise" and not experts else own',
+        'mean if config.fp8_recipe == "tensorwise" and not experts else own',
         "mean",
         ("tests/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
     ),
