@@ -301,8 +301,8 @@ class EngineConfig(StrictModel):
     fp8: Fp8Choice = Field(
         "none",
         description="8-bit matrix products of blocks, as torchao's recipes: tensorwise, or rowwise with gradients of "
-        "weights in dtype; not of embedding, head, routers, norms and adapters, and where inner, of the first and the last "
-        "block. Without share_prefixes; on a GPU for dtype = bfloat16; emulated elsewhere",
+        "weights in dtype; not of embedding, head, routers, norms and adapters, and inner ones not of the first and "
+        "the last block. Without share_prefixes; on a GPU for dtype = bfloat16; emulated elsewhere",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
