@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from archon.bench.origin import spread
@@ -134,19 +135,13 @@ def join_projections(engine: Any) -> None:
         """Replace several linear layers by slices of one product with their concatenated weights."""
         parts = [getattr(owner, name) for name in names]
         joint = torch.nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-        sizes = [part.weight.shape[0] for part in parts]
-        for name in names:
+        for name, part in zip(names, parts, strict=True):
             delattr(owner, name)
+            layer = SimpleNamespace(
+                joint=lambda x: linear(x, joint), out_features=part.out_features, adapted=lambda out, *_: out
+            )
+            object.__setattr__(owner, name, layer)  # with what `project` asks of one
         owner.joint = joint
-        made: list[Any] = []
-
-        def share(index: int, x: Any, adapters: None = None) -> Any:
-            if index == 0:
-                made[:] = linear(x, joint).split(sizes, -1)
-            return made[index]
-
-        for index, name in enumerate(names):
-            object.__setattr__(owner, name, partial(share, index))
 
     for module in engine.model.modules() if engine is not None else ():
         if isinstance(module, feed_forward.FeedForward):
