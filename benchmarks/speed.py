@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from archon.bench.origin import spread
@@ -128,30 +127,21 @@ def join_projections(engine: Any) -> None:
     """Compute gate and up in one product, and queries, keys and values in another, from concatenated weights."""
     import torch
 
+    from archon.engine.optim import build_optimizer
     from archon.models.layers import attention, feed_forward
     from archon.models.layers.matmul import linear
 
-    def join(owner: Any, *names: str) -> Any:
-        """Replace several linear layers by slices of one product with their concatenated weights."""
-        parts = [getattr(owner, name) for name in names]
-        joint = torch.nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-        for name, part in zip(names, parts, strict=True):
-            delattr(owner, name)
-            layer = SimpleNamespace(
-                joint=lambda x: linear(x, joint), out_features=part.out_features, adapted=lambda out, *_: out
-            )
-            object.__setattr__(owner, name, layer)  # with what `project` asks of one
-        owner.joint = joint
-
-    for module in engine.model.modules() if engine is not None else ():
-        if isinstance(module, feed_forward.FeedForward):
-            join(module, "w1", "w3")
-        elif isinstance(module, attention.Attention):
-            join(module, "wq", "wk", "wv")
-    if engine is not None:
-        from archon.engine.optim import build_optimizer
-
-        engine.optimizer = build_optimizer(engine.model, engine.config.optimizer)
+    if engine is None:
+        return
+    for module in engine.model.modules():
+        if not isinstance(module, attention.Attention | feed_forward.FeedForward):
+            continue
+        first, *_ = layers = module.same_input()
+        first.joint_weight = torch.nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
+        first.joint = partial(linear, weight=first.joint_weight)
+        for layer in layers:
+            layer.weight = None
+    engine.optimizer = build_optimizer(engine.model, engine.config.optimizer)
 
 
 CASES = {
