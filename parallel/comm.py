@@ -54,6 +54,11 @@ class Group:
     def process_group(self) -> dist.ProcessGroup:
         return group_by_name(self.name)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group. They are the same on every member, whereas a name may differ."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
 
 def _gather(x: Tensor, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))

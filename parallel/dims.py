@@ -178,11 +178,18 @@ class ArchonParallelDims:
         return {name: {"pp": self.pp, **sizes} for name, sizes in grids.items()}
 
 
-@cache
 def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
-    from archon.parallel.torch_groups import grids_of_world
+    from archon.parallel.torch_groups import default_group
 
     ensure_process_group(dims.device_type)
+    return _meshes_of_world(default_group(), dims)
+
+
+@cache
+def _meshes_of_world(world: ProcessGroup, dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
+    """Return the meshes of a layout in the default group `world`; another default group has meshes of its own."""
+    from archon.parallel.torch_groups import grids_of_world
+
     return grids_of_world(dims.device_type, dims.world_size, dims.grids)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,12 +83,17 @@ def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | Non
     """Returns the `gradient_norm` of each of several lists of parameters, float64 [n], with as many collectives as for
     one."""
     grads = [(owner, p.grad) for owner, parameters in enumerate(owners) for p in parameters if p.grad is not None]
-    by_ranks: dict[tuple[Group, ...], list[list[Tensor]]] = {}
+    # 1. Collect the gradients sharded over the same ranks. Ranks are the key, not group names: a rank with two groups
+    # of the same ranks would otherwise start one collective more than the others, and hang.
+    ranks_of = cache(lambda group: group.ranks)
+    by_ranks: dict[tuple[tuple[int, ...], ...], tuple[list[Group], list[list[Tensor]]]] = {}
     for owner, grad in grads:
-        parts = by_ranks.setdefault(_holders(grad), [[] for _ in owners])
+        groups = [group for group in _holders(grad) if group.size > 1]
+        _, parts = by_ranks.setdefault(tuple(map(ranks_of, groups)), (groups, [[] for _ in owners]))
         parts[owner] += _chunks(local_tensor(grad))
+    # 2. Sum their squares, with one collective per group.
     totals = torch.zeros(len(owners), dtype=torch.float64, device=grads[0][1].device)
-    for groups, parts in by_ranks.items():
+    for groups, parts in by_ranks.values():
         norms = torch.stack(torch._foreach_norm([chunk for chunks in parts for chunk in chunks]))
         of_owners = norms.double().square().split([len(chunks) for chunks in parts])
         squares = torch.stack([of_owner.sum() for of_owner in of_owners])

@@ -20,6 +20,7 @@ from archon.parallel.phase import phase
 from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.ranks import SOLO, Ranks
+from archon.parallel.torch_groups import default_group, shared_group
 
 
 class PipelineRunner:
@@ -166,9 +167,6 @@ def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group
     mine = torch.tensor([members[end] for end in ends], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    own = SOLO
-    for pair in sorted({tuple(pair.tolist()) for pair in everyone}):
-        group = dist.new_group(list(pair))
-        if dist.get_rank() in pair:
-            own = Group.of_process_group(group)
-    return own
+    pairs = tuple(sorted({tuple(pair.tolist()) for pair in everyone}))
+    own = shared_group(default_group(), "tied_ends", pairs)
+    return SOLO if own is None else Group.of_process_group(own)

@@ -5,7 +5,37 @@ from __future__ import annotations
 from tests.mutants.catalog.known_tests import MATRIX, PIPELINE
 from tests.mutants.mutant import Mutant
 
+CONSECUTIVE = "tests/distributed/test_consecutive_engines.py"
+
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "equal meshes of two layouts have different process groups",
+        "parallel/torch_groups.py",
+        "@cache\ndef shared_group(",
+        "def shared_group(",
+        (f"{CONSECUTIVE}::test_consecutive_engines_use_their_own_groups[tied]",),
+    ),
+    Mutant(
+        "the gradient norm distinguishes groups of the same ranks by name",
+        "archon/engine/optim.py",
+        "setdefault(tuple(map(ranks_of, groups)), ",
+        "setdefault(tuple((group.name,) for group in groups), ",
+        (f"{CONSECUTIVE}::test_groups_of_the_same_ranks_are_one_collective",),
+    ),
+    Mutant(
+        "DTensor's caches keep the meshes of a destroyed default group",
+        "parallel/torch_groups.py",
+        "    dist.tensor.debug._clear_sharding_prop_cache()\n",
+        "",
+        (f"{CONSECUTIVE}::test_meshes_of_a_destroyed_default_group_are_not_used",),
+    ),
+    Mutant(
+        "the meshes of a layout outlive their default group",
+        "parallel/dims.py",
+        "return _meshes_of_world(default_group(), dims)",
+        "return _meshes_of_world(None, dims)",
+        (f"{CONSECUTIVE}::test_meshes_of_a_destroyed_default_group_are_not_used",),
+    ),
     Mutant(
         "interleaved 1F1B has one pass, not two, more under way for each later rank",
         "archon/planner/memory_model.py",
