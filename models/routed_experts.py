@@ -50,23 +50,52 @@ def unknown(dtype: torch.dtype) -> int:
 
 
 def to_replay(record: Tensor) -> Tensor:
-    """Returns a record, uint8 or uint16 [..., L, k], as routers are given it: int16, negative for unknown tokens.
+    """Convert a record, uint8 or uint16 [..., L, k], to the routers' format: int16, negative for unknown tokens.
 
-    Raises BatchError for another dtype.
+    Raises:
+        BatchError: the dtype is another one, or an expert index does not fit int16.
     """
     if record.dtype not in (torch.uint8, torch.uint16):
         raise BatchError(f"field {FIELD!r} is {record.dtype}; expected uint8, or uint16 for more than 255 experts")
     wide = record.to(torch.int32)
-    return wide.masked_fill(wide == unknown(record.dtype), NOT_GIVEN).to(torch.int16)
+    wide = wide.masked_fill(wide == unknown(record.dtype), NOT_GIVEN)
+    if wide.numel() and int(wide.max()) >= _MAX_EXPERTS:
+        raise BatchError(f"field {FIELD!r} names expert {int(wide.max())}; expected less than {_MAX_EXPERTS}")
+    return wide.to(torch.int16)
 
 
-def check_replay(given: Tensor, args: BaseModelArgs) -> None:
-    """Raises BatchError unless `given` [T, L, k] are experts of the model."""
+def check_replay(experts: Tensor, args: BaseModelArgs) -> None:
+    """Check that experts can be replayed in a model.
+
+    Args:
+        experts: int16 [T, L, k], as `to_replay` returns them, on the CPU.
+        args: the model's arguments.
+
+    Raises:
+        BatchError: the shape or an index is not the model's, a token has experts in some of the k places of a layer
+            and none in the others, or it has one expert twice.
+    """
     layers, top_k, n_experts = record_sizes(args)
-    if tuple(given.shape[1:]) != (layers, top_k):
+    if tuple(experts.shape[1:]) != (layers, top_k):
         raise BatchError(
-            f"field {FIELD!r} has {list(given.shape[1:])} numbers a token; this model has {layers} layers with "
+            f"field {FIELD!r} has {list(experts.shape[1:])} numbers a token; this model has {layers} layers with "
             f"experts, and a token uses {top_k} in each"
         )
-    if given.numel() and int(given.max()) >= n_experts:
-        raise BatchError(f"field {FIELD!r} names expert {int(given.max())}; this model has {n_experts} in a layer")
+    if experts.numel() and int(experts.max()) >= n_experts:
+        raise BatchError(f"field {FIELD!r} names expert {int(experts.max())}; this model has {n_experts} in a layer")
+    known = experts >= 0
+    partial = known.any(-1) & ~known.all(-1)
+    if partial.any():
+        raise BatchError(_describe(experts, partial, "expected all experts of a token in a layer, or none"))
+    # Comparing shifted columns reads the record (k - 1) / 2 times; sorting each short row takes several times longer.
+    for shift in range(1, top_k):
+        repeated = ((experts[..., shift:] == experts[..., :-shift]) & known[..., shift:]).any(-1)
+        if repeated.any():
+            raise BatchError(_describe(experts, repeated, "expected different experts"))
+
+
+def _describe(experts: Tensor, wrong: Tensor, expected: str) -> str:
+    """Describe the first token and layer that is wrong, for experts [T, L, k] and a mask [T, L]."""
+    token, layer = wrong.nonzero()[0].tolist()
+    names = ", ".join(str(index) if index >= 0 else "unknown" for index in experts[token, layer].tolist())
+    return f"field {FIELD!r} has the experts {names} for token {token} of the pack in MoE layer {layer}; {expected}"

@@ -13,6 +13,7 @@ are about reading token t.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
@@ -105,6 +106,25 @@ class PackedBatch:
         if "temperatures" not in self or "temperatures" in self.per_document:
             return default
         return self["temperatures"].masked_fill(self["temperatures"] == 0, default)
+
+    def check_temperatures(self, default: float) -> None:
+        """Check what `temperature` returns, while the batch is on the CPU.
+
+        Raises:
+            BatchError: `default` is not positive and finite, or the field `temperatures` has a value that is neither
+                0 nor positive and finite.
+        """
+        if not 0 < default < math.inf:
+            raise BatchError(f"temperature is {default}; expected a positive, finite number")
+        if "temperatures" not in self or "temperatures" in self.per_document:
+            return
+        values = self["temperatures"]
+        wrong = values[~((values >= 0) & (values < math.inf))]
+        if wrong.numel():
+            raise BatchError(
+                f"field 'temperatures' has {float(wrong[0])}; expected positive, finite numbers, or 0 for the "
+                f"temperature of the call, {default:g}"
+            )
 
     def labeled_rows(self, only_trained: bool) -> Tensor:
         """Returns the model-order indices of labels, or with `only_trained` of `scored_labels`; int64 on the CPU."""

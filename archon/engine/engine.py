@@ -328,7 +328,7 @@ class ArchonEngine:
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> dict[str, float]:
         """Accumulate the batch's gradients in the parameters. Returns the metrics before the optimizer's step."""
-        packed, parts = self._split(batch)
+        packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
         shares = batch_loss.of_adapters or {}
         if not self.model.training:
@@ -374,7 +374,7 @@ class ArchonEngine:
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
         """Returns `loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
-        packed, parts = self._split(batch)
+        packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
         self.model.eval()
         sums = self._runner.evaluate(parts, batch_loss)
@@ -707,7 +707,7 @@ class ArchonEngine:
             raise ConfigError(f"layout {self.config.layout}: a pipeline's rank holds only a part of the model's layers")
         return self.model
 
-    def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def _split(self, batch: Batch, temperature: float = 1.0) -> tuple[Any, list[Any]]:
         if self.device.type == "cpu":
             fit_threads()
 
@@ -725,6 +725,7 @@ class ArchonEngine:
             )
             if packed.routed_experts is not None:
                 check_replay(packed.routed_experts, self.args)
+            packed.check_temperatures(temperature)
             return packed, parts
 
         # If only one rank refused its batch, the others would wait in a collective, or mix two batches if its caller
@@ -732,7 +733,7 @@ class ArchonEngine:
         return self.ranks.require_on_all(prepare, self.device)
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
-        packed, parts = self._split(batch)
+        packed, parts = self._split(batch, temperature)
         self.model.eval()
         results = self._runner.scores(parts, temperature, entropy, only_trained)
         columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]

@@ -3,6 +3,7 @@ A share that one rank refuses is refused by all of them, and the next batch is a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from archon.engine.loss import loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import BatchError
 from tests.distributed.cases import Case, batch, engine_config, loss_of
+from tests.distributed.matrix import experts_of
 from tests.tolerances import REORDER_FP64, STEPS_FP64
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -115,12 +117,48 @@ def unknown_token(rows: dict[str, Tensor]) -> PackedBatch:
     return pack(rows | {"input_ids": rows["input_ids"] + 1000})
 
 
+def bad_temperature(value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a fault: one token of the last document has `value` as its temperature."""
+
+    def fault(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        temperatures = torch.full(rows["input_ids"].shape, 0.7)
+        temperatures[-1, 5] = value
+        return rows | {"temperatures": temperatures}
+
+    return fault
+
+
+def bad_experts(*experts: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a fault: one token of the last document has `experts` in the second MoE layer."""
+
+    def fault(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        record = experts_of("moe", rows["input_ids"].shape, seed=0)
+        record[-1, 3, 1] = torch.tensor(experts, dtype=torch.uint8)
+        return rows | {"routed_experts": record}
+
+    return fault
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor] | PackedBatch], str]] = {
     "no_rows": (no_rows, r"input_ids must be integers \[B, S\] with B >= 1 and S >= 1, got int64 \(0, 20\)"),
     "no_documents": (no_documents, "the batch has no document; .* loss_mask of zeros"),
     "too_long": (too_long, r"document 0 has 40 tokens, more than max_tokens_per_mb = 24"),
     "unknown_token": (unknown_token, r"token id \d+ is outside the model's vocabulary of 104"),
+    "negative_temperature": (
+        bad_temperature(-0.5),
+        r"field 'temperatures' has -0.5; expected positive, finite numbers",
+    ),
+    "nan_temperature": (bad_temperature(math.nan), r"field 'temperatures' has nan; expected positive, finite numbers"),
+    "partial_experts": (
+        bad_experts(2, 255, 1),
+        r"field 'routed_experts' has the experts 2, unknown, 1 for token 3 of the pack in MoE layer 1; expected all",
+    ),
+    "repeated_expert": (
+        bad_experts(4, 1, 4),
+        r"field 'routed_experts' has the experts 4, 1, 4 for token 3 of the pack in MoE layer 1; expected different",
+    ),
 }
+EXPERT_FAULTS = ("partial_experts", "repeated_expert")
 
 
 def refuse_and_go_on(case: Case, folder: str, call: str, fault: str) -> tuple[str, slice, dict[str, Tensor]]:
@@ -142,7 +180,9 @@ def refuse_and_go_on(case: Case, folder: str, call: str, fault: str) -> tuple[st
     ("layout", "call", "fault"),
     [
         *(("d2", call, "too_long") for call in CALLS),
-        *(("d2", "train_batch", fault) for fault in REFUSED if fault != "too_long"),
+        *(("d2", "train_batch", fault) for fault in REFUSED if fault not in {"too_long", *EXPERT_FAULTS}),
+        *(("d2e2", "train_batch", fault) for fault in EXPERT_FAULTS),
+        ("d2", "forward_batch", "nan_temperature"),
         ("d2c2", "forward_batch", "no_documents"),
         ("d2p2", "eval_batch", "no_rows"),
     ],
@@ -150,9 +190,10 @@ def refuse_and_go_on(case: Case, folder: str, call: str, fault: str) -> tuple[st
 def test_a_share_that_one_rank_refuses_is_refused_by_all(
     layout: str, call: str, fault: str, ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
 ) -> None:
-    case = Case(layout)
+    model = "moe" if fault in EXPERT_FAULTS else "dense"
+    case = Case(layout, model)
     folder = str(reference(case))
-    _, expected = run_call(Case("d1"), folder, call)
+    _, expected = run_call(Case("d1", model), folder, call)
     world_size = parse_layout(layout).world_size
     found = ranks(world_size).run(refuse_and_go_on, case, folder, call, fault, timeout=HANG_SECONDS)
     refusals = [message for message, _, _ in found if re.match(REFUSED[fault][1], message)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,28 @@ def test_forward_batch_is_token_aligned(tmp_path: Path, max_tokens: int) -> None
         assert not logp[row, :start].any() and not entropy[row, :start].any()
     only = engine.forward_batch(batch, temperature=0.5, only_trained=True)
     torch.testing.assert_close(only, logp * batch["loss_mask"], rtol=REORDER_FP64, atol=0)
+
+
+@pytest.mark.parametrize("value", [-0.5, math.nan, math.inf])
+def test_a_temperature_that_is_not_positive_and_finite_is_refused(tmp_path: Path, value: float) -> None:
+    engine, batch = make_engine(tmp_path, optimizer={"lr": 1e-4}), sft_batch()
+    temperatures = torch.full(batch["input_ids"].shape, 0.7)
+    temperatures[1, 2] = value
+    wrong = batch | {"temperatures": temperatures}
+    calls = [
+        lambda batch, *temperature: engine.forward_batch(batch, *temperature),
+        lambda batch, *temperature: engine.eval_batch(batch, CrossEntropyLoss(), loss_token_count, *temperature),
+        lambda batch, *temperature: engine.train_batch(batch, CrossEntropyLoss(), loss_token_count, *temperature),
+    ]
+    for call in calls:
+        with pytest.raises(BatchError, match=f"field 'temperatures' has {value}; expected positive, finite numbers"):
+            call(wrong)
+        with pytest.raises(BatchError, match=f"temperature is {value}; expected a positive, finite number"):
+            call(batch, value)
+    with pytest.raises(BatchError, match="temperature is 0"):
+        engine.forward_batch(batch, 0.0)
+    zero = batch | {"temperatures": torch.zeros_like(temperatures)}
+    assert torch.equal(engine.forward_batch(zero, 0.7), engine.forward_batch(batch, 0.7))
 
 
 @pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16", "optimizer": {"lr": 1e-4}}], ids=["plain", "sharded"])

@@ -14,7 +14,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.reference import open_reference
 from archon.engine.train_step import micro_batches
-from archon.models.routed_experts import unknown
+from archon.models.routed_experts import to_replay, unknown
 from archon.rl import RLTrainer
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.config import RLConfig
@@ -160,6 +160,13 @@ def test_padding_of_joined_trajectories_is_unknown() -> None:
     assert concat_padded_tensors([long, short])["routed_experts"].flatten().tolist() == [0, 0, 0, 0, 255, 255]
 
 
+def record_with(*experts: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return a record [4, 6, 2, 2] of experts 0 and 1, and of `experts` for token 2 of row 1 in the second layer."""
+    record = torch.tensor([0, 1]).repeat(4, 6, 2, 1)
+    record[1, 2, 1] = torch.tensor(experts)
+    return record.to(dtype)
+
+
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
@@ -167,6 +174,12 @@ def test_padding_of_joined_trajectories_is_unknown() -> None:
         (torch.zeros(4, 5, 2, 2, dtype=torch.uint8), "is uint8 (4, 5, 2, 2); expected (4, 6) by layers"),
         (torch.zeros(4, 6, 3, 2, dtype=torch.uint8), "has [3, 2] numbers a token; this model has 2 layers"),
         (torch.full((4, 6, 2, 2), 8, dtype=torch.uint8), "names expert 8; this model has 8"),
+        (record_with(1, 8), "names expert 8; this model has 8"),
+        (record_with(255, 0, dtype=torch.uint16), "names expert 255; this model has 8"),
+        (record_with(40_000, 0, dtype=torch.uint16), "names expert 40000; expected less than 32768"),
+        (record_with(1, 255), "has the experts 1, unknown for token 8 of the pack in MoE layer 1; expected all"),
+        (record_with(255, 1), "has the experts unknown, 1 for token 8 of the pack in MoE layer 1; expected all"),
+        (record_with(3, 3), "has the experts 3, 3 for token 8 of the pack in MoE layer 1; expected different"),
     ],
 )
 def test_experts_of_another_model_are_refused(engine: ArchonEngine, experts: Tensor, message: str) -> None:
@@ -175,6 +188,20 @@ def test_experts_of_another_model_are_refused(engine: ArchonEngine, experts: Ten
     with pytest.raises(BatchError) as refused:
         engine.forward_batch(batch)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_an_unknown_token_has_the_largest_index_of_its_dtype(dtype: torch.dtype) -> None:
+    """255 is unknown in a uint8 record and an expert in a uint16 record, whose unknown index is 65535."""
+    record = torch.tensor([[[0, 254]], [[255, 255]], [[255, 7]], [[65535, 65535]]])
+    narrow = dtype == torch.uint8
+    found = to_replay((record.clamp(max=255) if narrow else record).to(dtype))
+    assert found.dtype == torch.int16
+    assert found.flatten(1).tolist() == [
+        [0, 254],
+        *([[-1, -1], [-1, 7]] if narrow else [[255] * 2, [255, 7]]),
+        [-1, -1],
+    ]
 
 
 def test_a_workflows_experts_are_checked_and_a_dense_model_replays_none(blank: Path, tmp_path: Path) -> None:
