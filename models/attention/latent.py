@@ -72,9 +72,10 @@ class LatentKeys:
         return values
 
     def _parts(self, adapters: AdapterRows | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields the rows of each adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
+        """Yield the rows of each enabled adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
         several: Any = getattr(self.expansion, "lora", None)
-        for name, first, last in () if adapters is None or several is None else adapters.runs:
+        applies = adapters is not None and several is not None and several.enabled
+        for name, first, last in adapters.runs if applies else ():
             if (part := several.part(name)) is not None:
                 yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 

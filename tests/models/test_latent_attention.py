@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from archon.check.oracle import relative
+from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import PackedAttention, PrefixAttention
@@ -17,16 +18,25 @@ from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChu
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.prefix import shared_prefixes
 from archon.models.layers.latent_attention import LatentAttention, LatentLayer
+from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeConfig, RopeSpec, RotaryEmbedding, Rotation
+from archon.models.lora import adapters_off
 from tests.tolerances import REORDER_FP64
 
 DIM, HEADS, RANK, ROTATED = 24, 3, 10, 4
+NORM = NormSpec(1e-6)
+YARN = RopeConfig(kind="yarn", factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
 # Values narrower than keys, as wide, and wider; queries from a latent and directly; biases.
 LAYERS = {
     "narrow": LatentLayer(HEADS, RANK, 8, 6, RopeSpec(ROTATED, 100.0, interleaved=True), NormSpec(1e-6), q_rank=7),
     "even": LatentLayer(HEADS, RANK, 4, 8, RopeSpec(ROTATED, 100.0), NormSpec(1e-6), bias=True),
     "wide": LatentLayer(HEADS, RANK, 4, 15, RopeSpec(ROTATED, 100.0, interleaved=True), NormSpec(1e-6), 7, bias=True),
+    # Scores that YaRN scales, and queries that grow with their position, with and without a query latent.
+    "scaled": LatentLayer(HEADS, RANK, 6, 8, RopeSpec(ROTATED, 100.0, YARN, query_beta=0.5, query_period=3), NORM, 7),
+    "scaled_direct": LatentLayer(
+        HEADS, RANK, 6, 8, RopeSpec(ROTATED, 100.0, YARN, query_beta=0.5, query_period=3), NORM
+    ),
 }
 LENGTHS = (5, 1, 130, 7)
 
@@ -62,6 +72,14 @@ def turned(x: Tensor, position: int, layer: LatentLayer) -> Tensor:
     return out
 
 
+def factor_of(layer: LatentLayer, position: int) -> float:
+    """The square of YaRN's factor, 0.1 mscale_all_dim log(factor) + 1, times the growth of queries at a position."""
+    rope = layer.rope
+    yarn = 0.1 * rope.scaling.mscale_all_dim * math.log(rope.scaling.factor) + 1 if rope.scaling.kind == "yarn" else 1.0
+    grown = 1 + rope.query_beta * math.log(1 + position // rope.query_period) if rope.query_beta else 1.0
+    return yarn * yarn * grown
+
+
 def by_the_paper(module: LatentAttention, x: Tensor) -> Tensor:
     """Equations 9 to 19 of arXiv:2405.04434 for one document x [S, dim], without a cache and without batching."""
     s, n, v = module.layer_spec, module.layer_spec.key_features, module.layer_spec.value_features
@@ -83,7 +101,7 @@ def by_the_paper(module: LatentAttention, x: Tensor) -> Tensor:
                     for j in range(t + 1)
                 ]
             )
-            weights = torch.softmax(scores / math.sqrt(width), dim=0)
+            weights = torch.softmax(scores * factor_of(s, t) / math.sqrt(width), dim=0)
             heads.append(sum(w * (rows[n:] @ latents[j]) for j, w in enumerate(weights)))
         outs.append(torch.cat(heads))
     return module.wo(torch.stack(outs))
@@ -199,10 +217,39 @@ def test_expanded_keys_are_those_that_absorbed_queries_meet() -> None:
     assert_same(keys.expand_values(sums), wanted)
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one", "multi-LoRA"])
+def test_absorbed_matrices_have_the_adapter_while_it_is_enabled(several: bool) -> None:
+    """Decoding with matrices absorbed in queries and values adapts them as the expansion of a prompt does."""
+    layer = LAYERS["wide"]
+    module = make_module(layer)
+    rows = torch.randn(9, 1, RANK + ROTATED, dtype=torch.float64)
+    q, sums = torch.randn(5, HEADS, 4 + ROTATED, dtype=torch.float64), torch.randn(5, HEADS, RANK, dtype=torch.float64)
+    queries = AdapterRows.of(("x",), torch.zeros(5, dtype=torch.int64), torch.device("cpu")) if several else None
+    keys = LatentKeys(rows, module.wkv_b, 4, 15)
+
+    def absorbed() -> tuple[Tensor, Tensor]:
+        return keys.absorb(q, queries), keys.expand_values(sums, queries)
+
+    base = absorbed()
+    adapter = LowRank(RANK, HEADS * 19, 2, 0.7).double()
+    for part in adapter.parameters():
+        torch.nn.init.normal_(part)
+    module.wkv_b.lora = LowRanks({"x": adapter}) if several else adapter
+    with adapters_off(module):
+        for found, expected in zip(absorbed(), base, strict=True):
+            assert torch.equal(found, expected)
+    adapted = absorbed()
+    with torch.no_grad():
+        module.wkv_b.weight += 0.7 * adapter.b @ adapter.a
+    module.wkv_b.lora = None
+    for found, expected, without in zip(adapted, absorbed(), base, strict=True):
+        assert_same(found, expected)
+        assert relative(found, without) > 0.1
+
+
 def test_the_scale_has_the_square_of_yarns_factor() -> None:
     """DeepSeek-V3: 192 features, a context extended 40 times, mscale_all_dim 1."""
-    yarn = RopeConfig(kind="yarn", factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
-    layer = LatentLayer(128, 512, 128, 128, RopeSpec(64, 10_000.0, yarn, 163840), NormSpec(1e-6), q_rank=1536)
+    layer = LatentLayer(128, 512, 128, 128, RopeSpec(64, 10_000.0, YARN, 163840), NormSpec(1e-6), q_rank=1536)
     factor = 0.1 * math.log(40) + 1
     assert layer.scale == pytest.approx(factor * factor / math.sqrt(192))
     assert make_module(LAYERS["even"]).spec.scale == pytest.approx(1 / math.sqrt(8))
