@@ -227,8 +227,18 @@ def test_a_defect_of_fp8_is_named(tmp_path: Path, defect: str) -> None:
         archon.load_model(write_checkpoint(tmp_path, config, state))
 
 
-def test_a_module_that_is_not_to_be_quantized_is_not(tmp_path: Path) -> None:
-    config = config_with() | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head", "q_proj"]}}
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"modules_to_not_convert": ["lm_head", "q_proj"]},
+        {"ignored_layers": ["lm_head", "q_proj"]},
+        {"modules_to_not_convert": ["lm_head"], "ignored_layers": ["q_proj"]},
+        {"modules_to_not_convert": None, "ignored_layers": ["model.layers.*.self_attn.q_proj"]},
+    ],
+    ids=str,
+)
+def test_a_module_that_is_not_to_be_quantized_is_not(tmp_path: Path, kept: dict[str, list[str] | None]) -> None:
+    config = config_with() | {"quantization_config": FP8 | kept}
     state, _ = quantize(random_weights(config))
     with pytest.raises(CheckpointError, match=r"q_proj.weight' is quantized, but quantization_config says"):
         archon.load_model(write_checkpoint(tmp_path, config, state))

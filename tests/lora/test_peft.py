@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.layers.lora import LowRank
+from archon.models.lora import initializers
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 from tests.engine.tiny import sft_batch
@@ -105,6 +109,34 @@ def test_gradients_and_a_step_are_pefts(tmp_path: Path) -> None:
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(written[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["zero", "gaussian", "random"])
+@pytest.mark.parametrize("experts", [None, 3])
+def test_first_values_are_pefts(kind: Literal["zero", "gaussian", "random"], experts: int | None) -> None:
+    """A is drawn as PEFT draws it, of one matrix or of each expert's; B too starts at 0, unless it is random."""
+    in_features, out_features, rank = 600, 40, 25
+    modules = nn.ModuleDict({"own": LowRank(in_features, out_features, rank, 1.0, experts)})
+    parameters = dict(modules.named_parameters())
+    with torch.no_grad():
+        for name, fill in initializers(modules, kind):
+            fill(parameters.pop(name))
+    assert not parameters
+    config = peft.LoraConfig(r=rank, target_modules=["0"], init_lora_weights="gaussian" if kind == "gaussian" else True)
+    layer = peft.get_peft_model(nn.Sequential(nn.Linear(in_features, out_features)), config).base_model.model[0]
+    a, expected = modules["own"].a.detach(), layer.lora_A["default"].weight.detach()
+    # The standard deviation of 15,000 draws is within 3 % of its limit; another dimension would be 20 % off or more.
+    assert a.std().item() == pytest.approx(expected.std().item(), rel=0.05)
+    if kind == "gaussian":
+        assert a.std().item() == pytest.approx(1 / rank, rel=0.03)
+        assert a.abs().max() > 3 / rank
+    else:
+        assert 0.99 / math.sqrt(in_features) < a.abs().max() <= 1 / math.sqrt(in_features)
+    b = modules["own"].b.detach()
+    if kind == "random":
+        assert 0.95 / math.sqrt(rank) < b.abs().max() <= 1 / math.sqrt(rank)
+    else:
+        assert not b.any() and not layer.lora_B["default"].weight.any()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from archon.check.oracle import relative
 from archon.models.attention.documents import PackedDocuments
@@ -162,6 +163,33 @@ def test_decays_stay_float32_in_a_bfloat16_model() -> None:
     }
     assert module.decay(torch.randn(3, 4, dtype=torch.bfloat16)).dtype == torch.float32
     assert slow_layer(torch.float64).decay.A_log.dtype == torch.float64
+
+
+class FixedOutput:
+    """Attention metadata whose delta rule returns `out` whatever its inputs."""
+
+    adapters = None
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def recur(self, *_: Any) -> Tensor:
+        return self.out
+
+
+def test_the_output_gate_is_computed_in_float32_as_in_transformers() -> None:
+    """The gated norm bit for bit: silu of a gate that is rounded, or rounded after silu, changes a third of it."""
+    module = slow_layer(torch.bfloat16)
+    x, out = torch.randn(300, 24, dtype=torch.bfloat16), torch.randn(300, 4, 5, dtype=torch.bfloat16)
+    reference = Qwen3NextRMSNormGated(5, eps=1e-6).bfloat16()
+    reference.weight = module.norm.weight
+    seen: list[Tensor] = []
+    module.wo.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        module(x, None, FixedOutput(out))
+        expected = reference(out, module.wz(x).unflatten(-1, (4, 5))).flatten(-2)
+    assert seen[0].dtype == torch.bfloat16
+    assert (seen[0] == expected).float().mean() > 0.999
 
 
 def reference_fla(

@@ -98,6 +98,20 @@ def test_given_experts_are_weighed_by_the_scores_of_now_and_counted(normalize: b
     assert (stats.replayed, stats.changed) == (int(replayed.sum()), sum(changed))
 
 
+def test_the_same_experts_in_another_order_are_not_counted_as_changed() -> None:
+    module = router(torch.float64, normalize=True)
+    x = torch.randn(T, DIM, dtype=torch.float64)
+    weights, chosen, _ = module(x, None)
+    given = chosen.flip(-1).to(torch.int16)
+    replayed_weights, experts, stats = module(x, None, given)
+    assert torch.equal(experts, chosen.flip(-1))
+    torch.testing.assert_close(replayed_weights, weights.flip(-1), rtol=FORMULA_FP64, atol=0)
+    assert (stats.replayed, stats.changed) == (T, 0)
+    # Token 0 replaces one expert by an expert that the router did not choose.
+    given[0, 1] = next(expert for expert in range(EXPERTS) if expert not in chosen[0])
+    assert module(x, None, given)[2].changed == 1
+
+
 def moe_model() -> Qwen3MoEModel:
     """Three layers of experts in float64, every weight random."""
     args = Qwen3MoEModelArgs(

@@ -18,13 +18,13 @@ from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChu
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.prefix import prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import ScaledDotProductAttention, sdpa_attention
-from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
+from archon.models.attention.sinks import KernelWithLse, add_sinks, attention_with_sinks, gradient_of_sinks
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.comm import Group
 from archon.parallel.context import SequenceShare, zigzag_plan
 from tests.models.naive_attention import NaiveAttention
 from tests.models.test_prefix import answers
-from tests.tolerances import FORMULA_FP64, PAGED_FP64
+from tests.tolerances import FORMULA_FP32, FORMULA_FP64, PAGED_FP64
 
 SCALE = 0.4
 OPTIONS = {"sinks": (True, None), "soft cap": (False, 1.5), "both": (True, 1.5)}
@@ -211,6 +211,47 @@ def test_a_kernels_own_backward_gives_the_gradients_with_sinks(length: int) -> N
     qkv, sinks = draw(length, kv_heads=4), torch.randn(4, dtype=torch.float64, requires_grad=True)
     expected = NaiveAttention().packed(*qkv, documents_of([length]), AttentionSpec(SCALE, sinks=sinks))
     check(attention_with_sinks(*qkv, sinks, CpuKernel()), expected, [*qkv, sinks])
+
+
+def test_the_log_sum_exp_stays_wide_under_narrow_sinks() -> None:
+    """bfloat16 sinks around a float32 log-sum-exp: out, and the gradient of the sinks, are rounded once at most."""
+    lse, sinks = 3 * torch.randn(4, 50), torch.randn(4).bfloat16()
+    exact = (lse.double().exp() + sinks.double().exp().unsqueeze(1)).log()
+    found = add_sinks(lse, sinks)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=FORMULA_FP32, atol=FORMULA_FP32)
+    grad, out = torch.randn(2, 50, 4, 8).unbind(0)
+    slope = gradient_of_sinks(grad, out, found, sinks)
+    sums = (grad.double() * out.double()).sum(-1).t()
+    expected = -((sinks.double().unsqueeze(1) - exact).exp() * sums).sum(1)
+    assert slope.dtype == torch.bfloat16
+    torch.testing.assert_close(slope.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["kernel", "packed", "blocks", "paged"])
+def test_narrow_sinks_round_no_score(way: str) -> None:
+    """bfloat16 sinks next to float64 queries and keys give the float64 result of the same numbers."""
+    length = 300 if way == "blocks" else 40
+    qkv, sinks = draw(length, kv_heads=4), torch.randn(4).bfloat16()
+    spec = AttentionSpec(SCALE, sinks=sinks)
+    with torch.no_grad():
+        if way == "kernel":
+            found = attention_with_sinks(*qkv, sinks, CpuKernel())
+        elif way == "paged":
+            cache = PagedCache([PagedRows(4, 8, 8)], 10, 4, torch.float64, "cpu")
+            nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
+            table, first = list(range(10)), [x[:-1] for x in qkv]
+            chunk = PrefillChunk(0, length - 1, table, length)
+            rest = PagedAttention(cache, nothing, [chunk]).attend(0, *first, spec)
+            decode = DecodeRows(np.array([table]), np.array([length]))
+            last = PagedAttention(cache, decode).attend(0, *(x[-1:] for x in qkv), spec)
+            found = torch.cat((rest, last))
+        else:
+            found = sdpa_attention(*qkv, (length,), spec)
+        exact = replace(spec, sinks=sinks.double())
+        expected = NaiveAttention().packed(*qkv, documents_of([length]), exact)
+    assert found.dtype == torch.float64
+    assert relative(found, expected) <= FORMULA_FP64
 
 
 def test_a_log_sum_exp_of_another_shape_is_noticed() -> None:

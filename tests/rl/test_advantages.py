@@ -144,6 +144,20 @@ def test_lite_ppo_centers_by_group_and_divides_by_the_batch() -> None:
     torch.testing.assert_close(found.flatten(), torch.tensor([0.190117, -0.190117, 0.0, 0.0]), rtol=0, atol=1e-6)
 
 
+def test_lite_ppo_divides_by_the_deviation_of_trajectories_of_all_groups() -> None:
+    # Trajectories of 1, 2, 1 and 3 rows earn 1, 0 (the mean of 1 and -1), 5 and 4; the means of the groups are 1/2 and
+    # 9/2. The batch: mean 5/2, squares 9/4, 25/4, 25/4 and 9/4, variance 17/3, std 2.380476. Rows would give 2.193063.
+    of = AdvantageInputs(
+        torch.tensor([1.0, 1.0, -1.0, 5.0, 4.0, 4.0, 4.0]),
+        torch.tensor([0, 0, 0, 1, 1, 1, 1]),
+        torch.ones(7, 1),
+        trajectory_ids=torch.tensor([3, 1, 1, 0, 2, 2, 2]),
+    )
+    found = ADVANTAGES["lite_ppo"](of, settings_of("lite_ppo"))
+    expected = torch.tensor([0.5, 0.5, -1.5, 0.5, -0.5, -0.5, -0.5]) / 2.380476
+    torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=2e-6)
+
+
 def test_asymre_imitates_where_all_answers_are_equal() -> None:
     of = AdvantageInputs(torch.zeros(3), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
     assert ADVANTAGES["asymre"](of, settings_of("asymre", shift=-0.25)).flatten().tolist() == [0.25] * 3
@@ -249,6 +263,10 @@ def test_groups_with_variance_marks_every_member() -> None:
         ("rloo", [0.75, -0.75, -0.75, -0.75, 0.25, -0.25]),
         # log((e + 1 + e^0.5) / 3) = log 1.789001 = 0.581657.
         ("opmd", [0.418343, -0.581657, -0.581657, -0.581657, 0.168343, -0.331657]),
+        # The batch is the group, so its std is 1/2 too. The std over rows would be 0.437798.
+        ("lite_ppo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
+        # A baseline of 1/2 - 0.1.
+        ("asymre", [0.6, -0.4, -0.4, -0.4, 0.35, -0.15]),
     ],
 )
 def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected: list[float]) -> None:

@@ -121,4 +121,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "((n - correct) / n) ** k",
         ("tests/rl/test_scores.py",),
     ),
+    Mutant(
+        "Lite PPO's deviation is over rows",
+        "rl/algorithms/baselines.py",
+        "std = groups.rewards.std() if",
+        "std = groups.row_rewards.std() if",
+        (
+            "tests/rl/test_advantages.py::test_lite_ppo_divides_by_the_deviation_of_trajectories_of_all_groups",
+            "tests/rl/test_advantages.py::test_group_statistics_are_per_trajectory_never_per_turn",
+        ),
+    ),
+    Mutant(
+        "Lite PPO's deviation is over n, not n - 1",
+        "rl/algorithms/baselines.py",
+        "std = groups.rewards.std() if",
+        "std = groups.rewards.std(correction=0) if",
+        ("tests/rl/test_advantages.py::test_lite_ppo_divides_by_the_deviation_of_trajectories_of_all_groups",),
+    ),
+    Mutant(
+        "Lite PPO's deviation is about the means of groups",
+        "rl/algorithms/baselines.py",
+        "std = groups.rewards.std() if",
+        "std = (groups.rewards - groups.mean).std() if",
+        ("tests/rl/test_advantages.py::test_lite_ppo_divides_by_the_deviation_of_trajectories_of_all_groups",),
+    ),
+    Mutant(
+        "AsymRE's baseline is the mean over rows",
+        "rl/algorithms/baselines.py",
+        "groups.minus_baseline(groups.mean) - settings.shift",
+        "groups.minus_baseline(groups.row_rewards.mean().expand_as(groups.mean)) - settings.shift",
+        ("tests/rl/test_advantages.py::test_group_statistics_are_per_trajectory_never_per_turn",),
+    ),
 )

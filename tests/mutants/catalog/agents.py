@@ -51,4 +51,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._add_text(parts, before)",
         (f"{FORMATS}::test_what_is_no_valid_call_stays_the_text_that_it_is",),
     ),
+    Mutant(
+        "NaN temperatures of tokens are accepted",
+        "archon/engine/batch.py",
+        "wrong = values[~((values >= 0) & (values < math.inf))]",
+        "wrong = values[(values < 0) | (values == math.inf)]",
+        ("tests/engine/test_gradients.py::test_a_temperature_that_is_not_positive_and_finite_is_refused",),
+    ),
+    Mutant(
+        "the temperature of a call is not checked",
+        "archon/engine/batch.py",
+        "if not 0 < default < math.inf:",
+        'if not 0 < default < math.inf and "temperatures" in self:',
+        ("tests/engine/test_gradients.py::test_a_temperature_that_is_not_positive_and_finite_is_refused",),
+    ),
+    Mutant(
+        "one rank alone refuses a temperature",
+        "archon/engine/engine.py",
+        "            packed.check_temperatures(temperature)\n",
+        "            if self.ranks.dp.size == 1:\n                packed.check_temperatures(temperature)\n",
+        (
+            "tests/distributed/test_unequal_shares.py::test_a_share_that_one_rank_refuses_is_refused_by_all[d2-train_batch-nan_temperature]",
+        ),
+    ),
 )

@@ -239,4 +239,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._tail(path, window - 2)",
         (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-answers-45-None-plain]",),
     ),
+    Mutant(
+        "the log-sum-exp has the dtype of the sinks",
+        "models/attention/sinks.py",
+        "torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))",
+        "torch.logaddexp(lse.to(sinks.dtype), sinks.unsqueeze(1)).to(lse.dtype)",
+        ("tests/models/test_sinks.py::test_the_log_sum_exp_stays_wide_under_narrow_sinks",),
+    ),
+    Mutant(
+        "the gradient of sinks is computed in their dtype",
+        "models/attention/sinks.py",
+        "dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)",
+        "dsinks = -((sinks.unsqueeze(1) - lse.to(sinks.dtype)).exp() * row_sums.to(sinks.dtype)).sum(1)",
+        ("tests/models/test_sinks.py::test_the_log_sum_exp_stays_wide_under_narrow_sinks",),
+    ),
+    Mutant(
+        "blocks of scores with sinks have the dtype of the sinks",
+        "models/attention/blockwise.py",
+        "sinks_NR = None if sinks is None else sinks.to(wide).view(groups, -1).repeat(batch, 1)",
+        "sinks_NR = None if sinks is None else sinks.view(groups, -1).repeat(batch, 1)",
+        ("tests/models/test_sinks.py::test_narrow_sinks_round_no_score",),
+    ),
+    Mutant(
+        "scores of decoded tokens are rounded to the dtype of the sinks",
+        "models/attention/spec.py",
+        "column = sinks.to(scores.dtype).expand(",
+        "scores = scores.to(sinks.dtype).to(scores.dtype)\n    column = sinks.to(scores.dtype).expand(",
+        ("tests/models/test_sinks.py::test_narrow_sinks_round_no_score",),
+    ),
 )

@@ -111,4 +111,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own])",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
     ),
+    Mutant(
+        "silu of the output gate is rounded",
+        "models/layers/delta_net.py",
+        "gate = F.silu(z_THV.to(torch.promote_types(z_THV.dtype, torch.float32)))",
+        "gate = F.silu(z_THV)",
+        ("tests/models/test_delta_net.py::test_the_output_gate_is_computed_in_float32_as_in_transformers",),
+    ),
+    Mutant(
+        "the output gate is rounded after silu",
+        "models/layers/delta_net.py",
+        "(self.norm(out_THV) * gate).to(x.dtype)",
+        "(self.norm(out_THV) * gate.to(x.dtype))",
+        ("tests/models/test_delta_net.py::test_the_output_gate_is_computed_in_float32_as_in_transformers",),
+    ),
 )

@@ -63,4 +63,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "replace(spec, rounds_once=False)",
         ("tests/models/test_bfloat16.py::test_olmo3_rounds_its_rotation_once_as_transformers_does",),
     ),
+    Mutant(
+        "ignored_layers is not read",
+        "models/quantization.py",
+        'for field in ("modules_to_not_convert", "ignored_layers")',
+        'for field in ("modules_to_not_convert",)',
+        ("tests/checkpoint/test_quantized.py::test_a_module_that_is_not_to_be_quantized_is_not",),
+    ),
+    Mutant(
+        "ignored_layers is read where modules_to_not_convert is missing alone",
+        "models/quantization.py",
+        '[name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]',
+        'value.get("modules_to_not_convert") or value.get("ignored_layers") or []',
+        ("tests/checkpoint/test_quantized.py::test_a_module_that_is_not_to_be_quantized_is_not",),
+    ),
 )
