@@ -107,9 +107,12 @@ def test_the_same_experts_in_another_order_are_not_counted_as_changed() -> None:
     assert torch.equal(experts, chosen.flip(-1))
     torch.testing.assert_close(replayed_weights, weights.flip(-1), rtol=FORMULA_FP64, atol=0)
     assert (stats.replayed, stats.changed) == (T, 0)
-    # Token 0 replaces one expert by an expert that the router did not choose.
-    given[0, 1] = next(expert for expert in range(EXPERTS) if expert not in chosen[0])
-    assert module(x, None, given)[2].changed == 1
+    # Token 0 replaces one expert, the first, second or third, by an expert that the router did not choose.
+    other = max(expert for expert in range(EXPERTS) if expert not in chosen[0])
+    for place in range(TOP_K):
+        replaced = given.clone()
+        replaced[0, place] = other
+        assert module(x, None, replaced)[2].changed == 1
 
 
 def moe_model() -> Qwen3MoEModel:

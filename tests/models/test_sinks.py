@@ -228,7 +228,7 @@ def test_the_log_sum_exp_stays_wide_under_narrow_sinks() -> None:
     torch.testing.assert_close(slope.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["kernel", "packed", "blocks", "paged"])
+@pytest.mark.parametrize("way", ["kernel", "packed", "blocks", "pages", "single page"])
 def test_narrow_sinks_round_no_score(way: str) -> None:
     """bfloat16 sinks next to float64 queries and keys give the float64 result of the same numbers."""
     length = 300 if way == "blocks" else 40
@@ -237,10 +237,11 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
     with torch.no_grad():
         if way == "kernel":
             found = attention_with_sinks(*qkv, sinks, CpuKernel())
-        elif way == "paged":
-            cache = PagedCache([PagedRows(4, 8, 8)], 10, 4, torch.float64, "cpu")
+        elif "page" in way:
+            size = 4 if way == "pages" else 64
+            cache = PagedCache([PagedRows(4, 8, 8)], 10, size, torch.float64, "cpu")
             nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
-            table, first = list(range(10)), [x[:-1] for x in qkv]
+            table, first = list(range(-(-length // size))), [x[:-1] for x in qkv]
             chunk = PrefillChunk(0, length - 1, table, length)
             rest = PagedAttention(cache, nothing, [chunk]).attend(0, *first, spec)
             decode = DecodeRows(np.array([table]), np.array([length]))
@@ -252,6 +253,18 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
         expected = NaiveAttention().packed(*qkv, documents_of([length]), exact)
     assert found.dtype == torch.float64
     assert relative(found, expected) <= FORMULA_FP64
+
+
+def test_gradients_of_narrow_sinks_are_rounded_once() -> None:
+    """Blocks of a long document and several documents add to the gradient of a sink before it is rounded."""
+    lengths = [300, 40, 7]
+    qkv, sinks = draw(sum(lengths), kv_heads=4), torch.randn(4).bfloat16().requires_grad_()
+    exact = sinks.detach().double().requires_grad_()
+    weight = torch.randn(sum(lengths), 4, 8, dtype=torch.float64)
+    out = sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, sinks=sinks))
+    expected = NaiveAttention().packed(*qkv, documents_of(lengths), AttentionSpec(SCALE, sinks=exact))
+    (found,), (gradient,) = torch.autograd.grad(out, [sinks], weight), torch.autograd.grad(expected, [exact], weight)
+    assert torch.equal(found, gradient.bfloat16())
 
 
 def test_a_log_sum_exp_of_another_shape_is_noticed() -> None:

@@ -254,11 +254,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_sinks.py::test_the_log_sum_exp_stays_wide_under_narrow_sinks",),
     ),
     Mutant(
-        "blocks of scores with sinks have the dtype of the sinks",
+        "the gradient of sinks is summed over blocks in their dtype",
         "models/attention/blockwise.py",
         "sinks_NR = None if sinks is None else sinks.to(wide).view(groups, -1).repeat(batch, 1)",
         "sinks_NR = None if sinks is None else sinks.view(groups, -1).repeat(batch, 1)",
-        ("tests/models/test_sinks.py::test_narrow_sinks_round_no_score",),
+        ("tests/models/test_sinks.py::test_gradients_of_narrow_sinks_are_rounded_once",),
     ),
     Mutant(
         "scores of decoded tokens are rounded to the dtype of the sinks",
