@@ -210,6 +210,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, sp
     sizes = [trees.tokens for trees in shared.trees] + [batch.tokens for batch in shared.runs]
     check_lengths(sum(sizes), len(q))
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    spec = spec.with_wide_sinks(q.dtype)
     outs: list[Tensor] = []
     for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
         outs.append(tree_attention(qs, ks, vs, trees, spec))

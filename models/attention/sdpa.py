@@ -60,6 +60,7 @@ class ScaledDotProductAttention(AttentionBackend):
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         """Computes adjacent chunks of equal shape together."""
+        spec = spec.with_wide_sinks(q.dtype)
         pack, outs, row = keys.in_pack_order(kv), list[Tensor](), 0
         chunks = zip(keys.query_lengths, keys.key_spans, strict=True)
         for (length, count), batch in groupby(chunks, key=lambda chunk: (chunk[0], chunk[1][1])):
@@ -83,7 +84,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sp
     check_lengths(sum(lengths), q.shape[0])
     runs = [(length, len(list(same))) for length, same in groupby(length for length in lengths if length)]
     sizes = [length * count for length, count in runs]
-    outs = []
+    spec, outs = spec.with_wide_sinks(q.dtype), []
     for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_BSHD, k_BSGD, v_BSGD = (x.unflatten(0, (count, length)) for x in qkv)
         outs.append(batched_attention(q_BSHD, k_BSGD, v_BSGD, spec).flatten(0, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class AttentionSpec:
                 raise ConfigError(
                     f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"
                 )
+
+    def with_wide_sinks(self, dtype: torch.dtype) -> AttentionSpec:
+        """Return the options with sinks in at least float32, for several calls on queries of `dtype`.
+
+        Autograd then sums the gradients of all calls before it rounds them to the dtype of the sinks.
+        """
+        if self.sinks is None:
+            return self
+        return replace(self, sinks=self.sinks.to(torch.promote_types(dtype, torch.float32)))
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores after the soft cap, if there is one."""

@@ -255,13 +255,29 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
     assert relative(found, expected) <= FORMULA_FP64
 
 
-def test_gradients_of_narrow_sinks_are_rounded_once() -> None:
+@pytest.mark.parametrize("way", ["packed", "prefixes", "gathered"])
+def test_gradients_of_narrow_sinks_are_rounded_once(way: str) -> None:
     """Blocks of a long document and several documents add to the gradient of a sink before it is rounded."""
-    lengths = [300, 40, 7]
-    qkv, sinks = draw(sum(lengths), kv_heads=4), torch.randn(4).bfloat16().requires_grad_()
+    tokens, lengths = torch.arange(400), (300, 40, 7, 53)
+    if way == "prefixes":
+        tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=150, seed=1)
+    qkv, sinks = draw(len(tokens), kv_heads=4), torch.randn(4).bfloat16().requires_grad_()
     exact = sinks.detach().double().requires_grad_()
-    weight = torch.randn(sum(lengths), 4, 8, dtype=torch.float64)
-    out = sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, sinks=sinks))
+    weight = torch.randn(len(tokens), 4, 8, dtype=torch.float64)
+    spec = AttentionSpec(SCALE, sinks=sinks)
+    if way == "packed":
+        out = sdpa_attention(*qkv, tuple(lengths), spec)
+    elif way == "gathered":
+        plan = zigzag_plan(lengths, 1, 1)
+        share = SequenceShare(plan, Group("cp", 1, 0), Group("tp", 1, 0), torch.device("cpu"))
+        assert torch.equal(share.index, torch.arange(len(tokens)))
+        out = ScaledDotProductAttention().gathered(qkv[0], torch.cat(qkv[1:], dim=1), GatheredKeys(share), spec)
+    else:
+        shared = shared_prefixes(tokens, lengths)
+        assert shared is not None
+        rows = [x.detach()[: len(shared.rows)].requires_grad_() for x in qkv]
+        out = prefix_attention(*rows, shared, spec).index_select(0, shared.gather_index)
+        qkv = [x.index_select(0, shared.gather_index) for x in rows]
     expected = NaiveAttention().packed(*qkv, documents_of(lengths), AttentionSpec(SCALE, sinks=exact))
     (found,), (gradient,) = torch.autograd.grad(out, [sinks], weight), torch.autograd.grad(expected, [exact], weight)
     assert torch.equal(found, gradient.bfloat16())

@@ -254,10 +254,24 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_sinks.py::test_the_log_sum_exp_stays_wide_under_narrow_sinks",),
     ),
     Mutant(
-        "the gradient of sinks is summed over blocks in their dtype",
-        "models/attention/blockwise.py",
-        "sinks_NR = None if sinks is None else sinks.to(wide).view(groups, -1).repeat(batch, 1)",
-        "sinks_NR = None if sinks is None else sinks.view(groups, -1).repeat(batch, 1)",
+        "gradients of sinks are summed over documents in their dtype",
+        "models/attention/sdpa.py",
+        "    spec, outs = spec.with_wide_sinks(q.dtype), []\n",
+        "    outs = []\n",
+        ("tests/models/test_sinks.py::test_gradients_of_narrow_sinks_are_rounded_once",),
+    ),
+    Mutant(
+        "gradients of sinks are summed over gathered chunks in their dtype",
+        "models/attention/sdpa.py",
+        "        spec = spec.with_wide_sinks(q.dtype)\n",
+        "",
+        ("tests/models/test_sinks.py::test_gradients_of_narrow_sinks_are_rounded_once",),
+    ),
+    Mutant(
+        "gradients of sinks are summed over shared prefixes in their dtype",
+        "models/attention/prefix.py",
+        "    spec = spec.with_wide_sinks(q.dtype)\n",
+        "",
         ("tests/models/test_sinks.py::test_gradients_of_narrow_sinks_are_rounded_once",),
     ),
     Mutant(
