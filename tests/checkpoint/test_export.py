@@ -16,7 +16,7 @@ from torch import Tensor
 
 import archon
 from archon.checkpoint import atomic
-from archon.checkpoint.hf_export import save_hf
+from archon.checkpoint.hf_export import _ShardWriter, save_hf
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError, UnknownModelError
@@ -393,3 +393,14 @@ def test_missing_or_broken_tokenizer(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "endless")
     with pytest.raises(TokenizerError, match="endless: its tokenizer has no end-of-text token"):
         load_tokenizer(tmp_path / "endless")
+
+
+def test_shards_are_filled_up_to_their_limit(tmp_path: Path) -> None:
+    """Five tensors of 40 bytes in shards of 100: two, two and one."""
+    writer = _ShardWriter(tmp_path, 100)
+    for index in range(5):
+        writer.add(f"w{index}", torch.full((10,), float(index)))
+    writer.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 1, 2, 2, 3)]
+    assert index == {"metadata": {"total_size": 200}, "weight_map": {f"w{i}": name for i, name in enumerate(shards)}}

@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from archon.checkpoint.native import latest_checkpoint, load_latest, load_state, model_fingerprint, save_state
 from archon.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from archon.checkpoint.state_file import StateFiles, build_index
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import QWEN2, config_with
@@ -132,6 +133,36 @@ def test_what_would_need_pickle_is_refused_with_its_place(tmp_path: Path, value:
 def test_nothing_saved_yet(tmp_path: Path) -> None:
     assert load_latest(tmp_path) is None
     assert load_latest(tmp_path / "nowhere") is None
+
+
+# Tensors whose regions are in several files
+
+
+def test_a_tensor_of_which_a_rank_wrote_no_shard_is_refused() -> None:
+    half = {"file": "tensors-00000.safetensors", "boxes": {"w": ["F32", (4, 2), [0, 0], (2, 2)]}}
+    other = {"file": "tensors-00001.safetensors", "boxes": {"w": ["F32", (4, 2), [2, 0], (2, 2)]}}
+    assert len(build_index([half, other])["w"]["boxes"]) == 2
+    with pytest.raises(CheckpointError, match=r"the ranks wrote 4 elements of tensor w, expected 8; a rank did not"):
+        build_index([half, {"file": None}])
+    with pytest.raises(CheckpointError, match=r"the ranks wrote 12 elements of tensor w, expected 8"):
+        build_index([half, other, half])
+    another = {"file": "tensors-00001.safetensors", "boxes": {"w": ["BF16", (4, 2), [2, 0], (2, 2)]}}
+    with pytest.raises(CheckpointError, match=r"tensor w is F32 .* on one rank and BF16 .* on another"):
+        build_index([half, another])
+
+
+def test_a_region_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    name, rows = "tensors-00000.safetensors", torch.arange(4.0).view(2, 2)
+    save_file({"w": rows}, tmp_path / name)
+    boxes = [{"file": name, "start": [2, 0], "shape": [2, 2]}]
+    (tmp_path / "index.json").write_text(json.dumps({"w": {"dtype": "F32", "shape": [4, 2], "boxes": boxes}}))
+    files = StateFiles(tmp_path, {name, "index.json"})
+    assert torch.equal(files.tensors["w"].read((slice(3, 4), slice(0, 2))), rows[1:])
+    with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
+        files.tensors["w"].read()
+    with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
+        files.tensors["w"].read((slice(1, 3), slice(0, 2)))
+    files.close()
 
 
 # `latest`, and what is kept

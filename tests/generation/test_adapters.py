@@ -110,6 +110,8 @@ def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
     engine = serving(model, {"one": adapter})
     for name, whole in ((None, model), ("one", merged(model, adapter))):
         expected = make_engine(whole).prompt_logprobs(RAGGED[5], 0.7)
+        trained = trainer_logprobs(whole, RAGGED[5][:1], RAGGED[5][1:], 0.7)
+        assert (torch.tensor(expected, dtype=torch.float64) - trained).abs().max() < GENERATED_LOGPROB_FP64
         given = engine.prompt_logprobs(RAGGED[5], 0.7, name)
         difference = torch.tensor(given, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
         assert difference.abs().max() < GENERATED_LOGPROB_FP64
@@ -291,3 +293,18 @@ async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(f
                 assert answer.output_tokens == next(expected).output_tokens
     assert engine.adapters["bad"].unfinished == 0
     assert all(tensors.keys.isfinite().all() for tensors in engine._generator.cache.layers.values())
+
+
+async def test_unloaded_adapters_count_toward_the_limit_until_their_answers_end() -> None:
+    model = make_model()
+    engine = serving(model, {"a": random_adapter(model, 0)})
+    engine.max_adapters = 1
+    task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
+    await until_tokens(engine, 2)
+    engine.unload_adapter("a")
+    message = "1 adapters are loaded, as many as allowed, 1 of them until the last answer with them ends"
+    with pytest.raises(RolloutError, match=message):
+        engine.load_adapter("b", random_adapter(model, 1))
+    await task
+    engine.load_adapter("b", random_adapter(model, 1))
+    assert [*engine.adapters] == ["b"]

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from archon.generation.generator import _round_up
-from archon.generation.sequence import StopStrings
+from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelResponse
 from archon.rl import ModelRequest
 from archon.schema.errors import RolloutError
@@ -222,6 +222,8 @@ def test_nothing_stops_before_min_new_tokens() -> None:
         ("abcdefgh", ["d"], 4),
         ("abcdefgh", ["cde"], 5),
         ("abcdefgh", ["xyz", "fg"], 7),
+        ("abcdefgh", ["z", "cdef"], 6),
+        ("abcdefgh", ["cdefg", "h"], 7),
         ("abcdefgh", ["abcdefgh"], 8),
         ("ababac", ["abac"], 6),
         ("abcdefgh", ["hi"], None),
@@ -336,3 +338,38 @@ def test_few_distinct_numbers_of_rows_are_computed() -> None:
         assert rows <= _round_up(rows) <= max(rows * 9 / 8, rows)
     assert len({_round_up(rows) for rows in range(1, 8193)}) < 100
     assert [_round_up(rows) for rows in (1, 7, 32, 256)] == [1, 7, 32, 256]
+
+
+def test_a_stop_may_follow_min_new_tokens_at_once() -> None:
+    """The shortest answer with a minimum of n tokens has n tokens and the stop."""
+    engine = make_engine(make_model(torch.float64))
+    prompt = prompts(7)[0]
+    (free,) = (answer.output_tokens for answer in engine.generate([request(prompt, greedy=True, max_new_tokens=8)]))
+    lengths = [n for n in range(8) if free[n] not in free[:n]]
+    assert max(lengths) > 1
+    wanted = [
+        request(prompt, greedy=True, max_new_tokens=8, min_new_tokens=n, stop_token_ids=[free[n]]) for n in lengths
+    ]
+    for n, answer in zip(lengths, engine.generate(wanted), strict=True):
+        assert answer.output_tokens == free[: n + 1]
+        assert answer.stop_reason == "stop"
+
+
+def test_tokens_of_a_sequence_are_those_of_prompt_and_answer() -> None:
+    sequence = Sequence(request([1, 2, 3]), 5, 0, frozenset(), None, lambda _: None)
+    for token in (4, 5, 6, 7):
+        sequence.append(token, -1.0, 0)
+    whole = [1, 2, 3, 4, 5, 6, 7]
+    for start in range(len(whole)):
+        for stop in range(start, len(whole) + 1):
+            assert sequence.tokens(start, stop) == whole[start:stop]
+
+
+def test_a_failure_clears_the_cache() -> None:
+    """Masked NaN is still NaN where pages are multiplied as a whole."""
+    generator = make_engine()._generator
+    for group in generator.cache.groups:
+        for tensor in group.stored:
+            tensor.fill_(torch.nan)
+    generator.fail(RuntimeError("a step failed"))
+    assert not any(tensor.any() for group in generator.cache.groups for tensor in group.stored)

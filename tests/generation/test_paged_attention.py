@@ -201,3 +201,17 @@ def test_layers_that_cache_other_rows_share_page_numbers() -> None:
     assert all(torch.equal(group.keys[:, 0], old) for group, old in zip(cache.groups, before, strict=True))
     cache.clear()
     assert not any(tensor.any() for group in cache.groups for tensor in group.stored)
+
+
+def test_pages_are_copied_in_every_group_of_layers() -> None:
+    wide, narrow, latent = PagedRows(3, 8, 8), PagedRows(1, 4, 4), PagedRows(1, 12, 8, values_in_keys=True)
+    cache = PagedCache([wide, narrow, latent, wide], 6, 4, torch.float64, "cpu")
+    stored = [tensor for group in cache.groups for tensor in group.stored]
+    assert len(stored) == 5
+    for tensor in stored:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in stored]
+    cache.copy_pages([1, 4], [5, 0])
+    for tensor, old in zip(stored, before, strict=True):
+        assert torch.equal(tensor[:, [5, 0]], old[:, [1, 4]])
+        assert torch.equal(tensor[:, 1:5], old[:, 1:5])

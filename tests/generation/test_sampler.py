@@ -236,3 +236,22 @@ def test_the_c_function_draws_the_tokens_that_operations_draw(
     exact = (logits.double() / torch.from_numpy(given.temperature)[:, None]).log_softmax(-1).gather(1, ours[0][:, None])
     distances = [(logprobs - exact[:, 0]).abs().max().item() for _, logprobs in (ours, theirs)]
     assert distances[0] <= max(distances[1], FORMULA_FP32 * exact.abs().max().item())
+
+
+def test_banned_rows_next_to_rows_that_are_drawn_by_the_kernel() -> None:
+    """Rows without a limit are drawn from the whole vocabulary by other code; the others keep their banned tokens."""
+    logits = torch.zeros(2000, 200)
+    logits[:, 4:] = -torch.inf
+    banned = [(row, [0, 3] if row % 4 == 1 else [1]) for row in range(1, 2000, 2)]
+    tokens, _ = sample(logits, params(2000, index=np.arange(2000), banned=banned))
+    assert set(tokens[0::2].tolist()) == {0, 1, 2, 3}
+    assert set(tokens[1::4].tolist()) == {1, 2}
+    assert set(tokens[3::4].tolist()) == {0, 2, 3}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2])])
+def test_a_nucleus_ends_where_its_mass_reaches_top_p(top_p: float, kept: list[int]) -> None:
+    """Halves and quarters are exact: a token is kept while the mass of the more likely ones is below top_p."""
+    probs = torch.tensor([[0.5, 0.25, 0.25]])
+    filtered = filter_top_k_top_p(probs, torch.tensor([0]), torch.tensor([top_p], dtype=torch.float64))
+    assert filtered.nonzero()[:, 1].tolist() == kept

@@ -151,3 +151,41 @@ def test_a_pool_hands_out_the_lowest_pages_and_counts_owners() -> None:
     assert pool.take(1) == [1]
     with pytest.raises(AssertionError, match="1 pages requested, 0 free"):
         pool.take(1)
+
+
+def test_a_change_of_weights_keeps_the_order_of_the_queue() -> None:
+    scheduler = Scheduler(n_pages=100, page_size=4, max_slots=3, prefill_tokens=100)
+    sequences = [make_sequence([i, i + 1], 5) for i in range(5)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    run_step(scheduler, random.Random(0))
+    scheduler.restart()
+    assert list(scheduler.waiting) == sequences and not scheduler.running
+    assert scheduler.pool.n_free == 100
+    assert [sequence.computed for sequence in sequences] == [0] * 5
+    scheduler.plan()
+    assert scheduler.running == sequences[:3]
+
+
+def test_a_page_is_kept_for_each_running_sequence_that_may_grow() -> None:
+    scheduler = Scheduler(n_pages=3, page_size=2, max_slots=2, prefill_tokens=100)
+    growing, large, small = make_sequence([1, 2], 4), make_sequence([3, 4, 5], 2), make_sequence([6], 2)
+    for sequence in (growing, large):
+        scheduler.submit(sequence)
+    scheduler.plan()
+    assert scheduler.running == [growing], "two pages are free, and one is for its next tokens"
+    scheduler.finish(large)
+    scheduler.submit(small)
+    scheduler.plan()
+    assert scheduler.running == [growing, small]
+
+
+def test_a_preempted_sequence_comes_before_those_that_wait() -> None:
+    scheduler = Scheduler(n_pages=4, page_size=2, max_slots=2, prefill_tokens=100)
+    old, young, waiting = make_sequence([1, 2], 7), make_sequence([3], 7), make_sequence([4], 2)
+    for sequence in (old, young, waiting):
+        scheduler.submit(sequence)
+    rng = random.Random(0)
+    while scheduler.running != [old]:
+        run_step(scheduler, rng)
+    assert list(scheduler.waiting) == [young, waiting]

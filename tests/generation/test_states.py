@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from archon.generation.sequence import Sequence
+from archon.models.base import BaseArchonModel
 from tests.generation.models import (
     greedy_reference,
     make_engine,
@@ -77,3 +78,51 @@ def test_a_prompt_asked_for_again_after_its_first_step_starts_from_its_state() -
         trained = trainer_logprobs(model, LONG, sequence.output, 1.0)
         given = torch.tensor(sequence.response().output_logprobs, dtype=torch.float64)
         torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def check_answers(model: BaseArchonModel, done: list[Sequence]) -> None:
+    """Sampled logprobs are those of a packed forward."""
+    for sequence in done:
+        trained = trainer_logprobs(model, sequence.prompt, sequence.output, 1.0)
+        given = torch.tensor(sequence.response().output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def test_a_prompt_that_is_read_again_with_its_answer_gives_its_own_state() -> None:
+    """After a restart the leader has answered tokens; others start from the state after the prompt, not after those."""
+    model = make_model(torch.float64, FAMILY)
+    engine = make_engine(model, max_slots=4, page_size=4)
+    generator, done = engine._generator, list[Sequence]()
+    generator.submit(request(LONG, seed=0, max_new_tokens=8), done.append)
+    for _ in range(4):
+        generator.step()
+    generator.restart(1)
+    for seed in (1, 2):
+        generator.submit(request(LONG, seed=seed, max_new_tokens=8), done.append)
+    while len(done) < 3:
+        generator.step()
+    assert engine.stats.shared_prompts == 2
+    check_answers(model, done)
+
+
+def test_a_prompt_of_one_token_starts_without_a_state() -> None:
+    """It is read as a decoding row, in the slot of an answer that has ended."""
+    model = make_model(torch.float64, FAMILY)
+    engine = make_engine(model, max_slots=1, page_size=4)
+    done = list[Sequence]()
+    for prompt in (LONG, LONG[:1], SHORT, SHORT[:1]):
+        engine._generator.submit(request(prompt, seed=3, max_new_tokens=6), done.append)
+    while len(done) < 4:
+        engine._generator.step()
+    check_answers(model, done)
+
+
+def test_a_cleared_cache_has_no_states() -> None:
+    model = make_model(torch.float64, FAMILY)
+    cache = make_engine(model, max_slots=2, page_size=4)._generator.cache
+    for states in cache.states.layers.values():
+        for state in states:
+            state.fill_(torch.nan)
+    cache.clear()
+    assert cache.states.layers
+    assert not any(state.any() for states in cache.states.layers.values() for state in states)

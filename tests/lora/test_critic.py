@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
-from archon.models.lora import is_adapter
+from archon.models.lora import is_adapter, share_frozen
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.config import EngineConfig, derived_critic
@@ -73,6 +73,22 @@ def test_a_bfloat16_base_is_shared_and_the_value_head_is_float32(base: str) -> N
     assert shared
     require_equal(found)
     assert found[0]["score.weight"].dtype == torch.float32
+
+
+def test_frozen_weights_are_shared_only_with_the_same_shape_and_dtype() -> None:
+    def layers(*dtypes: torch.dtype, width: int = 3) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, 3, bias=False, dtype=dtype) for dtype in dtypes)).requires_grad_(False)
+
+    owner, model = layers(torch.float32, torch.bfloat16), layers(torch.float32, torch.float32)
+    share_frozen(model, owner)
+    assert model[0].weight is owner[0].weight
+    assert model[1].weight is not owner[1].weight and model[1].weight.dtype == torch.float32
+    wider = layers(torch.float32, torch.bfloat16, width=4)
+    share_frozen(wider, owner)
+    assert wider[0].weight.shape == (3, 4)
+    trained = layers(torch.float32, torch.bfloat16).requires_grad_()
+    share_frozen(trained, owner)
+    assert trained[0].weight is not owner[0].weight
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "c2"])

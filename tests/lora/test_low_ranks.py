@@ -13,6 +13,8 @@ from archon.models.layers import lora
 from archon.models.layers.linear import Linear
 from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE
+from archon.models.lora import initializers
+from archon.models.lora_targets import AdapterSize, parameter_count
 
 CPU = torch.device("cpu")
 IN, OUT = 16, 24
@@ -149,3 +151,20 @@ def test_experts_without_any_adapter_are_the_layer_itself() -> None:
     expected = experts(x, counts)
     experts.lora = nn.ModuleDict({"w1": random_adapters(2)})
     assert torch.equal(experts(x, counts), expected)
+
+
+def test_first_values_are_drawn_for_the_adapter_with_exactly_this_name() -> None:
+    names = ("poet", "late_poet", "poets")
+    modules = nn.ModuleDict({"lora": LowRanks({name: LowRank(IN, OUT, 2, 1.0) for name in names})})
+    for name in names:
+        assert [parameter for parameter, _ in initializers(modules, "random", name)] == [
+            f"lora.{name}.a",
+            f"lora.{name}.b",
+        ]
+
+
+@pytest.mark.parametrize("experts", [None, 3])
+def test_parameters_are_counted_of_every_expert(experts: int | None) -> None:
+    adapter = LowRank(IN, OUT, 5, 1.0, experts)
+    shape = (OUT, IN) if experts is None else (experts, OUT, IN)
+    assert parameter_count(shape, AdapterSize(5, 1.0, False)) == sum(p.numel() for p in adapter.parameters())

@@ -19,7 +19,7 @@ from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count, masked_sum
 from archon.schema.config import EngineConfig
-from archon.schema.errors import BatchError, CheckpointError, ConfigError
+from archon.schema.errors import BatchError, CheckpointError, ConfigError, UserError
 from tests.engine.tiny import make_engine
 from tests.lora.tiny import MOE
 
@@ -223,6 +223,16 @@ def test_an_infinite_gradient_skips_the_step_of_its_adapter_alone(bases: dict[st
     judge.train_batch(own, ClippedLoss(), loss_token_count)
     expected = dict(judge.adapter_weights())
     assert all(relative(x, expected[name]) <= EXACT for name, x in engine.adapter_weights("judge"))
+    resumed = engine_of(bases["dense"], {"adapters": TWO})
+    resumed.load_state_dict(engine.state_dict())
+    counts = {name: (one.steps, one.skipped_steps) for name, one in resumed.adapters.items()}
+    assert counts == {"poet": (1, 1), "judge": (1, 0)}
+    # The default of `max_skipped_in_a_row` counts the steps of one adapter, of which the second one is the last.
+    stopping = {**TWO, "poet": TWO["poet"] | {"optimizer": CLIPPED | {"max_skipped_in_a_row": 2}}}
+    stopped = engine_of(bases["dense"], {"adapters": stopping})
+    stopped.train_batch(batch, Broken(), loss_token_count)
+    with pytest.raises(UserError, match="the gradient norm was not finite in 2 steps in a row, up to step 2"):
+        stopped.train_batch(batch, Broken(), loss_token_count)
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("dense", "float32"), ("moe", "float32"), ("moe", "float64")])

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.peft_config import config_fields, read_config
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.layers.lora import LowRank
 from archon.models.lora import initializers
+from archon.models.lora_targets import AdapterSize
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 from tests.engine.tiny import sft_batch
@@ -137,6 +139,51 @@ def test_first_values_are_pefts(kind: Literal["zero", "gaussian", "random"], exp
         assert 0.95 / math.sqrt(rank) < b.abs().max() <= 1 / math.sqrt(rank)
     else:
         assert not b.any() and not layer.lora_B["default"].weight.any()
+
+
+def test_a_config_without_rank_and_alpha_has_pefts_defaults(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    found, default = read_config(tmp_path / "adapter_config.json"), peft.LoraConfig()
+    assert (found.rank, found.alpha, found.rslora) == (default.r, default.lora_alpha, default.use_rslora)
+    assert found.modules is default.target_modules and found.layers is default.layers_to_transform
+
+
+def test_patterns_hold_every_rank_and_alpha_that_is_not_the_commonest() -> None:
+    sizes = {"a": (4, 6.0), "b": (4, 6.0), "c": (4, 4.0), "d": (6, 6.0), "e": (6, 4.0)}
+    fields = config_fields({name: AdapterSize(*size, False) for name, size in sizes.items()}, [*sizes], [], "base")
+    for name, (rank, alpha) in sizes.items():
+        assert fields["rank_pattern"].get(name, fields["r"]) == rank
+        assert fields["alpha_pattern"].get(name, fields["lora_alpha"]) == alpha
+
+
+def test_a_rank_between_the_sides_of_a_matrix_is_allowed(tmp_path: Path) -> None:
+    base = base_of("llama", tmp_path / "base")
+    shapes = engine_of(base).adapter.native_shapes
+    low, high = sorted(shapes["layers.0.feed_forward.w2.weight"])
+    assert low < high
+    for rank, allowed in ((low + 1, True), (high, True), (high + 1, False)):
+        lora = {"rank": rank, "alpha": 1.0, "targets": ["layers.0.mlp.down_proj"]}
+        if allowed:
+            assert engine_of(base, lora=lora).lora["layers.0.feed_forward.w2.weight"].rank == rank
+        else:
+            with pytest.raises(ConfigError, match=f"has rank {rank}, more than its matrix has rows and columns"):
+                engine_of(base, lora=lora)
+
+
+def test_an_export_keeps_other_files_and_refuses_values_that_are_not_finite(tmp_path: Path) -> None:
+    engine = engine_of(base_of("llama", tmp_path / "base"), lora={"rank": 2, "init": "random"})
+    engine.save(tmp_path / "adapter", "peft")
+    engine.save(tmp_path / "adapter", "peft")  # replaces its own files
+    (tmp_path / "adapter" / "notes.txt").write_text("keep me")
+    with pytest.raises(CheckpointError, match=r"it holds 'notes.txt', which is not part of an adapter and would be lo"):
+        engine.save(tmp_path / "adapter", "peft")
+    assert (tmp_path / "adapter" / "notes.txt").read_text() == "keep me"
+    parameter = next(p for name, p in engine.whole_model.named_parameters() if name.endswith("wq.lora.b"))
+    for value in (float("nan"), float("inf")):
+        parameter.data[0, 0] = value
+        with pytest.raises(CheckpointError, match=r"q_proj.lora_B.weight' has values that are not finite"):
+            engine.save(tmp_path / "broken", "peft")
+    assert not (tmp_path / "broken").exists()
 
 
 @pytest.fixture(scope="module")

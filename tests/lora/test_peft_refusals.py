@@ -117,6 +117,16 @@ def test_fields_that_contradict_the_tensors_or_archon(folders: dict[str, Folder]
     assert time.process_time() - begun < 2
 
 
+def test_modules_named_in_full_are_of_any_layer(folders: dict[str, Folder], tmp_path: Path) -> None:
+    """As in PEFT, which compares `layers_to_transform` only with modules that are named by their ends."""
+    config = json.loads((folders["stacked"].path / "adapter_config.json").read_text())
+    assert QUERIES in config["target_modules"]
+    folders["stacked"].change(tmp_path / "full", {"layers_to_transform": [0]})
+    ends = sorted({name.rpartition(".")[2] for name in config["target_modules"]})
+    with pytest.raises(CheckpointError, match=r"layers_to_transform, \[0\], does not have its layer"):
+        folders["stacked"].change(tmp_path / "ends", {"target_modules": ends, "layers_to_transform": [0]})
+
+
 REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "half of a stack": ("stacked", lambda x: x.pop(f"{EXPERTS}.lora_B.weight"), r"experts\.lora_B\.weight' is missing"),
     "no stack": ("stacked", lambda x: [x.pop(key) for key in [*x] if key.startswith(f"{EXPERTS}.lora")], "is missing"),

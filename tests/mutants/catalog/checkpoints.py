@@ -124,14 +124,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/checkpoint/state_file.py",
         "if found != expected:",
         "if found > expected:",
-        ("tests/checkpoint/test_state.py",),
+        ("tests/checkpoint/test_state.py::test_a_tensor_of_which_a_rank_wrote_no_shard_is_refused",),
     ),
     Mutant(
         "a region that no file covers is read as it lies in memory",
         "archon/checkpoint/state_file.py",
         "if filled != out.numel():",
         "if filled > out.numel():",
-        ("tests/checkpoint/test_state.py",),
+        ("tests/checkpoint/test_state.py::test_a_region_that_no_file_holds_is_refused",),
     ),
     Mutant(
         "an index that names another file is accepted",
@@ -152,10 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/checkpoint/hf_export.py",
         "        self._shard.clear()\n        self._shard_bytes = 0\n",
         "        self._shard.clear()\n",
-        (
-            "tests/checkpoint/test_export.py::test_index_lists_every_key_and_the_total_size",
-            "tests/checkpoint/test_export.py::test_at_most_one_shard_is_held_in_memory",
-        ),
+        ("tests/checkpoint/test_export.py::test_shards_are_filled_up_to_their_limit",),
     ),
     Mutant(
         "an export in another dtype rounds stored balancing biases",

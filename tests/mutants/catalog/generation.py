@@ -122,7 +122,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/sampler.py",
         "(before >= top_p[:, None])",
         "(before > top_p[:, None])",
-        ("tests/generation/test_sampler.py::test_top_k_and_top_p_equal_a_plain_loop",),
+        ("tests/generation/test_sampler.py::test_a_nucleus_ends_where_its_mass_reaches_top_p",),
     ),
     Mutant(
         "banned tokens of some rows are those of the rows' places in the batch",
@@ -143,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/generator.py",
         "len(sequence.output) < sequence.min_new_tokens",
         "len(sequence.output) <= sequence.min_new_tokens",
-        ("tests/generation/test_answers.py::test_nothing_stops_before_min_new_tokens",),
+        ("tests/generation/test_answers.py::test_a_stop_may_follow_min_new_tokens_at_once",),
     ),
     Mutant(
         "a change of weights reverses the queue",
@@ -157,7 +157,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/scheduler.py",
         "self.waiting.appendleft(sequence)",
         "self.waiting.append(sequence)",
-        ("tests/generation/test_scheduler.py::test_the_youngest_is_preempted_and_comes_back_first",),
+        ("tests/generation/test_scheduler.py::test_a_preempted_sequence_comes_before_those_that_wait",),
     ),
     Mutant(
         "prompts that nobody asks for stay in the table",
@@ -171,7 +171,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/scheduler.py",
         "self.pool.n_free < needed + spare",
         "self.pool.n_free < needed",
-        ("tests/generation/test_scheduler.py",),
+        ("tests/generation/test_scheduler.py::test_a_page_is_kept_for_each_running_sequence_that_may_grow",),
     ),
     Mutant(
         "a leader's chunk goes on past its prompt in a model with states",
@@ -185,7 +185,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/paged.py",
         "self.decode.lengths == 1, (1,)",
         "self.decode.lengths == 0, (1,)",
-        ("tests/generation/test_states.py",),
+        ("tests/generation/test_states.py::test_a_prompt_of_one_token_starts_without_a_state",),
     ),
     Mutant(
         "a chunk's cached tokens have the adapter of a decoding row",
@@ -206,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/paged_cache.py",
         "        for group in self.groups:\n            for cache in group.stored:",
         "        for group in self.groups[:1]:\n            for cache in group.stored:",
-        ("tests/generation/test_paged_attention.py::test_layers_that_cache_other_rows_share_page_numbers",),
+        ("tests/generation/test_paged_attention.py::test_pages_are_copied_in_every_group_of_layers",),
     ),
     Mutant(
         "values of a copied page stay behind",
@@ -220,7 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/paged_cache.py",
         "        self.states.clear()\n",
         "",
-        ("tests/generation/test_states.py",),
+        ("tests/generation/test_states.py::test_a_cleared_cache_has_no_states",),
     ),
     Mutant(
         "an unloaded adapter is not freed if its name is taken again",
@@ -236,7 +236,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/adapters.py",
         "if len(self._places) >= self.limit:",
         "if len(self._served) >= self.limit:",
-        ("tests/generation/test_adapters.py",),
+        ("tests/generation/test_adapters.py::test_unloaded_adapters_count_toward_the_limit_until_their_answers_end",),
     ),
     Mutant(
         "a refused update in place loses the adapter",
@@ -259,9 +259,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/generator.py",
         "        self.cache.clear()\n",
         "",
-        (
-            "tests/generation/test_engine.py::test_weights_that_are_not_finite_are_an_error_and_leave_no_trace_in_the_cache",
-        ),
+        ("tests/generation/test_answers.py::test_a_failure_clears_the_cache",),
     ),
     Mutant(
         "images encoded with the old weights are used with the new ones",
@@ -277,10 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/sequence.py",
         "self.output[max(start - split, 0) : stop - split]",
         "self.output[: stop - split]",
-        (
-            "tests/generation/test_parity.py::test_pages_and_chunks_do_not_change_the_answer",
-            "tests/generation/test_answers.py::test_a_small_cache_preempts_and_gives_the_same_answers",
-        ),
+        ("tests/generation/test_answers.py::test_tokens_of_a_sequence_are_those_of_prompt_and_answer",),
     ),
     Mutant(
         "text is kept for the shortest stop string",
@@ -294,6 +289,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/prompt_scores.py",
         "(wide / temperature).log_softmax(-1)",
         "wide.log_softmax(-1)",
-        ("tests/generation/test_adapters.py::test_a_prompt_is_scored_with_its_adapter",),
+        ("tests/generation/test_adapters.py::test_a_prompt_is_scored_with_its_adapter[qwen3]",),
     ),
 )

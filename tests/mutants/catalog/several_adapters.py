@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/lora.py",
         'prefix.endswith(f".{named}")',
         "prefix.endswith(named)",
-        ("tests/lora/test_many.py::test_each_adapter_is_trained_as_if_alone",),
+        ("tests/lora/test_low_ranks.py::test_first_values_are_drawn_for_the_adapter_with_exactly_this_name",),
     ),
     Mutant(
         "B is padded at its first ranks, A at its last",
@@ -140,14 +140,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/engine/adapters.py",
         'self.steps, self._skips.total = int(state["steps"])',
         "self.steps, self._skips.total = 0",
-        ("tests/lora/test_many.py::test_a_resumed_run_of_several_adapters_is_the_same_bitwise",),
+        ("tests/lora/test_many.py::test_an_infinite_gradient_skips_the_step_of_its_adapter_alone",),
     ),
     Mutant(
         "a resumed adapter forgets its skipped steps",
         "archon/engine/adapters.py",
         'int(state["steps"]), int(state["skipped_steps"])',
         'int(state["steps"]), 0',
-        ("tests/lora/test_many.py::test_a_resumed_run_of_several_adapters_is_the_same_bitwise",),
+        ("tests/lora/test_many.py::test_an_infinite_gradient_skips_the_step_of_its_adapter_alone",),
     ),
     Mutant(
         "gradients of one of several adapters are not clipped",
