@@ -58,7 +58,9 @@ def test_one_checkpoint_is_written_at_a_time(same_saver: bool, tmp_path: Path, m
     assert events == ["1 begins", "1 ends", "2 begins", "2 ends"]
 
 
-def test_the_error_of_a_background_save_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write() -> None:
         raise RuntimeError("no such tensor")
 
@@ -67,4 +69,8 @@ def test_the_error_of_a_background_save_is_raised_once(tmp_path: Path, monkeypat
     saving.save(tmp_path, 1, {}, asynchronous=True)
     with pytest.raises(RuntimeError, match="no such tensor"):
         saving.wait()
+    saving.wait()
+    saving.save(tmp_path, 2, {}, asynchronous=True)
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        saving.save(tmp_path, 3, {}, asynchronous=True)
     saving.wait()

@@ -190,7 +190,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/checkpoint/test_saver.py",),
     ),
     Mutant(
-        "a save does not wait for its engine's own earlier one",
+        "a save does not raise the error of the earlier one",
         "archon/checkpoint/saver.py",
         "        self.wait()\n        for other",
         "        for other",
