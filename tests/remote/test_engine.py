@@ -237,6 +237,53 @@ def test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere(
     assert isinstance(error, NoServerError) and servers[1].url in str(error) and servers[0].url in str(error)
 
 
+def test_answers_of_weights_older_than_the_last_push_are_refused(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    """Version 0 was verified, but a server that returns to it after version 1 was restarted from an old checkpoint."""
+    servers = [twin(), twin()]
+    engine = connected(*servers)
+    engine.update_weights(weights, version=1)
+    servers[0].weight_version = "0"
+    answers = ask(engine, *(request(seed, group=seed) for seed in range(4)))
+    assert all(set(answer.output_versions) == {1} for answer in answers)
+    assert "answered with weights of version '0', and it was given 1" in str(engine.servers[0].failure)
+    assert engine.servers[1].failure is None and engine.stats.lost == 1
+
+
+def test_a_delta_is_pushed_only_to_servers_at_its_base_version(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    servers = [twin() for _ in range(3)]
+    engine = connected(*servers, transport="delta")
+    _, older, failed = engine.servers
+    older.version = -1  # missed the last push
+    failed.failure = "did not answer within 10 s"  # reports version 0, but may hold anything
+    engine.update_weights(weights, version=1)
+    assert [server.patched for server in servers] == [[False, True], [False, False], [False, False]]
+    assert [server.failure for server in engine.servers] == [None, None, None]
+    engine.update_weights(weights, version=2)
+    assert [server.patched[-1] for server in servers] == [True, True, True]
+
+
+def test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_are_wrong(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    server = twin()
+    engine = connected(server, transport="delta")
+    engine.update_weights(weights, version=1)
+    assert server.patched == [False, True]
+    engine.servers[0].failure = "restarted"
+    server.faults = {"forgetful"}  # it accepts the push, and keeps its weights
+    server.engine.model.norm.weight.data.mul_(2)
+    with pytest.raises(RolloutError, match="scores the tokens of a probe"):
+        engine.bring_back(engine.servers[0])
+    assert server.is_paused and engine.servers[0].failure is not None
+    server.faults.clear()
+    assert engine.bring_back(engine.servers[0]) and not server.is_paused
+    assert server.patched == [False, True, False, False]
+
+
 def test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights(
     connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds(
             metrics = trainer.train_step()
             assert metrics["push/servers"] == 1 and metrics["servers/lost"] == (fault == next(iter(FAILED_PUSHES)))
             assert re.search(message, str(trainer.generator.servers[1].failure))
+            assert bad.is_paused and not good.is_paused, f"after fault {fault}"
         asked = len(bad.generated())
         bad.faults.clear()
         metrics = trainer.train_step()

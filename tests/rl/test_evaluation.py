@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelResponse
-from archon.rl import RLVRWorkflow, RolloutWorkflow
+from archon.rl import RLTrainer, RLVRWorkflow, RolloutWorkflow
+from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.evaluation import answer_texts, evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, WorkflowError
 from archon.rl.trajectories import trajectory_tensors
 from tests.rl import rewards_for_tests as rewards
+from tests.tolerances import FIRST_RATIO_FP32
 
 PROMPTS = [Prompt(i, {"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]
 GCONFIG = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
@@ -80,3 +83,51 @@ def test_what_a_workflow_records_while_it_is_evaluated_is_reported(engine: InPro
 
     rollout = Rollout(engine, Recording(rewards.count_digits, GCONFIG, tokenizer))
     assert asyncio.run(evaluate(rollout, PROMPTS))["index"] == sum(range(12)) / 12
+
+
+HELD_OUT = {"path": "arithmetic", "split": "test"}
+ALL_KEYWORDS: list[dict[str, Any]] = [{}, {"eval_workflow_kwargs": {}}]
+
+
+def held_out_answers(trainer: RLTrainer, prefix: str) -> list[tuple[list[int], int, list[float]]]:
+    """Return (tokens, prompt length, answer logprobs) of every held-out answer of one evaluation."""
+    episodes = asyncio.run(trainer.evaluations[prefix].run(trainer.held_out, is_eval=True))
+    answers = []
+    for episode in episodes:
+        assert episode.trajectories
+        columns = (episode.trajectories[name] for name in ("input_ids", "attention_mask", "loss_mask", "logprobs"))
+        for ids, attended, trained, logprobs in zip(*columns, strict=True):
+            prompt = int((attended.bool() & (trained == 0)).sum())
+            answers.append((ids[attended.bool()].tolist(), prompt, logprobs[trained == 1].tolist()))
+    return answers
+
+
+def test_greedy_evaluation_answers_with_the_most_likely_tokens(rl_config: Callable[..., RLConfig]) -> None:
+    """Also if the policy is trained at another temperature and with several samples."""
+    gconfig = {"n_samples": 4, "max_new_tokens": 4, "temperature": 1.5}
+    evaluation = {"max_prompts": 8, "n_samples": 2}
+    trainer = RLTrainer(rl_config(eval_data=HELD_OUT, evaluation=evaluation, gconfig=gconfig))
+    with trainer.opened():
+        answers = held_out_answers(trainer, "greedy_")
+        assert len(answers) == 8, "one answer a prompt"
+        for tokens, prompt, _ in answers:
+            ids, n = torch.tensor(tokens), len(tokens)
+            logits = trainer.engine.model(ids, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+            assert tokens[prompt:] == logits[prompt - 1 : -1].argmax(-1).tolist()
+        assert len(held_out_answers(trainer, "")) == 16, "the sampled evaluation is apart"
+
+
+@pytest.mark.parametrize("keywords", ALL_KEYWORDS, ids=["workflow", "eval_workflow_kwargs"])
+def test_evaluation_samples_at_its_own_temperature(
+    rl_config: Callable[..., RLConfig], keywords: dict[str, Any]
+) -> None:
+    """The generator reports logprobs of the distribution that it sampled from."""
+    gconfig = {"n_samples": 4, "max_new_tokens": 4, "temperature": 1.5}
+    evaluation = {"max_prompts": 8, "n_samples": 3, "temperature": 0.5}
+    trainer = RLTrainer(rl_config(eval_data=HELD_OUT, evaluation=evaluation, gconfig=gconfig))
+    with trainer.opened(**keywords):
+        answers = held_out_answers(trainer, "")
+        assert len(answers) == 24, "evaluation.n_samples answers a prompt"
+        for tokens, prompt, logprobs in answers:
+            scores = trainer.generator.prompt_logprobs(tokens, 0.5)
+            assert logprobs == pytest.approx(scores[prompt - 1 :], abs=FIRST_RATIO_FP32)

@@ -17,6 +17,7 @@ from archon.rl import PreferenceConfig
 from archon.schema.errors import ConfigError, DatasetError
 from archon.training.metrics import read_jsonl
 from archon.training.preference import PreferenceTrainer, preference_loss
+from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 from tests.rl.objectives import PREFERENCES, assert_same, of_preference, opened, write_pairs
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64
 
@@ -75,6 +76,21 @@ def plain_number(engine: ArchonEngine, batch: dict[str, Tensor], row: int) -> Te
         found: Tensor = out.reshape(n)[trained - 1].sum()
         return found
     return out.log_softmax(-1)[trained - 1].gather(1, tokens[trained].unsqueeze(1)).sum()
+
+
+def test_reward_model_scores_the_last_token_of_each_answer(make: MakeConfig) -> None:
+    """The reference runs the model on the rows themselves, one document at a time."""
+    config = make(loss="reward")
+    config.model.dtype = "float64"
+    trainer = opened(config)
+    rows = trainer.loader.next_batch()
+    scores = trainer._numbers(trainer.engine, trainer._pairs(rows)).view(-1, 2)
+    for row, pair in zip(rows, scores, strict=True):
+        for side, score in zip(("chosen", "rejected"), pair, strict=True):
+            tokens = torch.tensor(row[f"{side}_ids"])
+            n = len(tokens)
+            values = trainer.engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+            torch.testing.assert_close(score, values.flatten()[-1].detach(), rtol=INVARIANCE_FP64, atol=INVARIANCE_FP64)
 
 
 @pytest.mark.parametrize("max_tokens_per_mb", [8192, 12])
@@ -138,6 +154,11 @@ def test_it_learns_which_answer_is_preferred(make: MakeConfig, tmp_path: Path, l
         assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # policy and reference are the same
     exported = load_model(tmp_path / "run" / "export", is_critic=loss == "reward")
     assert (exported.score is not None) == (loss == "reward")
+
+
+def test_error_inside_an_update_saves_no_checkpoint(make: MakeConfig, tmp_path: Path) -> None:
+    trainer = PreferenceTrainer(make(checkpoint={"every": 0}))
+    require_no_checkpoint_of_a_failed_update(trainer, trainer.train, tmp_path / "run" / "checkpoints")
 
 
 def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.native import load_latest
 from archon.rl import SFTTrainer
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.training.config import SFTConfig
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
 from archon.training.sft import padded_batch
+from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 
 MakeConfig = Callable[..., SFTConfig]
 
@@ -119,6 +121,28 @@ def test_sigterm_saves_and_leaves_and_the_resumed_sft_is_bitwise_the_uninterrupt
     for a, b in zip(resumed.engine.model.parameters(), whole.engine.model.parameters(), strict=True):
         assert a.equal(b)
     assert records(config) == records(whole_config)
+
+
+def test_error_inside_an_update_saves_no_checkpoint(sft_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = SFTTrainer(sft_config(checkpoint={"every": 0}))
+    require_no_checkpoint_of_a_failed_update(trainer, trainer.train, tmp_path / "run" / "checkpoints")
+
+
+def test_error_between_steps_saves_the_last_complete_step(sft_config: MakeConfig, tmp_path: Path) -> None:
+    """Nothing of step 3 has begun when the error is raised, so the weights are those of step 2."""
+    trainer = SFTTrainer(sft_config(checkpoint={"every": 0}))
+    step = trainer.train_step
+
+    def failing_step() -> dict[str, float]:
+        if trainer.step == 2:
+            raise OSError("the data is gone")
+        return step()
+
+    trainer.train_step = failing_step  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the data is gone"):
+        trainer.train()
+    saved = load_latest(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved[0] == 2
 
 
 def test_epochs_see_every_row_once_each(sft_config: MakeConfig) -> None:

@@ -24,6 +24,7 @@ from archon.rl.rollout import WorkflowError
 from archon.schema.errors import ConfigError, RewardError, RolloutError
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
+from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 from tests.rl.written import prompts_trained, records
 from tests.tolerances import FIRST_RATIO_FP32
 from tests.warm import run_code
@@ -326,6 +327,12 @@ def test_error_inside_an_update_saves_no_half_updated_weights(rl_config: MakeCon
         with pytest.raises(TypeError):
             trainer.train()
     assert load_latest(Path(config.run_dir) / "checkpoints") is None
+
+
+def test_error_of_an_optimizer_saves_no_checkpoint(rl_config: MakeConfig) -> None:
+    config = rl_config(checkpoint={"every": 0})
+    trainer = RLTrainer(config)
+    require_no_checkpoint_of_a_failed_update(trainer, trainer.train, Path(config.run_dir) / "checkpoints")
 
 
 def test_what_is_there_before_a_run_is_frozen_during_it_unless_somebody_else_has_frozen_it() -> None:

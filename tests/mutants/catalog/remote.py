@@ -193,4 +193,69 @@ MUTANTS: tuple[Mutant, ...] = (
             "tests/remote/test_http.py::test_a_connection_that_the_server_closed_while_the_loop_stood_still_is_not_used_again",
         ),
     ),
+    Mutant(
+        "a delta is pushed to a server of any version",
+        "archon/remote/server.py",
+        "patched = push.delta is not None and self.failure is None and self.version == push.since",
+        "patched = push.delta is not None and self.failure is None",
+        (f"{ENGINE}::test_a_delta_is_pushed_only_to_servers_at_its_base_version",),
+    ),
+    Mutant(
+        "a delta is pushed to a server that failed",
+        "archon/remote/server.py",
+        "patched = push.delta is not None and self.failure is None and self.version == push.since",
+        "patched = push.delta is not None and self.version == push.since",
+        (f"{ENGINE}::test_a_delta_is_pushed_only_to_servers_at_its_base_version",),
+    ),
+    Mutant(
+        "a delta names the version that it leads to as its base",
+        "archon/remote/engine.py",
+        "return (delta, self.version) if write_delta(old, folder, delta) else (None, None)",
+        "return (delta, self.version + 1) if write_delta(old, folder, delta) else (None, None)",
+        (f"{ENGINE}::test_a_delta_is_pushed_only_to_servers_at_its_base_version",),
+    ),
+    Mutant(
+        "answers of earlier verified weights are accepted",
+        "archon/remote/server.py",
+        "if name not in self.verified or given is None or int(name) < given:",
+        "if name not in self.verified or given is None:",
+        (f"{ENGINE}::test_answers_of_weights_older_than_the_last_push_are_refused",),
+    ),
+    Mutant(
+        "a server that scores the probe otherwise goes on serving",
+        "archon/remote/server.py",
+        "            self.dialect.pause(self.http, abort=True)  # so that nobody is answered with wrong weights\n",
+        "",
+        (FAILED_PUSH,),
+    ),
+    Mutant(
+        "a server goes on serving before its version is checked",
+        "archon/remote/server.py",
+        """        self._require_version(push)
+        push.expected.result()  # nobody is answered while the weights cannot be compared
+        self.dialect.resume(self.http)
+""",
+        """        push.expected.result()
+        self.dialect.resume(self.http)
+        self._require_version(push)
+""",
+        (FAILED_PUSH,),
+    ),
+    Mutant(
+        "a server is loaded while it serves",
+        "archon/remote/server.py",
+        """        self.dialect.pause(self.http, abort=True)
+        model = self._load(push)
+""",
+        """        model = self._load(push)
+""",
+        (FAILED_PUSH,),
+    ),
+    Mutant(
+        "a server that is brought back gets only the delta",
+        "archon/remote/engine.py",
+        "server.push(replace(push, delta=None, since=None, limits=self._limits(server)))",
+        "server.failure = None\n                server.push(replace(push, limits=self._limits(server)))",
+        (f"{ENGINE}::test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_are_wrong",),
+    ),
 )

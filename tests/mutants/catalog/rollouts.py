@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+EVALUATION = "tests/rl/test_evaluation.py"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every turn of a conversation draws the same random numbers",
@@ -109,5 +111,50 @@ MUTANTS: tuple[Mutant, ...] = (
         "behind = version - versions[(loss_mask != 0) & (versions >= 0)]",
         "behind = version - versions",
         ("tests/rl/test_summary.py",),
+    ),
+    Mutant(
+        "greedy evaluation samples",
+        "rl/evaluation.py",
+        "config.gconfig.new(n_samples=1, greedy=True, temperature=1.0)",
+        "config.gconfig.new(n_samples=1, greedy=False, temperature=1.0)",
+        (f"{EVALUATION}::test_greedy_evaluation_answers_with_the_most_likely_tokens",),
+    ),
+    Mutant(
+        "greedy evaluation uses the sampled evaluation's settings",
+        "rl/evaluation.py",
+        'workflows["greedy_"] = trained.with_gconfig(config.gconfig.new(n_samples=1, greedy=True, temperature=1.0))',
+        'workflows["greedy_"] = workflows[""]',
+        (f"{EVALUATION}::test_greedy_evaluation_answers_with_the_most_likely_tokens",),
+    ),
+    Mutant(
+        "evaluation samples at the training temperature",
+        "rl/evaluation.py",
+        "n_samples=config.evaluation.n_samples, temperature=config.evaluation.temperature",
+        "n_samples=config.evaluation.n_samples",
+        (f"{EVALUATION}::test_evaluation_samples_at_its_own_temperature",),
+    ),
+    Mutant(
+        "an evaluation has as many samples as training",
+        "rl/evaluation.py",
+        "n_samples=config.evaluation.n_samples, temperature=config.evaluation.temperature",
+        "temperature=config.evaluation.temperature",
+        (f"{EVALUATION}::test_evaluation_samples_at_its_own_temperature",),
+    ),
+    Mutant(
+        "the workflow of evaluation keywords samples as training does",
+        "rl/trainer.py",
+        '                offered["gconfig"] = sampled_gconfig(config)\n',
+        "",
+        (f"{EVALUATION}::test_evaluation_samples_at_its_own_temperature",),
+    ),
+    Mutant(
+        "a workflow's copy for evaluation keeps the training settings",
+        "rl/workflows/base.py",
+        "        changed.gconfig = gconfig\n",
+        "        changed.gconfig = self.gconfig.new(n_samples=gconfig.n_samples)\n",
+        (
+            f"{EVALUATION}::test_greedy_evaluation_answers_with_the_most_likely_tokens",
+            f"{EVALUATION}::test_evaluation_samples_at_its_own_temperature",
+        ),
     ),
 )

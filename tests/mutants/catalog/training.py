@@ -1,8 +1,11 @@
-"""Mistakes in data and supervised training."""
+"""Mistakes in data, supervised training and the run loop."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
+
+SFT, PREFERENCE = "tests/rl/test_sft.py", "tests/rl/test_preference.py"
+SFT_ADAPTERS, LORA_RESUME = "tests/rl/test_sft_adapters.py", "tests/lora/test_resume.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -46,5 +49,118 @@ MUTANTS: tuple[Mutant, ...] = (
         '    spare["loss_mask"].zero_()\n',
         "",
         ("tests/rl/test_sharding.py",),
+    ),
+    Mutant(
+        "a reward model scores the token before an answer's last one",
+        "archon/training/preference.py",
+        "answers = [([*ids, ids[-1]], [*[0] * len(ids), 1]) for ids, _ in answers]",
+        "answers = [(ids, [*[0] * (len(ids) - 1), 1]) for ids, _ in answers]",
+        (f"{PREFERENCE}::test_reward_model_scores_the_last_token_of_each_answer",),
+    ),
+    Mutant(
+        "a reward model's score is that of a repeated answer",
+        "archon/training/preference.py",
+        "[([*ids, ids[-1]], [*[0] * len(ids), 1]) for ids, _ in answers]",
+        "[([*ids, ids[-1], ids[-1]], [*[0] * len(ids), 0, 1]) for ids, _ in answers]",
+        (f"{PREFERENCE}::test_reward_model_scores_the_last_token_of_each_answer",),
+    ),
+    Mutant(
+        "an error inside an update saves half-updated weights",
+        "archon/training/loop.py",
+        "if self._saved_step == self.step or self._mid_update:",
+        "if self._saved_step == self.step:",
+        (f"{SFT}::test_error_inside_an_update_saves_no_checkpoint",),
+    ),
+    Mutant(
+        "an SFT step does not say that it is inside an update",
+        "archon/training/sft.py",
+        "        self._mid_update = True\n",
+        "",
+        (f"{SFT}::test_error_inside_an_update_saves_no_checkpoint",),
+    ),
+    Mutant(
+        "a step on pairs does not say that it is inside an update",
+        "archon/training/preference.py",
+        "        self._mid_update = True\n",
+        "",
+        (f"{PREFERENCE}::test_error_inside_an_update_saves_no_checkpoint",),
+    ),
+    Mutant(
+        "an RL step says that it is inside an update only after it",
+        "rl/trainer.py",
+        """            self._mid_update = True
+            with timed(seconds, "update"):
+                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
+""",
+        """            with timed(seconds, "update"):
+                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
+            self._mid_update = True
+""",
+        ("tests/rl/test_trainer.py::test_error_of_an_optimizer_saves_no_checkpoint",),
+    ),
+    Mutant(
+        "after its first step a run never saves again",
+        "archon/training/loop.py",
+        "                    self._mid_update = False\n",
+        "",
+        (f"{SFT}::test_error_between_steps_saves_the_last_complete_step",),
+    ),
+    Mutant(
+        "an error loses the steps since the last checkpoint",
+        "archon/training/loop.py",
+        "if kind in (None, StoppedError) or ControlPlane.of_run().size == 1:",
+        "if kind in (None, StoppedError):",
+        (f"{SFT}::test_error_between_steps_saves_the_last_complete_step",),
+    ),
+    Mutant(
+        "a resumed run begins with a fresh LoRA",
+        "archon/engine/engine.py",
+        """        load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        """        if not self.lora:
+            load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        (f"{LORA_RESUME}::test_resumed_training_is_bitwise_the_uninterrupted_one",),
+    ),
+    Mutant(
+        "resumed RL generates with a fresh LoRA",
+        "archon/engine/engine.py",
+        """        load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        """        if not any(map(is_adapter, state["model"])):
+            load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        (f"{LORA_RESUME}::test_resumed_rl_generates_with_its_trained_lora",),
+    ),
+    Mutant(
+        "a resumed run of multi-LoRA begins with fresh LoRAs",
+        "archon/engine/engine.py",
+        """        load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        """        if not self.adapters:
+            load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer""",
+        (f"{SFT_ADAPTERS}::test_a_run_of_several_adapters_resumes_bitwise",),
+    ),
+    Mutant(
+        "a resumed run of multi-LoRA begins with fresh optimizers",
+        "archon/engine/engine.py",
+        '            own.load_state_dict(self.model, state["adapters"][name], self._known_names())\n',
+        '            own.steps = int(state["adapters"][name]["steps"])\n',
+        (f"{SFT_ADAPTERS}::test_a_run_of_several_adapters_resumes_bitwise",),
+    ),
+    Mutant(
+        "a resumed run begins with a fresh critic",
+        "archon/training/loop.py",
+        'self.critic.load_state_dict(state.pop("critic"))',
+        'state.pop("critic")',
+        ("tests/lora/test_critic.py::test_ppo_trains_two_adapters_on_one_base_and_resumes",),
+    ),
+    Mutant(
+        "the frozen base of a LoRA is saved in place of the LoRA",
+        "archon/engine/state.py",
+        "if p.requires_grad or not has_adapters}",
+        "if not (p.requires_grad and has_adapters)}",
+        (f"{LORA_RESUME}::test_resumed_training_is_bitwise_the_uninterrupted_one",),
     ),
 )
