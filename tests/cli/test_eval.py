@@ -121,3 +121,23 @@ def test_a_mistake_is_one_line(archon, checkpoint, data, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     named = {"DATA": data, "CHECKPOINT": checkpoint}
     assert told in archon("eval", *(named.get(argument, argument) for argument in arguments)).complaint
+
+
+def test_answers_to_one_prompt_are_sampled_independently(archon, checkpoint, data, tmp_path):
+    done = archon("eval", checkpoint, "--data", data, "--reward", REWARD, "--out", tmp_path / "out", "n=6")
+    assert done.code == 0, done.err
+    answers = read_jsonl(tmp_path / "out" / "answers.jsonl")
+    for group in range(len(ROWS)):
+        assert len({a["completion"] for a in answers if a["group"] == group}) > 1
+
+
+def test_temperature_sets_how_a_checkpoint_answers(archon, checkpoint, data, tmp_path):
+    """A very low temperature answers as greedy decoding does, whatever the seed; temperature 1 does not."""
+    texts = []
+    for number, (temperature, seed) in enumerate([(0, 1), (0, 2), (0.001, 3), (1, 4)]):
+        out = tmp_path / str(number)
+        options = ("--temperature", temperature, f"seed={seed}", "max_new_tokens=8", "--out", out)
+        done = archon("eval", checkpoint, "--data", data, "--reward", REWARD, *options)
+        assert done.code == 0, done.err
+        texts.append({a["group"]: a["completion"] for a in read_jsonl(out / "answers.jsonl")})
+    assert texts[0] == texts[1] == texts[2] != texts[3]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from archon.checkpoint.hf_io import load_model
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.remote import engine as remote_engine
 from archon.remote import weight_stream
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
@@ -211,6 +212,60 @@ def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded(
     assert not groups[0] & groups[1]
 
 
+def test_answers_fit_the_shortest_server(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = twin()
+    facts = long._on_server_info
+
+    async def longer(body: Any, query: Any) -> Any:
+        found = await facts(body, query)
+        found["vllm_config"]["model_config"]["max_model_len"] = 4096
+        return found
+
+    monkeypatch.setattr(long, "_on_server_info", longer)
+    engine = connected(long, twin())
+    assert engine.servers[0].dialect.facts.max_seq_len == 4096 and engine.max_seq_len == 64
+    (answer,) = ask(engine, request(max_new_tokens=4000, ignore_eos=True))
+    assert len(PROMPT) + len(answer.output_tokens) == 64
+
+
+def test_the_oldest_groups_are_forgotten_first(
+    connected: Callable[..., RemoteEngine], server: VLLMTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "REMEMBERED_GROUPS", 2)
+    engine = connected(server)
+    for group in ("a", "b", "a", "c"):
+        ask(engine, request(group=group))
+    assert list(engine._groups) == ["a", "c"]
+
+
+@pytest.mark.parametrize("tokens", [[14, 3], [15], [-1], [3.0], [3] * 9])
+def test_impossible_tokens_are_refused(
+    connected: Callable[..., RemoteEngine],
+    twin: MakeTwin,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: list[Any],
+) -> None:
+    """The vocabulary has 15 tokens and the request asks for at most 8; the last two servers answer as they should."""
+    servers = [twin(), twin()]
+    answer = servers[0]._answer
+
+    async def answered(*arguments: Any) -> Any:
+        response = await answer(*arguments)
+        response.output_tokens, response.output_logprobs = tokens, [-1.0] * len(tokens)
+        return response
+
+    monkeypatch.setattr(servers[0], "_answer", answered)
+    engine = connected(*servers)
+    assert len(tokenizer) == 15
+    answers = ask(engine, *(request(seed, group=seed) for seed in range(2)))
+    possible = tokens == [14, 3]
+    assert (engine.servers[0].failure is None) == possible
+    assert (tokens in [found.output_tokens for found in answers]) == possible
+
+
 def test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere(
     connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
 ) -> None:
@@ -284,6 +339,18 @@ def test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_
     assert server.patched == [False, True, False, False]
 
 
+@pytest.mark.parametrize("fault", ["update", "version", "cache_in_use"])
+def test_a_server_that_serves_is_paused_by_a_push_that_fails(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights, fault: str
+) -> None:
+    good, bad = twin(), twin()
+    engine = connected(good, bad)
+    bad.faults = {fault}
+    engine.update_weights(weights, version=1)
+    assert engine.servers[1].failure is not None
+    assert bad.is_paused and not good.is_paused
+
+
 def test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights(
     connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
 ) -> None:
@@ -305,6 +372,30 @@ def test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights(
     assert answer.output_logprobs == pytest.approx(scores, abs=FIRST_RATIO_FP32), (
         "the same weights, from an answer's own tokens"
     )
+
+
+def test_resumed_answer_asks_for_what_is_left_in_a_random_stream_of_its_own(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    server = twin()
+    engine = connected(server)
+
+    async def run() -> Any:
+        settings = {"max_new_tokens": 50, "min_new_tokens": 30, "ignore_eos": True}
+        answer = asyncio.create_task(engine.agenerate(request(seed=5, **settings)))
+        while not any(len(sequence.output) >= 3 for sequence in server.engine._generator.unfinished):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.update_weights, weights, version=1)
+        return await answer
+
+    answer = asyncio.run(run())
+    first, second = [body for body in server.generated() if "seed" in body["sampling_params"]][-2:]
+    done = answer.output_versions.count(0)
+    assert second["token_ids"] == PROMPT + answer.output_tokens[:done]
+    before, after = first["sampling_params"], second["sampling_params"]
+    assert (before["max_tokens"], before["min_tokens"]) == (50, 30)
+    assert (after["max_tokens"], after["min_tokens"]) == (50 - done, 30 - done)
+    assert before["seed"] == 5 != after["seed"]
 
 
 async def answered_during_a_push(engine: RemoteEngine, weights: Weights) -> Any:

@@ -53,6 +53,18 @@ def test_servers_join_at_a_push_and_leave_at_once(fleet: Any, twin: Callable[...
     assert [server.url for server in engine.servers] == [second.url] and first.weight_version == "1"
 
 
+def test_a_server_that_left_may_join_again(fleet: Any, twin: Callable[..., VLLMTwin]) -> None:
+    first, second = twin(), twin()
+    engine, weights = fleet(first, second)
+    engine.leave(second.url)
+    engine.update_weights(weights)
+    assert [server.url for server in engine.servers] == [first.url]
+    engine.join(second.url)
+    for version in (2, 3):
+        engine.update_weights(weights)
+        assert engine.push_metrics["push/servers"] == 2 and second.weight_version == str(version)
+
+
 def test_the_only_server_is_started_anew_elsewhere_while_answers_wait(
     fleet: Any, twin: Callable[..., VLLMTwin], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from archon.remote.clients import REUSED_SECONDS
-from archon.remote.http import Http
+from archon.remote.http import Http, RefusedError, ServerError
 from tests.tolerances import SOON_SECONDS
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -100,3 +100,31 @@ def test_a_connection_that_the_server_closed_while_the_loop_stood_still_is_not_u
         assert runner.run(http.answer("/generate", {}, SOON_SECONDS)) == {}
         time.sleep(idle_seconds + 0.5)
         assert runner.run(http.answer("/generate", {}, SOON_SECONDS)) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        *((status, RefusedError) for status in (400, 401, 404)),
+        *((status, ServerError) for status in (408, 429, 500, 503)),
+    ],
+)
+def test_status_says_whether_the_request_or_the_server_is_at_fault(status: int, error: type[Exception]) -> None:
+    """A request that the server at fault did not answer may be asked elsewhere; a refused one may not."""
+    answer = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            with pytest.raises(error, match=f"status {status}"):
+                await http.answer("/generate", {}, SOON_SECONDS)
+            with pytest.raises(error, match=f"status {status}"):
+                await asyncio.to_thread(http.get, "/version")
+
+    asyncio.run(run())

@@ -131,3 +131,15 @@ def test_evaluation_samples_at_its_own_temperature(
         for tokens, prompt, logprobs in answers:
             scores = trainer.generator.prompt_logprobs(tokens, 0.5)
             assert logprobs == pytest.approx(scores[prompt - 1 :], abs=FIRST_RATIO_FP32)
+
+
+def test_evaluation_depends_on_the_seed_of_the_run(rl_config: Callable[..., RLConfig]) -> None:
+    """The weights do not: they have a seed of their own."""
+    sampled, greedy = [], []
+    for seed in (0, 0, 1):
+        trainer = RLTrainer(rl_config(eval_data=HELD_OUT, evaluation={"max_prompts": 8}, seed=seed))
+        with trainer.opened():
+            sampled.append([tokens for tokens, *_ in held_out_answers(trainer, "")])
+            greedy.append([tokens for tokens, *_ in held_out_answers(trainer, "greedy_")])
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert greedy[0] == greedy[1] == greedy[2]

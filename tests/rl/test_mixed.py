@@ -20,6 +20,7 @@ from archon.rl.algorithms.mixed import mixing_weights
 from archon.rl.config import RLConfig
 from archon.rl.demonstrations import with_demonstrations
 from archon.schema.errors import ConfigError
+from archon.training.metrics import read_jsonl
 from tests.tolerances import FORMULA_FP64
 
 MakeConfig = Callable[..., RLConfig]
@@ -152,3 +153,33 @@ def test_demonstrations_and_the_losses_that_need_them_come_together(
         rl_config(algorithm={"kl": {"coef": 0.0}, "policy_loss": "mix"})
     with pytest.raises(ConfigError, match="policy_loss is ppo, and demonstrations are set"):
         rl_config(demonstrations=experts)
+
+
+def test_run_weighs_demonstrations_by_its_step(rl_config: MakeConfig, experts: dict[str, object]) -> None:
+    loss = {"kind": "chord", "mu_peak": 0.8, "mu_valley": 0.2, "mu_warmup_steps": 2, "mu_decay_steps": 2}
+    trainer = RLTrainer(rl_config(algorithm={"kl": {"coef": 0.0}, "policy_loss": loss}, demonstrations=experts))
+    expected = [trainer.config.algorithm.policy_loss.weight_at(step) for step in range(4)]  # type: ignore[union-attr]
+    trainer.train()
+    rows = read_jsonl(Path(trainer.config.run_dir) / "metrics.jsonl")
+    assert [row["demonstrations_weight"] for row in rows] == expected
+    assert len(set(expected)) > 2
+
+
+def test_resumed_run_continues_its_demonstrations(
+    rl_config: MakeConfig, experts: dict[str, object], tmp_path: Path
+) -> None:
+    """Three of five demonstrations a step: a restart at the first row would repeat them."""
+
+    def run(name: str, **changes: object) -> RLTrainer:
+        algorithm = {"kl": {"coef": 0.0}, "policy_loss": {"kind": "mix"}}
+        config = rl_config(run_dir=str(tmp_path / name), algorithm=algorithm, demonstrations=experts, **changes)
+        trainer = RLTrainer(config)
+        trainer.train()
+        return trainer
+
+    whole = run("whole")
+    run("parts", total_steps=2)
+    resumed = run("parts", resume=True)
+    assert whole.position() == resumed.position()
+    expected = dict(whole.engine.weights())
+    assert all(tensor.equal(expected[name]) for name, tensor in resumed.engine.weights())

@@ -254,3 +254,13 @@ def test_a_mode_that_lacks_a_part_is_refused(rl_config: MakeConfig, changes: dic
 def test_a_trainer_of_another_mode_is_refused(alone: Any) -> None:
     with pytest.raises(ConfigError, match="mode is explore, and RLTrainer is of both; call make_trainer"):
         RLTrainer(alone("explore"))
+
+
+def test_explorer_loads_the_newest_checkpoint_every_few_steps(alone: Any, tmp_path: Path) -> None:
+    """Resumed at step 1 with `sync_every` 2, it keeps its weights until step 2."""
+    make_trainer(alone("explore", total_steps=1)).train()
+    make_trainer(alone("train", total_steps=1, checkpoint={"every": 1})).train()
+    make_trainer(alone("explore", total_steps=4, experiences={"sync_every": 2})).train()
+    episodes = ExperienceBuffer(tmp_path / "buffer.db").read(range(4, 16))
+    versions = [int(e.trajectories["versions"].max()) for e in episodes if e.trajectories]
+    assert versions == [0] * 4 + [1] * 8

@@ -156,6 +156,26 @@ def test_it_learns_which_answer_is_preferred(make: MakeConfig, tmp_path: Path, l
     assert (exported.score is not None) == (loss == "reward")
 
 
+def test_evaluation_is_the_mean_over_pairs_whatever_the_batch_size(make: MakeConfig) -> None:
+    """There are 18 held-out pairs, so the last batch of 7 or 16 is shorter than the others."""
+    measured = [opened(make(loss="reward", batch_size=size)).evaluate() for size in (7, 16, 18)]
+    assert measured[0] == pytest.approx(measured[2], rel=1e-5)
+    assert measured[1] == pytest.approx(measured[2], rel=1e-5)
+
+
+def test_policy_that_is_its_reference_prefers_no_answer(make: MakeConfig) -> None:
+    measured = opened(make()).evaluate()
+    assert (measured["eval/accuracy"], measured["eval/margin"]) == (0, 0)
+
+
+def test_learning_rate_reaches_the_end_of_its_schedule_with_the_run(make: MakeConfig, tmp_path: Path) -> None:
+    config = make(total_steps=4, loss="reward")
+    config.model.scheduler.kind, config.model.scheduler.min_lr_ratio = "linear", 0.0
+    PreferenceTrainer(config).train()
+    rates = [row["lr"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([3e-3 * share for share in (1, 0.75, 0.5, 0.25)])
+
+
 def test_error_inside_an_update_saves_no_checkpoint(make: MakeConfig, tmp_path: Path) -> None:
     trainer = PreferenceTrainer(make(checkpoint={"every": 0}))
     require_no_checkpoint_of_a_failed_update(trainer, trainer.train, tmp_path / "run" / "checkpoints")

@@ -404,3 +404,16 @@ def test_the_engine_of_an_episode_is_an_inference_engine_and_can_be_copied(engin
     assert isinstance(own, InferenceEngine) and copy.copy(own).version == engine.version
     members = {name for name in vars(InferenceEngine) if not name.startswith("_")}
     assert members <= set(dir(EpisodeEngine))
+
+
+def test_filter_of_training_leaves_evaluation_alone(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    """Nor is it called: it may count the groups that it sees."""
+    seen: list[int] = []
+
+    def refuse(group: dict[str, Any]) -> bool:
+        seen.append(len(group["rewards"]))
+        return False
+
+    rollout = Rollout(engine, rlvr, accept=refuse)
+    assert not any(episode.filtered for episode in asyncio.run(rollout.run(prompts(2), is_eval=True))) and not seen
+    assert all(episode.filtered for episode in asyncio.run(rollout.run(prompts(2)))) and seen == [4, 4]

@@ -162,3 +162,31 @@ def test_resume_from_another_models_checkpoint_is_refused(sft_config: MakeConfig
     config = sft_config(total_steps=2, resume=True, model={"path": str(other), "init_from_scratch": True})
     with pytest.raises(CheckpointError, match="another model: hidden_dim is 48 there and 40 here"):
         SFTTrainer(config).train()
+
+
+def test_every_period_counts_complete_steps(sft_config: MakeConfig, tmp_path: Path) -> None:
+    """Evaluations follow steps 2, 4 and the last; checkpoints follow steps 2 and 4, and the end saves step 5."""
+    config = sft_config(total_steps=5, eval_every=2, checkpoint={"every": 2, "keep": 9})
+    SFTTrainer(config).train()
+    assert [row["step"] for row in records(config) if "eval/loss" in row] == [2, 4, 5]
+    folders = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert [int(folder.name.removeprefix("step-")) for folder in folders] == [2, 4, 5]
+
+
+def test_learning_rate_reaches_the_end_of_its_schedule_with_the_run(sft_config: MakeConfig) -> None:
+    """12 steps of 2 epochs, linearly to 0 behind the last step."""
+    config = sft_config(total_steps=None, epochs=2, eval_data=None)
+    config.model.scheduler.kind, config.model.scheduler.min_lr_ratio = "linear", 0.0
+    SFTTrainer(config).train()
+    rates = [row["lr"] for row in records(config)]
+    assert rates == pytest.approx([5e-3 * (12 - step) / 12 for step in range(12)])
+
+
+def test_resumed_run_whose_target_was_reached_takes_no_further_step(sft_config: MakeConfig) -> None:
+    def reached_after_two(engine: object, step: int) -> tuple[dict[str, float], bool]:
+        return {}, step == 2
+
+    SFTTrainer(sft_config(), probe=reached_after_two).train()
+    resumed = SFTTrainer(sft_config(resume=True), probe=reached_after_two)
+    resumed.train()
+    assert resumed.step == 2

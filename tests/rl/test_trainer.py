@@ -20,7 +20,7 @@ from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import MISMATCH_LIMITS, check_mismatch, mismatch_limit
-from archon.rl.rollout import WorkflowError
+from archon.rl.rollout import RolloutBatch, WorkflowError
 from archon.schema.errors import ConfigError, RewardError, RolloutError
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
@@ -85,6 +85,42 @@ def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None
     assert mismatch_limit("float32", 0.5) == 2 * MISMATCH_LIMITS["float32"]
     with pytest.raises(RolloutError):
         check_mismatch(float("nan"), 1.0)
+
+
+def test_gate_limit_is_that_of_the_lowest_temperature_of_a_batch(rl_config: MakeConfig) -> None:
+    """Answers at a low temperature have larger rounding errors; 0 stands for the temperature of the run."""
+    trainer = RLTrainer(rl_config())
+    for column, lowest in (([0.0, 0.5, 1.5], 0.5), ([0.0, 0.0, 1.5], 1.0)):
+        batch = RolloutBatch({"temperatures": torch.tensor([column])})
+        assert trainer._mismatch_limit(batch) == mismatch_limit("float32", lowest)
+
+
+def test_update_has_the_settings_of_the_run(rl_config: MakeConfig) -> None:
+    """The logprobs are of the rollout's temperature, and half of 4 tokens are too long an answer."""
+    algorithm = {"kl": {"coef": 0.0}, "overlong": {"penalty": 1.0, "buffer": 0.5}, "minibatches": 2}
+    gconfig = {"n_samples": 4, "max_new_tokens": 4, "temperature": 0.7}
+    orders = []
+    for seed in (0, 1):
+        trainer = RLTrainer(rl_config(algorithm=algorithm, gconfig=gconfig, seed=seed))
+        with trainer.opened():
+            batch = trainer.rollout_batch().trajectories
+            assert trainer.update.logprob_difference(batch) < FIRST_RATIO_FP32
+            _, metrics = trainer.update.prepare(batch, 0)
+            too_long = (batch["loss_mask"].sum(1) > 2).double().mean().item()
+            assert metrics["overlong_fraction"] == pytest.approx(too_long) and 0 < too_long < 1
+            numbered = {"input_ids": torch.arange(24)}
+            orders.append([part["input_ids"].tolist() for part in trainer.update._minibatches(numbered, 0)])
+    assert orders[0] != orders[1]
+
+
+def test_learning_rate_reaches_the_end_of_its_schedule_with_the_run(rl_config: MakeConfig) -> None:
+    """2 steps of 3 passes over 2 minibatches are 12 optimizer steps."""
+    config = rl_config(total_steps=2, algorithm={"kl": {"coef": 0.0}, "ppo_epochs": 3, "minibatches": 2})
+    config.actor.scheduler.kind, config.actor.scheduler.min_lr_ratio = "linear", 0.0
+    RLTrainer(config).train()
+    rates = [record["lr"] for record in read_jsonl(Path(config.run_dir) / "metrics.jsonl")]
+    factors = [(12 - step) / 12 for step in range(12)]
+    assert rates == pytest.approx([1e-3 * sum(part) / 6 for part in (factors[:6], factors[6:])])
 
 
 def test_positive_kl_coefficient_without_reference_model_is_an_error(rl_config: MakeConfig) -> None:

@@ -15,6 +15,7 @@ from tests.mutants.catalog import (
     engine,
     environments,
     experts,
+    fleet,
     fp8,
     generation,
     head,
@@ -27,6 +28,7 @@ from tests.mutants.catalog import (
     remote,
     replay,
     rollouts,
+    runs,
     served_adapters,
     several_adapters,
     training,
@@ -38,7 +40,7 @@ from tests.mutants.mutant import Mutant
 
 ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, adapters, several_adapters, configs, weights, layouts,
-    engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update, served_adapters, environments, replay, vision, pictures,
+    engine, checkpoints, quantized, dcp, generation, training, runs, rollouts, remote, fleet, agents, compat,
+    advantages, losses, update, served_adapters, environments, replay, vision, pictures,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -251,11 +251,4 @@ MUTANTS: tuple[Mutant, ...] = (
 """,
         (FAILED_PUSH,),
     ),
-    Mutant(
-        "a server that is brought back gets only the delta",
-        "archon/remote/engine.py",
-        "server.push(replace(push, delta=None, since=None, limits=self._limits(server)))",
-        "server.failure = None\n                server.push(replace(push, limits=self._limits(server)))",
-        (f"{ENGINE}::test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_are_wrong",),
-    ),
 )
