@@ -249,6 +249,6 @@ MUTANTS: tuple[Mutant, ...] = (
 """,
         """        model = self._load(push)
 """,
-        (FAILED_PUSH,),
+        (f"{ENGINE}::test_a_server_that_serves_is_paused_by_a_push_that_fails",),
     ),
 )
