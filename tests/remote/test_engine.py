@@ -199,6 +199,21 @@ def test_in_bfloat16_the_mean_tells_a_stale_head_from_rounding(
         engine.update_weights(AwayFromServer(weights, offsets), version=0)
 
 
+@pytest.mark.parametrize(
+    ("limit", "offset", "is_verified"),
+    [(None, 5e-3, False), (None, 5e-5, True), (0.5, 0.3, True), (2e-5, 5e-5, False)],
+)
+def test_limit_of_a_push_is_the_configured_one_or_that_of_float32(
+    server: VLLMTwin, tokenizer: Any, weights: Weights, limit: float | None, offset: float, is_verified: bool
+) -> None:
+    """Float32 allows 1e-4 on average."""
+    probe = [place % len(tokenizer) for place in range(11)]
+    config = PushConfig(max_difference=limit)
+    engine = connect([server.url], config, vocab_size=len(tokenizer), tokenizer=tokenizer, probe=probe)
+    with nullcontext() if is_verified else pytest.raises(NoServerError, match="away from the trainer"):
+        engine.update_weights(AwayFromServer(weights, [offset] * 10), version=0)
+
+
 def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded(
     connected: Callable[..., RemoteEngine], twin: MakeTwin
 ) -> None:
@@ -496,13 +511,15 @@ def test_a_server_that_a_dead_trainer_left_paused_is_connected(
 
 
 def test_paused_servers_sample_nothing(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
-    engine = connected(twin())
+    server = twin()
+    engine = connected(server)
+    sent = len(server.generated())
 
     async def run() -> Any:
         engine.pause()
         answer = asyncio.create_task(engine.agenerate(request()))
         done, _ = await asyncio.wait([answer], timeout=0.2)
-        assert not done
+        assert not done and len(server.generated()) == sent, "new requests wait in this process"
         engine.resume()
         return await answer
 

@@ -25,7 +25,7 @@ class Fleet:
         common: dict[str, Any] = {"dialect": facts, "running": 2, "answers": 7, "tokens": 99}
         good = SimpleNamespace(url="http://a:1", version=3, failure=None, **common)
         bad = SimpleNamespace(url="http://b:1", version=None, failure='"dead"', **common)
-        self.servers, self.stats = [good, bad], RemoteStats(lost=1, retried=4)
+        self.servers, self.stats = [good, bad], RemoteStats(lost=1, returned=2, retried=4, resumed=5)
         self.changes: list[tuple[str, str]] = []
 
     def join(self, url: str) -> None:
@@ -55,6 +55,8 @@ def test_a_scrape_has_the_last_step_and_every_server(monitor: Monitor) -> None:
     assert {"archon_run_reward 0.5", "archon_run_push_difference NaN", "archon_requests_retried_total 4.0"} <= set(
         lines
     )
+    assert {"archon_servers_lost_total 1.0", "archon_servers_returned_total 2.0"} <= set(lines)
+    assert "archon_requests_resumed_total 5.0" in lines
     assert 'archon_server_in_fleet{url="http://a:1",kind="vllm"} 1.0' in lines
     assert 'archon_server_version{url="http://b:1",kind="vllm"} -1.0' in lines
     assert "# TYPE archon_server_answers_total counter" in lines and "archon_run_text" not in answer.text

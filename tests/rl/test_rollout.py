@@ -19,10 +19,11 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.algorithms.advantages import Groups
+from archon.rl.episode import Episode
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
-from archon.rl.rollout import Rollout, WorkflowError, WorkflowRefusedError
+from archon.rl.rollout import Rollout, WorkflowError, WorkflowRefusedError, recorded_means
 from archon.schema.errors import ConfigError, RolloutError
 from tests.rl import rewards_for_tests as rewards
 
@@ -363,6 +364,14 @@ def test_recorded_numbers_are_averaged_over_the_batch(engine: InProcessEngine, t
     batch, _, _ = collect(engine, RLVRWorkflow(rewards.in_parts, GCONFIG, tokenizer), n=3)
     assert batch.numbers["reward/format"] == 0.25
     assert batch.numbers["reward/length"] == pytest.approx(batch.trajectories["loss_mask"].sum(1).float().mean().item())
+
+
+def test_recorded_values_count_alike_whoever_recorded_them() -> None:
+    """The mean of 1, 1, 1 and 5 is 2; the mean of the two episodes' means would be 3."""
+    episodes = [Episode(prompt, EpisodeContext(prompt.index)) for prompt in prompts(2)]
+    for episode, values in zip(episodes, ([1.0, 1.0, 1.0], [5.0]), strict=True):
+        episode.context.numbers["turns"] += values
+    assert recorded_means(episodes) == {"turns": 2.0}
 
 
 @pytest.mark.parametrize(

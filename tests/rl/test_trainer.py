@@ -118,7 +118,10 @@ def test_learning_rate_reaches_the_end_of_its_schedule_with_the_run(rl_config: M
     config = rl_config(total_steps=2, algorithm={"kl": {"coef": 0.0}, "ppo_epochs": 3, "minibatches": 2})
     config.actor.scheduler.kind, config.actor.scheduler.min_lr_ratio = "linear", 0.0
     RLTrainer(config).train()
-    rates = [record["lr"] for record in read_jsonl(Path(config.run_dir) / "metrics.jsonl")]
+    rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+    # The gate compares logprobs before the first optimizer step, not after the last one.
+    assert all(row["first_logprob_diff"] < FIRST_RATIO_FP32 < row["logprob_diff"] for row in rows)
+    rates = [row["lr"] for row in rows]
     factors = [(12 - step) / 12 for step in range(12)]
     assert rates == pytest.approx([1e-3 * sum(part) / 6 for part in (factors[:6], factors[6:])])
 

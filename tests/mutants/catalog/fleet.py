@@ -55,14 +55,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/remote/engine.py",
         'return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])',
         'return LIMITS["bfloat16"]',
-        (f"{ENGINE}::test_in_bfloat16_the_mean_tells_a_stale_head_from_rounding", FLEET),
+        (f"{ENGINE}::test_limit_of_a_push_is_the_configured_one_or_that_of_float32",),
     ),
     Mutant(
         "a configured limit of a push is ignored",
         "archon/remote/engine.py",
         "if self.config.max_difference is not None:",
         "if self.config.max_difference is None and False:",
-        (f"{TRAINING}::test_what_changed_is_pushed_where_it_is_little_and_the_server_has_the_rest", ENGINE),
+        (f"{ENGINE}::test_limit_of_a_push_is_the_configured_one_or_that_of_float32",),
     ),
     Mutant(
         "a delta lacks what changed in its bits alone",

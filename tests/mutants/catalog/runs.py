@@ -131,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rl/update.py",
         '{"first_logprob_diff": results[0]["logprob_diff"]}',
         '{"first_logprob_diff": results[-1]["logprob_diff"]}',
-        (f"{TRAINER}::test_first_step_importance_ratio_is_one_through_the_real_generation_path",),
+        (f"{TRAINER}::test_learning_rate_reaches_the_end_of_its_schedule_with_the_run",),
     ),
     Mutant(
         "a value is trained towards the advantage",
@@ -245,7 +245,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rl/rollout.py",
         "            numbers[name] += values\n",
         "            numbers[name].append(sum(values) / len(values))\n",
-        (f"{ROLLOUT}::test_recorded_numbers_are_averaged_over_the_batch",),
+        (f"{ROLLOUT}::test_recorded_values_count_alike_whoever_recorded_them",),
     ),
     Mutant(
         "groups are trained on in the order they ended, however old",
