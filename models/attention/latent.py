@@ -74,8 +74,9 @@ class LatentKeys:
     def _parts(self, adapters: AdapterRows | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the rows of each enabled adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
         several: Any = getattr(self.expansion, "lora", None)
-        applies = adapters is not None and several is not None and several.enabled
-        for name, first, last in adapters.runs if applies else ():
+        if adapters is None or several is None or not several.enabled:
+            return
+        for name, first, last in adapters.runs:
             if (part := several.part(name)) is not None:
                 yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 

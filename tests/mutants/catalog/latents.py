@@ -88,8 +88,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "disabled adapters of several are in absorbed matrices",
         "models/attention/latent.py",
-        "several is not None and several.enabled",
-        "several is not None",
+        "several is None or not several.enabled",
+        "several is None",
         ("tests/models/test_latent_attention.py::test_absorbed_matrices_have_the_adapter_while_it_is_enabled",),
     ),
 )
