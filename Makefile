@@ -116,7 +116,7 @@ test-serve-load: setup
 	.venv/bin/python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
 
 test-browser: setup
-	.venv/bin/python -m tests.report.browser
+	.venv/bin/python -m tests.tools.report.browser
 
 test-models: setup
 	.venv/bin/python -m benchmarks.families --record benchmarks/records/families.jsonl

@@ -43,7 +43,7 @@ _.digits
 _.vowels
 _.OnlineWorkflow
 _.EnvironmentWorkflow
-_.opener
+_.make_environment
 _.StepByStep
 _.check_preference
 _.check_rl
@@ -95,6 +95,7 @@ _.verify_gold
 _.decode_tokens
 _.duplicate_tokens
 _.shared_prompts
+_.session_rows
 
 # A model that sees, before processing and layouts use it: models/README.md, "A model that sees".
 _.Qwen35StateDictAdapter

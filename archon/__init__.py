@@ -3,12 +3,12 @@
 Public names are loaded on first use, so that `import archon` and `archon --help` stay light.
 """
 
-from archon.schema.kernel_caches import bound_kernel_caches
+from archon.schema.kernel_caches import limit_kernel_caches
 from archon.schema.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-bound_kernel_caches()
+limit_kernel_caches()
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

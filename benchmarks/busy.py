@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from archon.training.metrics import METRICS_FILE, read_jsonl
 from benchmarks import harness
 from benchmarks.harness import ROOT, say
@@ -91,7 +91,7 @@ def command(case: str, folder: Path, steps: int) -> list[str]:
         return ["make", "test"]
     bootstrap = yaml.safe_load(BOOTSTRAP.read_text(encoding="utf-8"))
     bootstrap["warmup"]["total_steps"] = WARMUP_STEPS
-    bootstrap["warmup"]["target"]["at_least"] = 1.0  # measured as often, and not reached
+    bootstrap["warmup"]["target"]["target_reward"] = 1.0  # measured as often, and not reached
     path = folder.with_name("bootstrap.yaml")
     path.write_text(yaml.safe_dump(bootstrap), encoding="utf-8")
     # The recipe warms up for 50 steps, which a shorter run has not.

@@ -122,7 +122,7 @@ def make_checkpoint(
     return folder
 
 
-def make_adapter(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Path:
+def make_lora(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Path:
     """Write an adapter of all linear layers, in PEFT's format, into `folder` and return it.
 
     Its b is small and random in place of 0, so that both parts of the adapter have a gradient from the first step on.

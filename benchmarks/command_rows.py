@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from archon.bench.origin import ROOT
-from archon.check.card import MARKS
+from archon.tools.bench.origin import ROOT
+from archon.tools.check.card import MARKS
 
 RECORD = ROOT / "benchmarks" / "records" / "family_commands.jsonl"
 # The heading of the commands on a card; what stands above it is what the family's contracts found.

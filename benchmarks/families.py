@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import ROOT, commit, versions
-from archon.check.card import MARKS, read_card, write_card
-from archon.check.contracts import Finding, check_family
-from archon.check.family import CheckedFamily, load_families
 from archon.models.spec import FAMILIES, get_model_spec
+from archon.tools.bench.origin import ROOT, commit, versions
+from archon.tools.check.card import MARKS, read_card, write_card
+from archon.tools.check.contracts import Finding, check_family
+from archon.tools.check.family import CheckedFamily, load_families
 from benchmarks.command_rows import card_with_commands, recorded
 from benchmarks.harness import say
 

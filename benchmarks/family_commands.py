@@ -28,16 +28,16 @@ from typing import Any
 
 import torch
 
-from archon.bench.origin import ROOT, commit, versions
-from archon.check.decoding import greedy_of_transformers
-from archon.check.family import CheckedFamily
-from archon.check.oracle import ContractError, hf_model, own_config, random_config, randomize_vectors
-from archon.check.random_configs import OWN_VISION
-from archon.check.round_trip import folder_tensors
 from archon.checkpoint.hf_io import load_model
 from archon.cli import main as archon_main
 from archon.models import get_model_spec
 from archon.rl.bootstrap import make_tokenizer
+from archon.tools.bench.origin import ROOT, commit, versions
+from archon.tools.check.decoding import transformers_greedy_tokens
+from archon.tools.check.family import CheckedFamily
+from archon.tools.check.oracle import ContractError, family_config, hf_model, random_config, randomize_vectors
+from archon.tools.check.random_configs import FAMILY_VISION
+from archon.tools.check.round_trip import folder_tensors
 from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from benchmarks.command_rows import MARKS, RECORD, Row, card_with_commands
@@ -97,10 +97,10 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
     theirs.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if family.model_type != family.reference:
-        (folder / "config.json").write_text(json.dumps(own_config(config, family.model_type)))
+        (folder / "config.json").write_text(json.dumps(family_config(config, family.model_type)))
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
     (work / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ids = greedy_of_transformers(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)
+    ids = transformers_greedy_tokens(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     answer, served = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:end]))
     sees = get_model_spec(family.model_type).text is not None
@@ -119,7 +119,7 @@ def hf_composite(config: Any) -> Any:
         "num_heads": 2,
         "num_position_embeddings": 16,
     }
-    vision |= OWN_VISION.get(config.model_type, {}) | {"out_hidden_size": config.text_config.hidden_size}
+    vision |= FAMILY_VISION.get(config.model_type, {}) | {"out_hidden_size": config.text_config.hidden_size}
     whole = type(config)(**config.to_dict() | {"vision_config": vision})
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(whole)
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import yaml
 
-from archon.bench.origin import commit
-from archon.engine.threads import keep_threads
+from archon.engine.threads import use_all_threads
 from archon.models.layers.linear import Linear
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.schema.config import EngineConfig
+from archon.tools.bench.origin import commit
 from archon.training.config import BootstrapConfig, SFTConfig
 from archon.training.runner import Runner
 from archon.training.sft import SFTTrainer
@@ -79,7 +79,7 @@ def train(name: str, seed: int, steps: int, start: Path, folder: Path) -> dict[s
         for _ in range(steps):
             trainer.train_step()
         after = trainer.evaluate()["eval/loss"]
-        for module in trainer.engine.whole_model.modules():
+        for module in trainer.engine.full_model.modules():
             if isinstance(module, Linear):
                 module.fp8 = None
         in_bfloat16 = trainer.evaluate()["eval/loss"]
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     options = parser.parse_args()
     found: dict[str, list[float]] = {name: [] for name, changes in RUNS.items() if "fp8" in changes}
-    keep_threads()  # so that rounding is the same whatever else runs
+    use_all_threads()  # so that rounding is the same whatever else runs
     made = {"torch": torch.__version__, "commit": commit()}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
         start = Path(folder) / "start"

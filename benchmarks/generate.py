@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness, vllm_side
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say

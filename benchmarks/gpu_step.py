@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness
 from benchmarks.checkpoints import shape
 from benchmarks.harness import Sides
@@ -50,11 +50,11 @@ def predict_step(options: dict[str, Any]) -> PredictedStep:
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
-    from archon.planner.hardware import read_hardware
-    from archon.planner.memory_model import rank_parameters
-    from archon.planner.search import Planner
-    from archon.planner.time_model import TimeModel
     from archon.schema.config import EngineConfig
+    from archon.tools.planner.hardware import read_hardware
+    from archon.tools.planner.memory_model import rank_parameters
+    from archon.tools.planner.search import Planner
+    from archon.tools.planner.time_model import TimeModel
 
     hf_config = read_hf_config(options["checkpoint"])
     spec = get_model_spec(hf_config["model_type"])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import origin
+from archon.tools.bench.origin import origin
 from benchmarks import harness, train_step
 from benchmarks.checkpoints import make_checkpoint
 from benchmarks.harness import Sides, say

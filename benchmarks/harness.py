@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from archon.bench.memory_meter import status_bytes
-from archon.bench.origin import NumericCheck, origin, relative_difference
+from archon.tools.bench.memory_meter import status_bytes
+from archon.tools.bench.origin import NumericCheck, origin, relative_difference
 from benchmarks.record import Ratio, Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -227,7 +227,7 @@ def serve(
     results besides seconds and memory. If these contain seconds, they replace those of the call. Of several ranks, rank
     0 answers with the slowest rank's seconds and the sum of the ranks' memory.
     """
-    from archon.bench.memory_meter import MemoryMeter, trim_free_memory
+    from archon.tools.bench.memory_meter import MemoryMeter, trim_free_memory
 
     # Output that a library prints must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -277,7 +277,7 @@ def _requests(ranks: int) -> Iterator[str]:
         return
     from archon.parallel.control_plane import ControlPlane
 
-    world = ControlPlane.of_run()  # which `prepare` has joined
+    world = ControlPlane.world()  # which `prepare` has joined
     while line := world.broadcast_json(sys.stdin.readline):
         yield line
 
@@ -286,7 +286,7 @@ def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
     """Returns the slowest rank's seconds, and the sum of memory by kind."""
     from archon.parallel.control_plane import ControlPlane
 
-    everyone = [json.loads(data) for data in ControlPlane.of_run().all_gather(json.dumps(measured).encode())]
+    everyone = [json.loads(data) for data in ControlPlane.world().all_gather(json.dumps(measured).encode())]
     kinds = measured["memory"]
     return {
         "seconds": max(rank["seconds"] for rank in everyone),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import Sides, say
 
@@ -54,7 +54,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 def archon_head(dim: int, vocab: int) -> Any:
     """archon's head module, by itself."""
-    from archon.models.head import LMHead
+    from archon.models.layers.head import LMHead
 
     return LMHead(dim, vocab)
 

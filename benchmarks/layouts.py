@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from archon.bench import SweepConfig, run_sweep
-from archon.bench.table import table
+from archon.tools.bench import SweepConfig, run_sweep
+from archon.tools.bench.table import table
 from benchmarks.checkpoints import shape
 from benchmarks.harness import say
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say

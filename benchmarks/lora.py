@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import harness, train_step
-from benchmarks.checkpoints import make_adapter, make_checkpoint, shape
+from benchmarks.checkpoints import make_checkpoint, make_lora, shape
 from benchmarks.harness import say
 from benchmarks.record import Record
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     tokens: int
     aims: dict[str, str]
     memory_aims: dict[str, str]
-    adapters: int = 1
+    loras: int = 1
     dtype: str = "float32"
 
 
@@ -52,8 +52,8 @@ CASES = {
     "ragged": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE),
     "ragged-bfloat16": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE, dtype="bfloat16"),
     "smollm2": Case(REAL, HALVES, 512, OF_ONE, MEMORY_OF_ONE),
-    "eight": Case("26M", SHORT, 1024, OF_EIGHT, {}, adapters=8),
-    "eight-shorter": Case("26M", tuple(length // 2 for length in SHORT), 1024, OF_EIGHT, {}, adapters=8),
+    "eight": Case("26M", SHORT, 1024, OF_EIGHT, {}, loras=8),
+    "eight-shorter": Case("26M", tuple(length // 2 for length in SHORT), 1024, OF_EIGHT, {}, loras=8),
 }
 
 
@@ -62,17 +62,17 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     if ONE_AFTER_THE_OTHER in side:
         return train_step.prepared(in_turn(side, options))
     if side != "archon":
-        return train_step.prepare(side, options | {"adapter": options["adapters"][0]})
+        return train_step.prepare(side, options | {"lora": options["loras"][0]})
     import torch
 
-    many = len(options["adapters"]) > 1
-    lora: dict[str, Any] = {f"a{index}": {"path": path} for index, path in enumerate(options["adapters"])}
-    engine = train_step.archon_engine(options, lora={"adapters": lora} if many else lora["a0"])
+    many = len(options["loras"]) > 1
+    lora: dict[str, Any] = {f"a{index}": {"path": path} for index, path in enumerate(options["loras"])}
+    engine = train_step.archon_engine(options, lora={"loras": lora} if many else lora["a0"])
     facts, run = train_step.prepared(all_at_once(engine, options) if many else one(engine, options))
     width = getattr(torch, options["dtype"]).itemsize  # of the generator, in whose dtype weights are sent
-    weights = engine.adapter_weights(), engine.base_weights()
+    weights = engine.lora_weights(), engine.base_weights()
     sizes = (width * sum(x.numel() for _, x in tensors) for tensors in weights)
-    return facts | dict(zip(("adapter_bytes", "base_bytes"), sizes, strict=True)), run
+    return facts | dict(zip(("lora_bytes", "base_bytes"), sizes, strict=True)), run
 
 
 def one(engine: Any, options: dict[str, Any]) -> train_step.Step:
@@ -84,8 +84,8 @@ def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
     """Take a step of every adapter, each on the document of its index, in one batch."""
     import torch
 
-    names = [f"a{index}" for index in range(len(options["adapters"]))]
-    step = train_step.step_of(engine, train_step.documents(options), adapter=torch.arange(len(names)))
+    names = [f"a{index}" for index in range(len(options["loras"]))]
+    step = train_step.step_of(engine, train_step.documents(options), lora=torch.arange(len(names)))
 
     def run() -> dict[str, float]:
         metrics = step()
@@ -97,9 +97,7 @@ def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
 def in_turn(side: str, options: dict[str, Any]) -> train_step.Step:
     """Take a step of every adapter, each on the document of its index, by a model of its own."""
     make = train_step.archon_step if side.startswith("archon") else train_step.peer_step
-    steps = [
-        make(side, options | {"adapter": path, "document": index}) for index, path in enumerate(options["adapters"])
-    ]
+    steps = [make(side, options | {"lora": path, "document": index}) for index, path in enumerate(options["loras"])]
     return lambda: of_all([step() for step in steps])
 
 
@@ -112,19 +110,19 @@ def of_all(results: list[dict[str, float]]) -> dict[str, float]:
 def measure(name: str, options: dict[str, Any], rounds: int, keep: bool, profile: bool) -> Record:
     """Measure one case: check that losses and gradient norms agree, then time every side."""
     case, lengths = CASES[name], options["lengths"]
-    adapters = len(options["adapters"])
-    say(f"lora.{name}: {options['model']}, {adapters} of rank {RANK}, {len(lengths)} documents, {sum(lengths)} tokens")
+    loras = len(options["loras"])
+    say(f"lora.{name}: {options['model']}, {loras} of rank {RANK}, {len(lengths)} documents, {sum(lengths)} tokens")
     record = harness.new_record("lora", name, options["threads"])
     model = shape(options["model"]) if options["model"] == "26M" else options["model"]
-    record.setup = {"model": model, "rank": RANK, "adapters": adapters, "lengths": lengths, "dtype": options["dtype"]}
+    record.setup = {"model": model, "rank": RANK, "adapters": loras, "lengths": lengths, "dtype": options["dtype"]}
     record.setup["max_tokens_per_mb of archon"] = options["max_tokens_per_mb"]
     runs, facts = train_step.time_sides(record, "benchmarks.lora", options, case.aims, rounds, profile)
     ours = runs.pop("archon")
     for side, theirs in runs.items():
         peaks = [[float(run["memory"]["rss_peak"]) for run in each] for each in (ours, theirs)]
         record.ratios[f"archon / {side}, peak memory"] = harness.ratio(*peaks, aim=case.memory_aims.get(side))
-    if adapters == 1:
-        pushed, base = (float(facts["archon"][what]) for what in ("adapter_bytes", "base_bytes"))
+    if loras == 1:
+        pushed, base = (float(facts["archon"][what]) for what in ("lora_bytes", "base_bytes"))
         record.ratios["bytes of a push, the adapter / all weights"] = harness.ratio([pushed], [base], PUSH_AIM)
     harness.finish(record, keep)
     return record
@@ -155,8 +153,8 @@ def main() -> None:
             model, lengths = "tiny", [max(2, length // 4) for length in lengths]
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = checkpoint_of(model, Path(folder))
-            made = (make_adapter(Path(folder) / str(i), checkpoint, rank=RANK, seed=i) for i in range(case.adapters))
-            options = {"threads": arguments.threads, "checkpoint": str(checkpoint), "adapters": [*map(str, made)]}
+            made = (make_lora(Path(folder) / str(i), checkpoint, rank=RANK, seed=i) for i in range(case.loras))
+            options = {"threads": arguments.threads, "checkpoint": str(checkpoint), "loras": [*map(str, made)]}
             options |= {"model": model, "device": "cpu", "dtype": case.dtype}
             options |= {"lengths": lengths, "max_tokens_per_mb": case.tokens}
             measure(name, options, arguments.rounds, keep, arguments.profile)

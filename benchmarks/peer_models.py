@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from archon.checkpoint.convert import open_weights
-from archon.checkpoint.megatron.gpt_config import megatron_arguments
-from archon.checkpoint.megatron.rank_files import rank_state
-from archon.checkpoint.megatron.sharding import MegatronLayout, RankCoordinates, RankTensors, padded_vocabulary
+from archon.checkpoint.formats.megatron.gpt_config import megatron_arguments
+from archon.checkpoint.formats.megatron.rank_files import rank_state
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankCoordinates, RankTensors, padded_vocabulary
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:

@@ -18,15 +18,15 @@ from typing import Any
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.parallel.layout import parse_layout
-from archon.planner.describe import describe_candidate, speed
-from archon.planner.hardware import read_hardware
-from archon.planner.memory_model import rank_parameters
-from archon.planner.search import Candidate, Planner, PlanRequest
-from archon.planner.time_model import TimeModel
 from archon.schema.config import EngineConfig
+from archon.tools.planner.describe import describe_candidate, speed
+from archon.tools.planner.hardware import read_hardware
+from archon.tools.planner.memory_model import rank_parameters
+from archon.tools.planner.search import Candidate, Planner, PlanRequest
+from archon.tools.planner.time_model import TimeModel
 
 HERE = Path(__file__).resolve().parent
 RECORD, TABLE = HERE / "records" / "plan_check.jsonl", HERE / "PLANNER.md"

@@ -25,14 +25,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from archon.bench import SweepConfig, run_sweep
-from archon.bench.origin import origin
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
-from archon.planner.hardware import Hardware, read_hardware
-from archon.planner.search import Planner
-from archon.planner.time_model import StepTime
+from archon.tools.bench import SweepConfig, run_sweep
+from archon.tools.bench.origin import origin
+from archon.tools.planner.hardware import Hardware, read_hardware
+from archon.tools.planner.search import Planner
+from archon.tools.planner.time_model import StepTime
 from benchmarks.harness import ROOT, say
 
 RECORD = ROOT / "benchmarks" / "records" / "plan_ranking.jsonl"
@@ -114,7 +114,7 @@ def calibrated(ranks: int, folder: Path) -> Hardware:
     return read_hardware(str(file))
 
 
-def sweep_of(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
+def sweep_config(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
     """Returns the sweep of a model's layouts, one step each; writes the model's configuration to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(ranked.config)))
@@ -132,7 +132,7 @@ def sweep_of(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
 
 def predicted(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> dict[str, StepTime]:
     """Returns the predicted seconds of a step by layout."""
-    sweep = sweep_of(ranked, sizes, folder)
+    sweep = sweep_config(ranked, sizes, folder)
     spec = get_model_spec(str(ranked.config["model_type"]))
     planner = Planner(spec, spec.model_args_class.from_hf_config(read_hf_config(folder)), hardware)
     return {
@@ -143,7 +143,7 @@ def predicted(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) ->
 
 def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
     """Returns each layout with its measured and predicted seconds; a failed one has a `reason` and no `measured_s`."""
-    sweep = sweep_of(ranked, sizes, folder)
+    sweep = sweep_config(ranked, sizes, folder)
     times: dict[str, list[float]] = {layout: [] for layout in ranked.layouts}
     reasons: dict[str, str] = {}
     for _ in range(rounds):

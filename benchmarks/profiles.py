@@ -34,7 +34,7 @@ def operator_seconds(step: Callable[[], Any]) -> dict[str, float]:
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from archon.bench.profiling import label_waits
+    from archon.tools.bench.profiling import label_waits
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler, label_waits(), record_function(STEP):
         step()

@@ -69,7 +69,7 @@ def measure_pushes(url: str, checkpoint: Path, folder: Path, rounds: int) -> dic
         for transport, remote in remotes.items():
             version += 1
             with torch.no_grad():
-                for parameter in engine.whole_model.parameters():
+                for parameter in engine.full_model.parameters():
                     parameter.mul_(1.001)
             remote.update_weights(PushedWeights(engine), version=version)
             metrics = remote.push_metrics
@@ -99,7 +99,7 @@ def measure_deltas(checkpoint: Path, folder: Path) -> dict[str, Any]:
         "total_steps": RL_STEPS,
         "actor": {"path": str(checkpoint), "optimizer": {"lr": 1e-6}},
         "gconfig": {"n_samples": 4, "max_new_tokens": 12},
-        "rollout": {"prompts_per_step": 2, "gold_checked": 0, "workers": {"rewards": 1}},
+        "rollout": {"prompts_per_step": 2, "n_gold_checks": 0, "workers": {"rewards": 1}},
         "algorithm": {"kl": {"coef": 0.0}},
         "train_data": {"path": "arithmetic"},
         "reward": "benchmarks.pushes.vowels",

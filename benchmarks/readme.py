@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from archon.bench import read_record
-from archon.bench.origin import Spread
-from archon.bench.table import table as sweep_table
-from benchmarks.pictures import figures
+from archon.tools.bench import read_record
+from archon.tools.bench.origin import Spread
+from archon.tools.bench.table import table as sweep_table
+from benchmarks.figures import figures
 from benchmarks.record import FOLDER, Ratio, Record, read_records
 from benchmarks.runs import run_tables
 

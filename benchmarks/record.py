@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
-from archon.bench.origin import Machine, NumericCheck, Spread
 from archon.schema.config import StrictModel
+from archon.tools.bench.origin import Machine, NumericCheck, Spread
 
 FOLDER = Path(__file__).resolve().parent / "records"
 

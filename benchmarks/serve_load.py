@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from archon.bench.origin import commit, machine
+from archon.tools.bench.origin import commit, machine
 from benchmarks import harness
 from benchmarks.harness import ROOT, Worker, say
 from benchmarks.watch import Watch, sample, verdict

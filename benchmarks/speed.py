@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import generate, harness, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, Worker, say
@@ -69,19 +69,20 @@ def release_free_memory(engine: Any) -> None:
     """Release free memory to the system after every step."""
     from archon.engine import heap
 
-    heap._with_growth = lambda held: 0.0
+    heap._threshold_for = lambda held: 0.0
 
 
 def disable_blockwise_attention(engine: Any) -> None:
     """Use torch's attention kernel for documents of any length."""
-    from archon.models.attention import blockwise
+    from archon.models.attention.packed import blockwise
 
     blockwise.BLOCKWISE_FROM = 1 << 60
 
 
 def use_plain_layers(engine: Any) -> None:
     """Compute norms, rotations and SwiGLU in ordinary operations."""
-    from archon.models.layers import attention, feed_forward, fused, norm
+    from archon.models.cpu import fused
+    from archon.models.layers import attention, feed_forward, norm
 
     attention.rotate = fused.plain_rotate
     feed_forward.swiglu = fused.plain_swiglu
@@ -92,7 +93,7 @@ def keep_document_order(engine: Any) -> None:
     """Keep documents in the order of the batch instead of sorting them by length."""
     from archon.engine.batch import PackedBatch
 
-    PackedBatch.sorted_for_model = lambda self: self  # type: ignore[method-assign]
+    PackedBatch.sorted_by_length = lambda self: self  # type: ignore[method-assign]
 
 
 def disable_fused_loss(engine: Any) -> None:
@@ -136,7 +137,7 @@ def join_projections(engine: Any) -> None:
     for module in engine.model.modules():
         if not isinstance(module, attention.Attention | feed_forward.FeedForward):
             continue
-        first, *_ = layers = module.same_input()
+        first, *_ = layers = module.input_projections()
         first.joint_weight = torch.nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
         first.joint = partial(linear, weight=first.joint_weight)
         for layer in layers:

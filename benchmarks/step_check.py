@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from archon.bench.origin import NumericCheck
+from archon.tools.bench.origin import NumericCheck
 from benchmarks import harness
 
 # float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.

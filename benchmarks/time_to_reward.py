@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import Sides, say
 
@@ -192,7 +192,7 @@ def trl_run(evaluator: Any, options: dict[str, Any]) -> Callable[[], dict[str, A
         use_cpu=True,
         save_strategy="no",
         logging_strategy="no",
-        report_to="none",
+        write_run_report="none",
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_pretrained(options["checkpoint"], dtype="float32")

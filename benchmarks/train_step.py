@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import gpu_step, harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
@@ -94,7 +94,7 @@ def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[st
         compile=compiled,
         activation_checkpoint={"mode": options.get("recompute", "none")},
         layout=f"d{options.get('ranks', 1)}",
-        lora={"path": options["adapter"]} if "adapter" in options else lora,
+        lora={"path": options["lora"]} if "lora" in options else lora,
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
     engine = ArchonEngine(config)
@@ -129,8 +129,8 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     from benchmarks.peer_losses import LOSSES
 
     device = options["device"]
-    if "adapter" in options:
-        model = peer_models.peft_model(options["checkpoint"], options["adapter"], options["dtype"]).train()
+    if "lora" in options:
+        model = peer_models.peft_model(options["checkpoint"], options["lora"], options["dtype"]).train()
         autocast = torch.autocast("cpu", enabled=False)
     elif side == "transformers" or side in RAGGED_AIMS:
         model = peer_models.transformers_model(options["checkpoint"], device=device).train()

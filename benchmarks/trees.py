@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.registry import saved_ops
-from archon.models.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.convolution import ShortConvolution
+from archon.models.layers.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
@@ -43,20 +43,21 @@ class TransformerBlock(nn.Module):
         self.ffn_post_norm = spec.norm.build(dim) if after else None
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta, given: Tensor | None = None
+        self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta, layer_experts: Tensor | None = None
     ) -> Tensor | tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim]; with experts also the router's statistics.
 
-        `given` [T, k] are experts chosen before; an argument, so that recomputation uses them too. The statistics are
+        `layer_experts` [T, k] are experts chosen before; an argument, so that recomputation uses them too. The
+        statistics are
         returned, not stored, so that recomputation does not count them twice.
         """
         mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
         if self.feed_forward is not None:
-            out = self.feed_forward(_normed(self.ffn_norm, x), attention.adapters)
+            out = self.feed_forward(_normed(self.ffn_norm, x), attention.lora_mapping)
             return self._add(x, _normed(self.ffn_post_norm, out))
         assert self.moe is not None
-        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.adapters, given)
+        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.lora_mapping, layer_experts)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
-def given_inputs(**inputs: Any) -> dict[str, Any]:
+def drop_none(**inputs: Any) -> dict[str, Any]:
     """Returns the inputs that a batch has, for `hidden_states`: a family's own need not know of the others."""
     return {name: value for name, value in inputs.items() if value is not None}
 
@@ -178,7 +179,7 @@ class BaseArchonModel(nn.Module):
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
             routed_experts = None if routed_experts is None else routed_experts.squeeze(0)
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        further = given_inputs(images=images, routed_experts=routed_experts)
+        further = drop_none(images=images, routed_experts=routed_experts)
         out: Any = self.hidden_states(tokens, positions, attention, **further)
         if self.score is not None:
             weight = self.score.weight  # wider than the computation where adapters are trained
@@ -199,8 +200,8 @@ class BaseArchonModel(nn.Module):
             return out.unsqueeze(0)
         return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
-    def see(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """Returns what a tower makes of patches [P, F] of images with these sizes, see `ImageRows.features`.
+    def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Returns what a tower makes of patches [P, F] of images with these sizes, see `ImageFeatures.features`.
 
         Raises BatchError: this is a text model.
         """
@@ -218,7 +219,7 @@ class BaseArchonModel(nn.Module):
 
         They are [T, dim], or [N, dim] at `attention.gather_index` [N].
         """
-        seen = None if images is None else images.seen(self.see)
+        seen = None if images is None else images.encode(self.encode_images)
         hidden = tokens
         if self.tok_embeddings is not None:
             hidden = self.tok_embeddings(tokens)
@@ -232,8 +233,8 @@ class BaseArchonModel(nn.Module):
         for layer, block in self.layers.items():
             rope = self.rope_of_layer[int(layer)]
             place = None if routed_experts is None else self.expert_layers.get(int(layer))
-            given = None if routed_experts is None or place is None else routed_experts[:, place]
-            hidden = block(hidden, None if rope is None else rotations[rope], attention, given)
+            layer_experts = None if routed_experts is None or place is None else routed_experts[:, place]
+            hidden = block(hidden, None if rope is None else rotations[rope], attention, layer_experts)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from archon.models.args.latent import DEEPSEEK_V3_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.further_layers import FurtherLayersAdapter
-from archon.models.hf_config import Field
-from archon.models.latent_args import DEEPSEEK_V3_FIELDS, LATENT_HF_MAP, LatentModelArgs
+from archon.models.hf.config import Field
+from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 
@@ -27,7 +27,7 @@ class DeepseekV3Model(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = DeepseekV3ModelArgs
 
 
-class DeepseekV3StateDictAdapter(FurtherLayersAdapter):
+class DeepseekV3StateDictAdapter(MTPStateDictAdapter):
     """Maps the names of latent attention, of the router's bias and of shared experts; the layers that predict further
     tokens are carried."""
 

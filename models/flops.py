@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from archon.models.args import BaseModelArgs
+    from archon.models.args.base import BaseModelArgs
 
 PEAK_BF16_FLOPS = {
     "A100": 312e12,
@@ -62,13 +62,13 @@ class MatmulShape:
         active, total: matrix-product parameters used per token, and all; they differ by the experts not chosen.
         attention: of each layer with attention its width (heads × head_dim) and its window in tokens, None for full
             attention.
-        adapters: parameters of adapters that a token uses; with any, all other weights are frozen.
+        lora: parameters of adapters that a token uses; with any, all other weights are frozen.
     """
 
     active: int
     total: int
     attention: tuple[tuple[int, int | None], ...]
-    adapters: int = 0
+    lora: int = 0
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
@@ -115,7 +115,7 @@ class MatmulShape:
     def packed(self, lengths: Iterable[int]) -> Flops:
         """Returns FLOPs of training on documents of these lengths, in tokens; attention grows with Σ len²."""
         full = causal = 0.0
-        products = (4 if self.adapters else 6) * self.active + 6 * self.adapters
+        products = (4 if self.lora else 6) * self.active + 6 * self.lora
         for length in lengths:
             full += products * length
             causal += products * length

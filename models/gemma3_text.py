@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.fused_tensors import Fused
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, layer_type_windows
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, layer_type_windows
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.spec import NormPlacement
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 _FIELDS = dense_fields(
     num_key_value_heads=4, max_position_embeddings=131072, tie_word_embeddings=True, pad_token_id=0
@@ -49,7 +49,7 @@ class Gemma3TextModelArgs(BaseModelArgs):
         theta=1_000_000.0, local_theta=10_000.0, local_theta_field="rope_local_base_freq"
     )
     # transformers reads attn_logit_softcapping and does not apply it; no published Gemma 3 has it.
-    hf_must_be: ClassVar[dict[str, Any]] = {"use_bidirectional_attention": False, "attn_logit_softcapping": None}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"use_bidirectional_attention": False, "attn_logit_softcapping": None}
     # Random factors of the query and key norms are about 2: with smaller divisors small models' attention saturates.
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {"query_pre_attn_scalar": (64, 100)}
     hf_fields: ClassVar[dict[str, Field]] = {name: field for name, field in _FIELDS.items() if name != "hidden_act"}

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from archon.models.args.moe import GroupRoutedArgs, group_routed_fields
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.further_layers import FurtherLayersAdapter
-from archon.models.hf_config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, dense_fields
-from archon.models.hf_names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf_rope import RopePolicy
-from archon.models.moe_args import GroupRoutedArgs, group_routed_fields
+from archon.models.hf.config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.mtp import MTPStateDictAdapter
+from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import RopePolicy
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 
@@ -49,7 +49,7 @@ class Glm4MoEModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Glm4MoEModelArgs
 
 
-class Glm4MoEStateDictAdapter(FurtherLayersAdapter):
+class Glm4MoEStateDictAdapter(MTPStateDictAdapter):
     """The common names of dense decoders, norms of queries and keys, and those of DeepSeek-V3's experts.
 
     Layers after the last one predict further tokens; they are carried.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
+from archon.models.args.moe import group_routed_fields
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.further_layers import FurtherLayersAdapter
-from archon.models.hf_checks import check_kind, reject_field
-from archon.models.hf_config import Field, as_dict, dense_fields
-from archon.models.latent_args import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
-from archon.models.moe_args import group_routed_fields
+from archon.models.hf.checks import check_kind, reject_field
+from archon.models.hf.config import Field, as_dict, dense_fields
+from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 
@@ -70,7 +70,7 @@ class Glm4MoELiteModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Glm4MoELiteModelArgs
 
 
-class Glm4MoELiteStateDictAdapter(FurtherLayersAdapter):
+class Glm4MoELiteStateDictAdapter(MTPStateDictAdapter):
     """Maps the names of latent attention, of the router's bias and of shared experts; the layers that predict further
     tokens are carried."""
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.fused_tensors import Fused
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, layer_type_windows
-from archon.models.hf_names import DENSE_HF_MAP, HFMap
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, layer_type_windows
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import DENSE_HF_MAP, HFMap
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 _ROPE = {
     "rope_type": "yarn",

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -18,7 +18,7 @@ class GraniteModelArgs(BaseModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"granite"})
     hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
-    hf_must_be: ClassVar[dict[str, Any]] = {"mlp_bias": False}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"mlp_bias": False}
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {"attention_multiplier": (0.1, 0.25)}
     hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=0, max_position_embeddings=2048) | {
         # transformers' Granite uses `head_dim`, which its config class does not declare.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -18,7 +18,7 @@ class LlamaModelArgs(BaseModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"llama"})
     hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
-    hf_must_be: ClassVar[dict[str, Any]] = {"mlp_bias": False, "pretraining_tp": 1}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"mlp_bias": False, "pretraining_tp": 1}
     hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=0, max_position_embeddings=2048) | {
         "head_dim": Field("head_dim", int, 0, null=0),
         "attention_bias": Field("attention_bias", bool, False),

@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields, reject_field
-from archon.models.hf_names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields, reject_field
+from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -32,7 +32,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(theta=5_000_000.0, partial=1.0, rotary_dim_field="rotary_dim")
     hf_aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
     # Published configs have these besides the fields of transformers' class, which ignores them.
-    hf_must_be: ClassVar[dict[str, Any]] = {
+    hf_fixed_values: ClassVar[dict[str, Any]] = {
         "router_jitter_noise": 0.0,
         "scoring_func": "sigmoid",
         "use_qk_norm": True,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, uniform_window
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, uniform_window
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 _ROPE = {
     "rope_type": "yarn",

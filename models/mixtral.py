@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, uniform_window
-from archon.models.hf_names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
-from archon.models.hf_rope import RopePolicy
-from archon.models.moe_args import MoEModelArgs
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, uniform_window
+from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -27,7 +27,7 @@ class MixtralModelArgs(MoEModelArgs):
     hf_windows: ClassVar[WindowPolicy] = uniform_window(default=None)
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(theta=1_000_000.0)
     hf_aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
-    hf_must_be: ClassVar[dict[str, Any]] = {"router_jitter_noise": 0.0}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"router_jitter_noise": 0.0}
     hf_fields: ClassVar[dict[str, Field]] = dense_fields(
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
     ) | {

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, layer_type_windows
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, layer_type_windows
+from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.rope import RopeSpec
 from archon.models.layers.spec import NormPlacement
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

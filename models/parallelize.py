@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from archon.parallel.decoder import parallelize_decoder
-from archon.parallel.tensor import Treatment
+from archon.parallel.tensor import ParallelStyle
 
 if TYPE_CHECKING:
     from archon.models.spec import ParallelizeFn
 
 # How tensor parallelism treats the weight of each role; see `archon.parallel.tensor`.
-DENSE_TP_PLAN: dict[str, Treatment] = {
+DENSE_TP_PLAN: dict[str, ParallelStyle] = {
     "column": "split_rows",
     "row": "split_columns",
     "latent": "replicate",
@@ -24,12 +24,12 @@ DENSE_TP_PLAN: dict[str, Treatment] = {
     "embedding": "split_rows",
     "head": "split_rows",
     "value_head": "replicate",
-    "tower": "replicate",
+    "vision": "replicate",
 }
 # Expert parallelism shards the experts.
-MOE_TP_PLAN: dict[str, Treatment] = DENSE_TP_PLAN | {"router": "replicate"}
+MOE_TP_PLAN: dict[str, ParallelStyle] = DENSE_TP_PLAN | {"router": "replicate"}
 
 
-def make_parallelize_fn(tp_plan: Mapping[str, Treatment]) -> ParallelizeFn:
+def make_parallelize_fn(tp_plan: Mapping[str, ParallelStyle]) -> ParallelizeFn:
     """Returns `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
     return partial(parallelize_decoder, tp_plan)

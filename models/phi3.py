@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.fused_tensors import Fused
-from archon.models.hf_config import Field, WindowPolicy, dense_fields, uniform_window
-from archon.models.hf_names import DENSE_HF_MAP
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.config import Field, WindowPolicy, dense_fields, uniform_window
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import DENSE_HF_MAP
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Phi3ModelArgs(BaseModelArgs):
         # transformers' Phi-3 uses `head_dim`, which its config class does not declare.
         "head_dim": Field("head_dim", int, 0),
     }
-    hf_must_be: ClassVar[dict[str, Any]] = {
+    hf_fixed_values: ClassVar[dict[str, Any]] = {
         "attention_bias": False,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,

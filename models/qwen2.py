@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
+from archon.models.hf.config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

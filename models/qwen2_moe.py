@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_checks import check_kind
-from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
-from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
+from archon.models.hf.checks import check_kind
+from archon.models.hf.config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
+from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 def _read_windows(config: Mapping[str, Any], n_layers: int) -> Windows:

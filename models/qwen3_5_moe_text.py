@@ -6,22 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.delta_net_args import (
+from archon.models.args.delta_net import (
+    QWEN3_5_FIXED_VALUES,
     QWEN3_5_HF_MAP,
-    QWEN3_5_MUST_BE,
     QWEN3_5_ROPES,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
 )
-from archon.models.hf_config import Field
-from archon.models.hf_names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.hf_rope import RopePolicy
-from archon.models.moe_args import MoEModelArgs
+from archon.models.args.moe import MoEModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf.config import Field
+from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
+from archon.models.hf.rope import RopePolicy
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.seeing import CompositeStateDictAdapter
 from archon.models.spec import family_spec
+from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass
@@ -46,7 +46,10 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         "router_aux_loss_coef": Field("", float, 0.001),
         **mtp_fields(),
     }
-    hf_must_be: ClassVar[dict[str, Any]] = QWEN3_5_MUST_BE | {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    hf_fixed_values: ClassVar[dict[str, Any]] = QWEN3_5_FIXED_VALUES | {
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
     # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = DeltaNetModelArgs.hf_examples | {
         "num_experts_per_tok": (2, 3, 4)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.delta_net_args import (
+from archon.models.args.delta_net import (
+    QWEN3_5_FIXED_VALUES,
     QWEN3_5_HF_MAP,
-    QWEN3_5_MUST_BE,
     QWEN3_5_ROPES,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
 )
-from archon.models.hf_config import Field
-from archon.models.hf_rope import RopePolicy
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf.config import Field
+from archon.models.hf.rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
-from archon.models.seeing import CompositeStateDictAdapter
 from archon.models.spec import family_spec
+from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
     composite_types: ClassVar[dict[str, str]] = {"qwen3_5": "qwen3_5_text"}
     hf_ropes: ClassVar[RopePolicy] = QWEN3_5_ROPES
     hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4) | mtp_fields()
-    hf_must_be: ClassVar[dict[str, Any]] = QWEN3_5_MUST_BE
+    hf_fixed_values: ClassVar[dict[str, Any]] = QWEN3_5_FIXED_VALUES
 
 
 class Qwen35TextModel(BaseArchonModel):

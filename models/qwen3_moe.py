@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
-from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP
-from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
+from archon.models.hf.config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
+from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

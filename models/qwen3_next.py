@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.delta_net_args import (
+from archon.models.args.delta_net import (
     DELTA_NET_BLOCKS_HF_MAP,
     DELTA_NET_HF_MAP,
     DeltaNetModelArgs,
     delta_net_fields,
 )
-from archon.models.hf_config import Field
-from archon.models.hf_names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
+from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf.config import Field
+from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         }
         | stepped_expert_fields(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True)
     )
-    hf_must_be: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
 
 
 class Qwen3NextModel(BaseArchonModel):
@@ -53,7 +53,7 @@ class Qwen3NextStateDictAdapter(BaseStateDictAdapter):
 
     model_class = Qwen3NextModel
     from_hf_map = DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
-    carried = ("mtp.*",)
+    passthrough = ("mtp.*",)
 
 
 parallelize_qwen3_next = make_parallelize_fn(MOE_TP_PLAN)

@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, dense_fields
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf_rope import MROPE_FIELDS, RopePolicy
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
-from archon.models.seeing import CompositeStateDictAdapter, SeeingModel, SeeingModelArgs, SeeingStateDictAdapter
 from archon.models.spec import family_spec
+from archon.models.vision.language_model import (
+    CompositeStateDictAdapter,
+    VisionLanguageModel,
+    VisionLanguageModelArgs,
+    VisionLanguageStateDictAdapter,
+)
 
 
 @dataclass
@@ -34,8 +39,8 @@ class Qwen3VLTextModelArgs(BaseModelArgs):
 
 
 @dataclass
-class Qwen3VLModelArgs(Qwen3VLTextModelArgs, SeeingModelArgs):
-    """See `Qwen3VLTextModelArgs` and `SeeingModelArgs`."""
+class Qwen3VLModelArgs(Qwen3VLTextModelArgs, VisionLanguageModelArgs):
+    """See `Qwen3VLTextModelArgs` and `VisionLanguageModelArgs`."""
 
     image_token_id: int = 151655
     mrope_section: tuple[int, int, int] = (24, 20, 20)
@@ -50,8 +55,8 @@ class Qwen3VLTextModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Qwen3VLTextModelArgs
 
 
-class Qwen3VLModel(SeeingModel):
-    """See `SeeingModel`."""
+class Qwen3VLModel(VisionLanguageModel):
+    """See `VisionLanguageModel`."""
 
     args_class: ClassVar[type[BaseModelArgs]] = Qwen3VLModelArgs
 
@@ -62,8 +67,8 @@ class Qwen3VLTextStateDictAdapter(CompositeStateDictAdapter):
     model_class, from_hf_map = Qwen3VLTextModel, DENSE_HF_MAP | QK_NORM_HF_MAP
 
 
-class Qwen3VLStateDictAdapter(SeeingStateDictAdapter):
-    """See `SeeingStateDictAdapter`."""
+class Qwen3VLStateDictAdapter(VisionLanguageStateDictAdapter):
+    """See `VisionLanguageStateDictAdapter`."""
 
     model_class, from_hf_map = Qwen3VLModel, DENSE_HF_MAP | QK_NORM_HF_MAP
 

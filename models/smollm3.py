@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_checks import check_kind, reject_field
-from archon.models.hf_config import Field, WindowPolicy, Windows, dense_fields, read_switched_window
-from archon.models.hf_rope import RopePolicy
+from archon.models.hf.checks import check_kind, reject_field
+from archon.models.hf.config import Field, WindowPolicy, Windows, dense_fields, read_switched_window
+from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 def _rotated_layers(config: Mapping[str, Any], n_layers: int) -> list[bool]:
@@ -42,7 +42,7 @@ class SmolLM3ModelArgs(BaseModelArgs):
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(
         theta=2_000_000.0, fields=("no_rope_layers", "no_rope_layer_interval"), positions=_rotated_layers
     )
-    hf_must_be: ClassVar[dict[str, Any]] = {"mlp_bias": False}
+    hf_fixed_values: ClassVar[dict[str, Any]] = {"mlp_bias": False}
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {"no_rope_layer_interval": (2, 3)}
     hf_fields: ClassVar[dict[str, Field]] = dense_fields(
         num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, pad_token_id=128004

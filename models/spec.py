@@ -13,9 +13,9 @@ from importlib import metadata
 from threading import RLock
 from typing import Any
 
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ FAMILIES = (
 )
 
 # Models that see whose decoder is a family above, which has the contracts; others that see are in FAMILIES themselves.
-TOWERS_OF_FAMILIES = ("qwen3_5",)
+VISION_FAMILIES = ("qwen3_5",)
 
 # Model types that archon does not compute: the reason, and the family that comes nearest.
 UNSUPPORTED: dict[str, tuple[str, str]] = {
@@ -144,7 +144,7 @@ class _Registry:
             if not self._discovered:
                 self._discovered = True  # first, since a plugin may register a family while it is imported
                 try:
-                    names = (*FAMILIES, *TOWERS_OF_FAMILIES)
+                    names = (*FAMILIES, *VISION_FAMILIES)
                     self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in names)
                     self._add_plugins()
                 except BaseException:
@@ -228,7 +228,7 @@ def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
     return spec.text or spec if text_only else spec
 
 
-def is_text_of(args: BaseModelArgs, model_type: str) -> bool:
+def is_text_decoder(args: BaseModelArgs, model_type: str) -> bool:
     """Returns whether these are the arguments of the decoder alone of a model that sees, of this `model_type`."""
     text, whole = (get_model_spec(model_type, text_only=only).model_args_class for only in (True, False))
     return text is not whole and type(args) is text

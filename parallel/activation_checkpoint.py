@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 from archon.schema.config import ActivationCheckpointConfig
 
-PARTS = (
+PRIVATE_APIS = (
     "torch.utils.checkpoint.SAC_IGNORED_OPS",
     "torch.ops.profiler._record_function_enter_new.default",
     "torch.ops.profiler._record_function_exit._RecordFunction",
 )
-require_parts("activation checkpointing", PARTS)
+require_private_apis("activation checkpointing", PRIVATE_APIS)
 
 # Costly to compute and small to keep. Batched products are left out: in a decoder they are the inside of unfused
 # attention, which its backward recomputes anyway.
-_SAVED_PRODUCTS = frozenset(
+_SAVED_MATMULS = frozenset(
     {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
 )
 
@@ -49,7 +49,7 @@ def apply_activation_checkpointing(
     if config.mode in ("none", "memory_budget"):
         return
     every = config.selective if config.mode == "selective" and isinstance(config.selective, int) else 1
-    saved = _SAVED_PRODUCTS | attention_ops if config.mode == "selective" and config.selective == "op" else None
+    saved = _SAVED_MATMULS | attention_ops if config.mode == "selective" and config.selective == "op" else None
     for position, block in enumerate(layers, start=1):
         if position % every == 0:
             block_class: Any = type(block)

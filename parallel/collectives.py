@@ -34,7 +34,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, order=True)
-class Traffic:
+class CollectiveType:
     """A kind of collective and its group; `group` is a mesh dimension such as tp or dp_shard_cp."""
 
     kind: str
@@ -43,7 +43,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Sum:
+class CollectiveStats:
     """The number of collectives and their bytes, of each the larger of input and output."""
 
     count: int = 0
@@ -64,7 +64,7 @@ class CollectiveRecorder(TorchDispatchMode):
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()
         self.names = names
-        self.sums: dict[Traffic, Sum] = {}
+        self.sums: dict[CollectiveType, CollectiveStats] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -78,12 +78,12 @@ class CollectiveRecorder(TorchDispatchMode):
         if kind is None:
             return
         group = collective_group(args)
-        traffic = Traffic(kind, self.names.get(group.group_name, "other"), group.size())
+        traffic = CollectiveType(kind, self.names.get(group.group_name, "other"), group.size())
         # A functional all-gather has only its input among its arguments.
         factor = group.size() if func._opname == "all_gather_into_tensor" else 1
         largest = max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
-        before = self.sums.get(traffic, Sum())
-        self.sums[traffic] = Sum(before.count + 1, before.bytes + factor * largest)
+        before = self.sums.get(traffic, CollectiveStats())
+        self.sums[traffic] = CollectiveStats(before.count + 1, before.bytes + factor * largest)
 
 
 def collective_kind(namespace: str, operator: str) -> str | None:

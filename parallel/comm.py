@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from archon.parallel.torch_groups import group_by_name
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
-PARTS = (
+PRIVATE_APIS = (
     "torch.ops._c10d_functional.all_gather_into_tensor.default",
     "torch.ops._c10d_functional.reduce_scatter_tensor.default",
     "torch.ops._c10d_functional.all_to_all_single.default",
     "torch.ops._c10d_functional.all_reduce.default",
     "torch.ops._c10d_functional.wait_tensor.default",
 )
-require_parts("collectives", PARTS)
+require_private_apis("collectives", PRIVATE_APIS)
 
 _ops = torch.ops._c10d_functional
 
@@ -41,12 +41,12 @@ class Group:
     rank: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Group:
+    def from_mesh(cls, mesh: DeviceMesh) -> Group:
         """Returns the group of a one-dimensional mesh."""
-        return cls.of_process_group(mesh.get_group())
+        return cls.from_process_group(mesh.get_group())
 
     @classmethod
-    def of_process_group(cls, group: dist.ProcessGroup) -> Group:
+    def from_process_group(cls, group: dist.ProcessGroup) -> Group:
         """Returns a group that this process belongs to."""
         return cls(group.group_name, group.size(), group.rank())
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
 SIZES = ("torch.fx.experimental._config.use_duck_shape", "torch.nn.Module._compiled_call_impl")
 BUDGETS = (
@@ -17,7 +17,7 @@ BUDGETS = (
     "torch._functorch.config.activation_memory_budget",
     "torch._functorch.config.patch",
 )
-PARTS = SIZES + BUDGETS
+PRIVATE_APIS = SIZES + BUDGETS
 
 CompileChoice = bool | Literal["auto"]
 
@@ -37,15 +37,15 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
     Shapes are dynamic, since packed micro-batches rarely have the same token count. With `memory_budget` the
     partitioner keeps about that share of the activations and recomputes the rest.
     """
-    require_parts("compiled blocks", SIZES)
+    require_private_apis("compiled blocks", SIZES)
     chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
     for block in layers.values():
         block.compile(backend=chosen, dynamic=True)
         assert block._compiled_call_impl is not None
-        block._compiled_call_impl = _sizes_told_apart(block._compiled_call_impl)
+        block._compiled_call_impl = _without_duck_shapes(block._compiled_call_impl)
 
 
-def _sizes_told_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _without_duck_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `compiled`, compiled without the guess that sizes which are equal in its first batch always are.
 
     A batch of as many tokens as the model has features, or of four documents where a head has four pairs of features,
@@ -67,7 +67,7 @@ def _sizes_told_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
     """Returns the backend with its own budget; a process-wide setting would be shared by two engines."""
-    require_parts("activation_checkpoint.mode = memory_budget", BUDGETS)
+    require_private_apis("activation_checkpoint.mode = memory_budget", BUDGETS)
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 

@@ -116,7 +116,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class DealtTokens:
+class TokenShard:
     """Tokens of a pack, each dealt to one rank of a group, and padding, so that every rank has as many.
 
     Args:
@@ -131,13 +131,13 @@ class DealtTokens:
     def __init__(self, order: Tensor, tokens: int, cp: Group, device: torch.device) -> None:
         self.cp, self.tokens, self.padding = cp, tokens, order.shape[0] - tokens
         rows = order.shape[0] // cp.size
-        self._own = order[cp.rank * rows : (cp.rank + 1) * rows]
-        self.index = to_device_async(self._own, device)
+        self._local_order = order[cp.rank * rows : (cp.rank + 1) * rows]
+        self.index = to_device_async(self._local_order, device)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0]))
         self.inverse = to_device_async(inverse, device)
 
     @classmethod
-    def by_owner(cls, owner: Tensor, cp: Group, device: torch.device) -> DealtTokens:
+    def by_owner(cls, owner: Tensor, cp: Group, device: torch.device) -> TokenShard:
         """Returns the tokens of a pack dealt to the ranks that `owner`, int64 [T] on the CPU, names."""
         tokens = owner.shape[0]
         of_ranks = [(owner == rank).nonzero().squeeze(1) for rank in range(cp.size)]
@@ -154,15 +154,15 @@ class DealtTokens:
             x = torch.cat((x, x.new_full((self.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
 
-    def take_on_cpu(self, x: Tensor, fill: int) -> Tensor:
+    def take_cpu(self, x: Tensor, fill: int) -> Tensor:
         """Same as `take`, of a tensor [T] on the CPU and to it."""
-        return torch.cat((x, x.new_full((self.padding,), fill))).index_select(0, self._own)
+        return torch.cat((x, x.new_full((self.padding,), fill))).index_select(0, self._local_order)
 
     def rows(self, rows: Tensor) -> Tensor:
         """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
         selected = torch.zeros(self.tokens + self.padding, dtype=torch.bool)
         selected[rows] = True
-        return selected[self._own].nonzero().squeeze(1)
+        return selected[self._local_order].nonzero().squeeze(1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers per-token results [T / cp, ...] to those of the pack [T, ...] on every rank, without padding; with
@@ -170,7 +170,7 @@ class DealtTokens:
         return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
 
 
-class SequenceShare(DealtTokens):
+class SequenceShard(TokenShard):
     """This rank's tokens of one pack.
 
     Args:
@@ -187,10 +187,10 @@ class SequenceShare(DealtTokens):
         chunks = [chunk for own in plan.chunks for chunk in own]
         order = torch.cat([torch.arange(starts[i] + start, starts[i] + stop) for i, start, stop in chunks])
         super().__init__(order, starts[-1] - plan.padding, cp, device)
-        share = self._own.shape[0] // tp.size
-        self._held = self._own[tp.rank * share :][:share]
-        self._between = slice(tp.rank * share, (tp.rank + 1) * share)
-        valid_mask = self._own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
+        rows_per_rank = self._local_order.shape[0] // tp.size
+        self._layer_tokens = self._local_order[tp.rank * rows_per_rank :][:rows_per_rank]
+        self._layer_slice = slice(tp.rank * rows_per_rank, (tp.rank + 1) * rows_per_rank)
+        valid_mask = self._local_order[tp.rank * rows_per_rank : (tp.rank + 1) * rows_per_rank] < self.tokens
         self.valid_mask = to_device_async(valid_mask, device) if plan.padding else None
 
     def take_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -199,16 +199,16 @@ class SequenceShare(DealtTokens):
             return self.take(x, fill)
         return torch.cat((x, x[:1].expand(self.padding, *x.shape[1:]))).index_select(0, self.index)
 
-    def take_inputs_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
+    def take_layer_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
         """Same as `take_inputs`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
-        return self.take_inputs(x, fill)[self._between]
+        return self.take_inputs(x, fill)[self._layer_slice]
 
-    def held_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def local_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices, among the tokens that this rank holds between layers, of those that `rows` [M] indexes
         in the pack, and which of `rows` these are; int64, all on the CPU."""
         number = torch.full((self.tokens + self.plan.padding,), -1)
         number[rows] = torch.arange(len(rows))
-        found = number[self._held]
+        found = number[self._layer_tokens]
         places = (found >= 0).nonzero().squeeze(1)
         return places, found[places]
 

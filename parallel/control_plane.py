@@ -21,7 +21,7 @@ from archon.parallel.gloo import use_single_worker_gloo
 from archon.parallel.torch_groups import default_group, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
 
-PATIENT = "archon control plane, patient: "
+LONG_TIMEOUT_PREFIX = "archon control plane, patient: "
 """The prefix of the descriptions of groups that `timeout_s` does not limit."""
 CPU = torch.device("cpu")
 
@@ -40,24 +40,24 @@ class ControlPlane:
     device: torch.device = CPU
 
     @classmethod
-    def of_run(cls) -> ControlPlane:
+    def world(cls) -> ControlPlane:
         """Returns the plane of all processes, for the main thread's work within a step."""
-        return cls._of_world("run", patient=False)
+        return cls._create("run", long_timeout=False)
 
     @classmethod
-    def patient(cls, purpose: str) -> ControlPlane:
+    def with_long_timeout(cls, purpose: str) -> ControlPlane:
         """Returns a plane of all processes for a purpose where one writes a file or finishes a rollout while the others
         wait: its limit is PyTorch's half an hour, or `timeout_s` where that is longer."""
-        return cls._of_world(purpose, patient=True)
+        return cls._create(purpose, long_timeout=True)
 
     @classmethod
-    def _of_world(cls, purpose: str, patient: bool) -> ControlPlane:
+    def _create(cls, purpose: str, long_timeout: bool) -> ControlPlane:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), partial(_cpu_group, default_group(), purpose, patient))
+        return cls(dist.get_rank(), dist.get_world_size(), partial(_cpu_group, default_group(), purpose, long_timeout))
 
     @classmethod
-    def of_group(cls, group: Group, device: torch.device) -> ControlPlane:
+    def from_group(cls, group: Group, device: torch.device) -> ControlPlane:
         """Returns the plane of an existing group; its data goes through `device`."""
         return cls(group.rank, group.size, lambda: group.process_group, device)
 
@@ -160,13 +160,13 @@ class ControlPlane:
 
 
 @cache
-def _cpu_group(world: dist.ProcessGroup, purpose: str, patient: bool) -> dist.ProcessGroup:
+def _cpu_group(world: dist.ProcessGroup, purpose: str, long_timeout: bool) -> dist.ProcessGroup:
     """Returns the group of a purpose; the first call, which all ranks make, creates it."""
     use_single_worker_gloo()
     limit = time_limit(world)
-    if patient:
+    if long_timeout:
         limit = max(limit, dist.default_pg_timeout)
-    description = f"{PATIENT if patient else 'archon control plane: '}{purpose}"
+    description = f"{LONG_TIMEOUT_PREFIX if long_timeout else 'archon control plane: '}{purpose}"
     return dist.new_group(backend="gloo", timeout=limit, group_desc=description)
 
 

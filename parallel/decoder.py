@@ -16,7 +16,7 @@ from archon.parallel.expert import apply_expert_parallel
 from archon.parallel.fp8 import apply_fp8
 from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
 from archon.parallel.resolve import check_options
-from archon.parallel.tensor import Treatment, apply_tensor_parallel
+from archon.parallel.tensor import ParallelStyle, apply_tensor_parallel
 from archon.schema.config import ActivationCheckpointConfig, Fp8Recipe
 from archon.schema.errors import ConfigError, LayoutError
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def parallelize_decoder(
-    tp_plan: Mapping[str, Treatment],
+    tp_plan: Mapping[str, ParallelStyle],
     model: nn.Module,
     parallel_dims: ArchonParallelDims,
     param_dtype: torch.dtype = torch.bfloat16,
@@ -81,9 +81,9 @@ def parallelize_decoder(
     if fp8 != "none":
         apply_fp8(decoder.layers, dims, fp8, fp8_blocks)
     apply_activation_checkpointing(list(decoder.layers.values()), ac, decoder.attention_ops)
-    tower = getattr(decoder, "visual", None)
-    if tower is not None:
-        apply_activation_checkpointing(list(tower.blocks), ac, decoder.attention_ops)
+    vision_encoder = getattr(decoder, "visual", None)
+    if vision_encoder is not None:
+        apply_activation_checkpointing(list(vision_encoder.blocks), ac, decoder.attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()
@@ -104,7 +104,7 @@ def parallelize_decoder(
             expert_mesh=dims.expert_fsdp_mesh if has_experts else None,
             cpu_offload=cpu_offload,
             keep_gathered=dims.pp_enabled,
-            tower=tower,
+            vision_encoder=vision_encoder,
         )
     decoder.tie_weights()
     logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtypes, compiled)

@@ -188,9 +188,9 @@ def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
 @cache
 def _meshes_of_world(world: ProcessGroup, dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
     """Return the meshes of a layout in the default group `world`; another default group has meshes of its own."""
-    from archon.parallel.torch_groups import grids_of_world
+    from archon.parallel.torch_groups import build_meshes
 
-    return grids_of_world(dims.device_type, dims.world_size, dims.grids)
+    return build_meshes(dims.device_type, dims.world_size, dims.grids)
 
 
 def ensure_process_group(device_type: str) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
-from archon.parallel.tensor import adapters_of, shard_parameter
-from archon.parallel.torch_groups import concatenated
+from archon.parallel.tensor import lora_layers, shard_parameter
+from archon.parallel.torch_groups import concat_meshes
 from archon.schema.errors import LayoutError
 
 
@@ -66,10 +66,10 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
         if ep_mesh is not None:
             if experts.n_experts % ep_mesh.size():
                 raise LayoutError(f"ep = {ep_mesh.size()} does not divide the {experts.n_experts} experts of {name}")
-            module.ep = ExpertParallel(Group.of(ep_mesh))
+            module.ep = ExpertParallel(Group.from_mesh(ep_mesh))
         if etp_mesh is not None:
-            module.etp = experts.etp = Group.of(etp_mesh)
-        mesh = concatenated([mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None])
+            module.etp = experts.etp = Group.from_mesh(etp_mesh)
+        mesh = concat_meshes([mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None])
         for weight, parameter in [*experts.named_parameters(recurse=False)]:
             placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
             if etp_mesh is not None:
@@ -85,11 +85,11 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                 placements.append(Shard(dim))
             shard_parameter(experts, weight, mesh, tuple(placements))
         lora = getattr(experts, "lora", None) or {}
-        for matrix, adapter in [(name, one) for name, own in lora.items() for one in adapters_of(own)]:
+        for matrix, lora_layer in [(name, one) for name, own in lora.items() for one in lora_layers(own)]:
             # a [E, r, in] is split with the columns of its matrix, b [E, out, r] with its rows.
             split = "a" if matrix == "w2" else "b"
             for part in ("a", "b"):
                 placements = [] if ep_mesh is None else [Shard(0)]
                 if etp_mesh is not None:
                     placements.append(Replicate() if part != split else Shard(2 if part == "a" else 1))
-                shard_parameter(adapter, part, mesh, tuple(placements))
+                shard_parameter(lora_layer, part, mesh, tuple(placements))

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from archon.parallel.one_start import open_store
+from archon.parallel.rendezvous import open_store
 
 GRACE_SECONDS = 3.0
 """How long a rank may take to exit by itself after another has failed."""
 POLL_SECONDS = 0.5
 
 
-class Failure:
+class FailureMonitor:
     """Shares the failures of the ranks of one start of a run.
 
     Args:
@@ -41,7 +41,7 @@ class Failure:
         self._watcher: threading.Thread | None = None
 
     @classmethod
-    def connect(cls) -> Failure | None:
+    def connect(cls) -> FailureMonitor | None:
         """Connects by torchrun's environment; None for a single process, or where the launcher keeps no store."""
         env, store = os.environ, open_store(timedelta(seconds=10))
         if store is None:
@@ -57,7 +57,7 @@ class Failure:
         self._watcher = threading.Thread(target=self._watch, name="archon-failure", daemon=True)
         self._watcher.start()
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """Record that this rank has ended normally."""
         self._ended.set()
         if self._watcher is not None:
@@ -79,34 +79,34 @@ class Failure:
         except RuntimeError:  # torchrun itself has exited, or the failed rank could not write
             pass
 
-    def dead(self) -> list[str]:
-        """Returns the ranks of this machine whose process has exited without `done`."""
-        dead = []
+    def dead_ranks(self) -> list[str]:
+        """Returns the ranks of this machine whose process has exited without `mark_done`."""
+        dead_ranks = []
         for rank in self._neighbors:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = int(self._store.get(f"process/{rank}"))
             pid = self._processes.get(rank)
             if pid is not None and not _is_running(pid) and not self._store.check([f"done/{rank}"]):
-                dead.append(f"rank {rank} (process {pid})")
-        return dead
+                dead_ranks.append(f"rank {rank} (process {pid})")
+        return dead_ranks
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             try:
                 failed = self._store.check(["failed"])
-                dead = [] if failed else self.dead()
+                dead_ranks = [] if failed else self.dead_ranks()
             except RuntimeError:  # torchrun has exited, and ends its processes
                 return
-            if not failed and not dead:
+            if not failed and not dead_ranks:
                 continue
             if self._ended.wait(GRACE_SECONDS):
                 return
-            if dead:
-                self.report(f"archon: rank {self.rank}: ending, for {' and '.join(dead)} died\n")
+            if dead_ranks:
+                self.report(f"archon: rank {self.rank}: ending, for {' and '.join(dead_ranks)} died\n")
             os._exit(1)
 
 
-def end_rank(error: BaseException, message: str | None, failure: Failure) -> None:
+def exit_rank(error: BaseException, message: str | None, failure: FailureMonitor) -> None:
     """Exit the process because of `error`: with code 2 after a user's mistake (`message`), else 1; does not return.
 
     No exception handler or `finally` runs, since one could wait for other ranks.
@@ -117,8 +117,12 @@ def end_rank(error: BaseException, message: str | None, failure: Failure) -> Non
         text = f"archon: {message}\n"
     elif is_collective_error(error):
         time.sleep(2 * POLL_SECONDS)  # torchrun takes a moment to reap a process that was killed
-        dead = failure.dead()
-        why = f"{' and '.join(dead)} died" if dead else "another rank ended, or came later than timeout_s allows"
+        dead_ranks = failure.dead_ranks()
+        why = (
+            f"{' and '.join(dead_ranks)} died"
+            if dead_ranks
+            else "another rank ended, or came later than timeout_s allows"
+        )
         text = f"{_traceback(error)}archon: rank {failure.rank}: a collective failed: {why}\n"
     else:
         text = f"archon: rank {failure.rank} failed:\n{_traceback(error)}"

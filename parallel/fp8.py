@@ -57,7 +57,7 @@ def apply_fp8(
     Raises LayoutError where a rank's share of a layer is no multiple of 16, or several ranks share a head; ConfigError
     where nothing is converted.
     """
-    ranks = Ranks.of(dims)
+    ranks = Ranks.from_dims(dims)
     whole = Fp8Scaling(recipe == "rowwise")
     of_roles = {
         "column": replace(whole, out_features=ranks.tp, tokens=(ranks.cp,)),
@@ -68,7 +68,7 @@ def apply_fp8(
     chosen = {index: block for index, block in layers.items() if blocks is None or int(index) in blocks}
     for name, module in nn.ModuleDict(chosen).named_modules(prefix="layers"):
         role = getattr(module, "role", None)
-        reason = _exclusion(module) if role in of_roles or role == "experts" else None
+        reason = _exclusion_reason(module) if role in of_roles or role == "experts" else None
         if reason is not None:
             excluded.append(f"{name} ({reason})")
         elif role in of_roles:
@@ -77,7 +77,7 @@ def apply_fp8(
             converted += 1
         elif role == "experts":
             _require_shards(name, module)
-            module.fp8 = _of_experts(module, whole)
+            module.fp8 = _expert_scaling(module, whole)
             converted += 1
     if not converted and not dims.pp_enabled:
         raise ConfigError(f"fp8 = {recipe} converts none of this model's layers: {', '.join(excluded)}; set it to none")
@@ -85,7 +85,7 @@ def apply_fp8(
     logger.info("fp8 %s: %d layers; excluded in blocks: %s", recipe, converted, ", ".join(excluded) or "none")
 
 
-def _of_experts(module: Any, whole: Fp8Scaling) -> dict[str, Fp8Scaling]:
+def _expert_scaling(module: Any, whole: Fp8Scaling) -> dict[str, Fp8Scaling]:
     """Returns the scaling of each matrix of a stack of experts."""
     group = module.etp or SOLO
     hidden_rows = replace(whole, out_features=group)
@@ -98,7 +98,7 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     return [own[name] for name in ("weight", "w1", "w2", "w3") if name in own]
 
 
-def _exclusion(module: nn.Module) -> str | None:
+def _exclusion_reason(module: nn.Module) -> str | None:
     """Returns why a layer that has such a role is not converted, or None; the same in every layout."""
     if not getattr(module, "quantizable", True):
         return "kept"

@@ -29,7 +29,7 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
     cpu_offload: bool = False,
     keep_gathered: bool = False,
-    tower: nn.Module | None = None,
+    vision_encoder: nn.Module | None = None,
 ) -> None:
     """Shard each block, the vision tower as one unit, then the rest (embedding, final norm, head) with the root.
 
@@ -69,8 +69,8 @@ def apply_fsdp(
             wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
             fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": wide})
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
-    if tower is not None:
-        fully_shard(tower, mesh=mesh, reshard_after_forward=free_block, **options)
+    if vision_encoder is not None:
+        fully_shard(vision_encoder, mesh=mesh, reshard_after_forward=free_block, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -104,17 +104,17 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def own_part(tensor: Tensor) -> tuple[slice, ...]:
+def local_region(tensor: Tensor) -> tuple[slice, ...]:
     """Returns the slice of each dimension of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return part_of(tensor, coordinate)
+    return shard_region(tensor, coordinate)
 
 
-def part_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """Returns `own_part` of the rank at `coordinate` of the tensor's mesh.
+def shard_region(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
+    """Returns `local_region` of the rank at `coordinate` of the tensor's mesh.
 
     FSDP shards the parts of tensor or expert parallelism, so those are the outer splits although their mesh dimensions
     come last.

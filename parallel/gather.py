@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.parallel.comm import Group, all_gather, all_gather_replicated
-from archon.parallel.fsdp import local_tensor, part_of
+from archon.parallel.fsdp import local_tensor, shard_region
 
 BUCKET_BYTES = 2**24
 """Bytes of whole tensors in one collective: many small collectives would cost more."""
@@ -20,7 +20,7 @@ Named = tuple[str, Tensor]
 
 
 @torch.no_grad()
-def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Named]:
+def full_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Named]:
     """Yields every (name, whole tensor), in the order given; without a copy where this rank holds it all.
 
     Consecutive tensors of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single
@@ -36,14 +36,14 @@ def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) ->
 
 
 @torch.no_grad()
-def staged_tensors(
+def full_tensors_across_stages(
     own: Mapping[str, Tensor],
     like: Mapping[str, Tensor],
     stages: Group,
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Named]:
-    """Same as `whole_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
+    """Same as `full_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
 
     Args:
         own: the tensors of which this rank holds a part.
@@ -60,7 +60,7 @@ def staged_tensors(
             flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
             pieces = flat.split([tensor.numel() for _, tensor in bucket])
             if source == stages.rank:
-                for piece, (_, whole) in zip(pieces, whole_tensors((n, own[n]) for n in names), strict=True):
+                for piece, (_, whole) in zip(pieces, full_tensors((n, own[n]) for n in names), strict=True):
                     piece.copy_(whole.flatten())
             torch.distributed.broadcast(flat, group=stages.process_group, group_src=source)
             yield from ((name, piece.view(like[name].shape)) for name, piece in zip(names, pieces, strict=True))
@@ -94,13 +94,13 @@ def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
     assert own_coordinate is not None
     dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_replicated(t, d) for t in tensors)]
     # The first rank along every dimension has the largest part.
-    sizes = [_shape(part_of(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
+    sizes = [_shape(shard_region(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
     flat = tensors[0].to_local().new_zeros(sum(sizes))
     for space, tensor in zip(flat.split(sizes), tensors, strict=True):
         local = local_tensor(tensor)
         space[: local.numel()] = local.flatten()
     for dim in reversed(dims):
-        flat = all_gather(flat, Group.of_process_group(mesh.get_group(dim)))
+        flat = all_gather(flat, Group.from_process_group(mesh.get_group(dim)))
     wholes = [local_tensor(tensor).new_empty(tensor.shape) for tensor in tensors]
     for row, place in zip(flat.view(-1, sum(sizes)), product(*(range(mesh.size(d)) for d in dims)), strict=True):
         coordinate = list(own_coordinate)
@@ -109,7 +109,7 @@ def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
         for piece, tensor, whole in zip(row.split(sizes), tensors, wholes, strict=True):
             if any(_is_replicated(tensor, dim) and coordinate[dim] for dim in dims):
                 continue
-            part = part_of(tensor, coordinate)
+            part = shard_region(tensor, coordinate)
             shape = _shape(part)
             whole[part] = piece[: shape.numel()].view(shape)
     return wholes

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
 WORKER = "pt_gloo_runloop"
 """PyTorch's name of the threads that run a gloo group's collectives."""
-PARTS = tuple(
+PRIVATE_APIS = tuple(
     f"torch.distributed.distributed_c10d.ProcessGroupGloo.{part}"
     for part in (
         "create_device",
@@ -55,7 +55,7 @@ def use_single_worker_gloo() -> None:
 
     if not is_gloo_available():
         return
-    require_parts("gloo groups", PARTS)
+    require_private_apis("gloo groups", PRIVATE_APIS)
     gloo: Any = distributed_c10d.ProcessGroupGloo
 
     @cache
@@ -65,12 +65,12 @@ def use_single_worker_gloo() -> None:
             return [gloo.create_device(interface=name) for name in interfaces.split(",")]
         return [gloo.create_default_device()]
 
-    class IsGloo(type(gloo)):  # type: ignore[misc]
+    class GlooMeta(type(gloo)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
             # PyTorch returns the base class for a group whose Python object is gone, and asks for its type.
             return isinstance(instance, gloo)
 
-    class SingleWorkerGloo(gloo, metaclass=IsGloo):
+    class SingleWorkerGloo(gloo, metaclass=GlooMeta):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **further: Any) -> None:
             options = gloo._Options()
             options._devices, options._threads, options._timeout = devices(), 1, timeout
@@ -79,10 +79,10 @@ def use_single_worker_gloo() -> None:
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SingleWorkerGloo  # type: ignore[misc]
-    atexit.register(let_workers_finish)
+    atexit.register(wait_for_idle_workers)
 
 
-def let_workers_finish(limit_s: float = 5.0) -> None:
+def wait_for_idle_workers(limit_s: float = 5.0) -> None:
     """Wait until the workers of all gloo groups are idle, at most `limit_s` seconds.
 
     A collective returns to its caller before the worker has released the tensors, for which it needs the GIL. If the

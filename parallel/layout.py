@@ -66,9 +66,9 @@ class ModelSizes:
     Attributes:
         heads, kv_heads: of attention.
         hidden: the widths of dense networks and shared experts.
-        further_heads: (heads, key heads) of mixers with other counts.
+        extra_heads: (heads, key heads) of mixers with other counts.
         needs_ulysses: why context parallelism cannot gather keys in every layer; None if it can.
-        tower_layers: the first layers to which a vision tower gives something, so that a pipeline has them with it.
+        deepstack_layers: the first layers to which a vision tower gives something, so that a pipeline has them with it.
     """
 
     heads: int
@@ -78,14 +78,14 @@ class ModelSizes:
     hidden: tuple[int, ...] = ()
     experts: int = 0
     expert_hidden: int = 0
-    further_heads: tuple[tuple[int, int], ...] = ()
+    extra_heads: tuple[tuple[int, int], ...] = ()
     needs_ulysses: str | None = None
-    tower_layers: int = 0
+    deepstack_layers: int = 0
 
     @property
     def mixer_heads(self) -> tuple[tuple[int, int], ...]:
         """The distinct (heads, key heads) of the layers."""
-        return ((self.heads, self.kv_heads), *self.further_heads)
+        return ((self.heads, self.kv_heads), *self.extra_heads)
 
 
 def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:
@@ -109,19 +109,19 @@ def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:
 
 
 def nearest_layouts(
-    wanted: ParallelLayout,
+    target: ParallelLayout,
     world_size: int,
     count: int = 3,
     fits: Callable[[ParallelLayout], bool] = lambda layout: True,
 ) -> list[ParallelLayout]:
-    """Returns the legal layouts of `world_size` ranks that `fits` accepts and that are closest to `wanted`: by
+    """Returns the legal layouts of `world_size` ranks that `fits` accepts and that are closest to `target`: by
     |log2| of the ratio of degrees, summed over dimensions."""
     names = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     divisors = sorted({*small, *(world_size // n for n in small)})
 
     def distance(layout: ParallelLayout) -> tuple[float, str]:
-        pairs = [(getattr(layout, name), getattr(wanted, name)) for name in (*names, "ep", "etp")]
+        pairs = [(getattr(layout, name), getattr(target, name)) for name in (*names, "ep", "etp")]
         return sum(abs(math.log2(a / b)) for a, b in pairs), str(layout)
 
     legal: list[ParallelLayout] = []
@@ -129,9 +129,9 @@ def nearest_layouts(
         rest = world_size // (pp * tp * cp * replicas)
         if rest * pp * tp * cp * replicas != world_size:
             continue
-        for etp in {1, tp} if wanted.etp > 1 else {1}:
+        for etp in {1, tp} if target.etp > 1 else {1}:
             lender = rest * cp * (tp if etp == 1 else 1)
-            nearest = sorted(divisors, key=lambda n: (abs(math.log2(n / wanted.ep)), n))
+            nearest = sorted(divisors, key=lambda n: (abs(math.log2(n / target.ep)), n))
             layouts = (ParallelLayout(rest, replicas, pp, tp, cp, ep, etp) for ep in nearest if lender % ep == 0)
             legal += islice(filter(fits, layouts), 1)
     return sorted(legal, key=distance)[:count]
@@ -174,5 +174,5 @@ def _hybrid(text: str, attention: str, experts: str) -> ParallelLayout:
     return ParallelLayout(attn.dp_shard, attn.dp_replicate, attn.pp, attn.tp, attn.cp, ffn.ep, ffn.tp)
 
 
-def _suggest(wanted: ParallelLayout, world_size: int) -> str:
-    return "nearest legal layouts: " + ", ".join(map(str, nearest_layouts(wanted, world_size)))
+def _suggest(target: ParallelLayout, world_size: int) -> str:
+    return "nearest legal layouts: " + ", ".join(map(str, nearest_layouts(target, world_size)))

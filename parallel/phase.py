@@ -18,7 +18,7 @@ def phase(name: PhaseName) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def phase_listener(listener: Listener) -> Iterator[None]:
     """Enter `listener(name)` around every phase of a step within the block."""
     global _listener
     before, _listener = _listener, listener

@@ -33,31 +33,32 @@ class StagePlan:
     def n_stages(self) -> int:
         return len(self.layers)
 
-    def rank_of(self, stage: int) -> int:
+    def stage_rank(self, stage: int) -> int:
         """Returns the rank that holds a stage: round robin, or down and back up the ranks for ZB-V."""
         if self.schedule == "zbv":
             return min(stage, 2 * self.pp - 1 - stage)
         return stage % self.pp
 
-    def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage in range(self.n_stages) if self.rank_of(stage) == rank]
+    def rank_stages(self, rank: int) -> list[int]:
+        return [stage for stage in range(self.n_stages) if self.stage_rank(stage) == rank]
 
-    def micro_batches(self, wanted: int) -> int:
-        """Returns how many micro-batches the schedule runs for `wanted` real ones; the rest are idle."""
+    def micro_batches(self, requested: int) -> int:
+        """Returns how many micro-batches the schedule runs for `requested` real ones; the rest are idle."""
         if self.schedule == "1f1b":
-            return max(self.pp, wanted)
+            return max(self.pp, requested)
         minimum = self.n_stages if self.schedule in SPLIT_BACKWARD else self.pp
-        return max(minimum, -(-wanted // self.pp) * self.pp)
+        return max(minimum, -(-requested // self.pp) * self.pp)
 
 
-def plan_stages(config: PipelineConfig, pp: int, n_layers: int, tower_layers: int = 0) -> StagePlan:
+def plan_stages(config: PipelineConfig, pp: int, n_layers: int, deepstack_layers: int = 0) -> StagePlan:
     """Assign layers to stages as the configuration says, by default so that the heaviest stage is as light as possible.
 
-    1F1B has one stage a rank and ZB-V two, whatever `stages_per_rank` is. The first `tower_layers` layers are on the
+    1F1B has one stage a rank and ZB-V two, whatever `stages_per_rank` is. The first `deepstack_layers` layers are on
+    the
     first stage. Raises LayoutError where there are too few layers for the stages, where `layers_per_stage` does not add
     up, and where its first stage has too few.
     """
-    least = max(1, tower_layers)
+    least = max(1, deepstack_layers)
     stages = pp * {"1f1b": 1, "zbv": 2}.get(config.schedule, config.stages_per_rank)
     sizes = config.layers_per_stage
     if sizes is None:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from archon.parallel.comm import Group
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import StagedModel, StagePlan
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
 _CLASSES = {
     "1f1b": "Schedule1F1B",
@@ -20,14 +20,14 @@ _CLASSES = {
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
-PARTS = (
+PRIVATE_APIS = (
     *(f"torch.distributed.pipelining.schedules.{name}._step_microbatches" for name in _CLASSES.values()),
     *(
         f"torch.distributed.pipelining.PipelineStage.{name}"
         for name in ("forward_maybe_with_nosync", "backward_one_chunk", "backward_weight_one_chunk", "is_first")
     ),
 )
-require_parts("pipelines", PARTS)
+require_private_apis("pipelines", PRIVATE_APIS)
 
 Run = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) to hidden states, or the last stage's scalar loss."""
@@ -118,7 +118,7 @@ class Pipeline:
                     self._send(number, out)
 
     def _receive(self, stage: int, rows: int) -> Tensor:
-        source = self.plan.rank_of(stage - 1)
+        source = self.plan.stage_rank(stage - 1)
         if source == self.group.rank:
             return self._hidden
         hidden = torch.empty(rows, self.dim, dtype=self.dtype, device=self.device)
@@ -126,7 +126,7 @@ class Pipeline:
         return hidden
 
     def _send(self, stage: int, hidden: Tensor) -> None:
-        target = self.plan.rank_of(stage + 1)
+        target = self.plan.stage_rank(stage + 1)
         if target == self.group.rank:
             self._hidden = hidden
         else:

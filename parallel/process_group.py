@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from archon.parallel.control_plane import PATIENT
-from archon.parallel.failure import Failure
+from archon.parallel.control_plane import LONG_TIMEOUT_PREFIX
+from archon.parallel.failure import FailureMonitor
 from archon.parallel.gloo import init_process_group
-from archon.parallel.one_start import join_start
+from archon.parallel.rendezvous import join_rendezvous
 from archon.parallel.torch_groups import all_groups, set_time_limit
 from archon.schema.errors import LayoutError
 
 
-def started_processes() -> int:
+def torchrun_world_size() -> int:
     """Returns the number of processes that torchrun has started; 1 without it. Raises LayoutError where WORLD_SIZE is
     not a number."""
     given = os.environ.get("WORLD_SIZE", "1")
@@ -30,7 +30,7 @@ def started_processes() -> int:
 
 def require_processes(world_size: int) -> None:
     """Raises LayoutError unless as many processes run as the layout needs."""
-    running = dist.get_world_size() if dist.is_initialized() else started_processes()
+    running = dist.get_world_size() if dist.is_initialized() else torchrun_world_size()
     if running != world_size:
         raise LayoutError(
             f"the layout needs {world_size} processes, but {running} are running; "
@@ -49,12 +49,12 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
     logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
     limit, own = timedelta(seconds=timeout_s), dict[str, Any]()
     try:
-        if (store := join_start(int(rank or 0), world_size, limit)) is not None:
+        if (store := join_rendezvous(int(rank or 0), world_size, limit)) is not None:
             own = {"store": store, "rank": int(rank), "world_size": world_size}
-        failure = Failure.connect()
+        failure = FailureMonitor.connect()
         if failure is not None:
             failure.watch()
-            atexit.register(failure.done)
+            atexit.register(failure.mark_done)
         init_process_group(device_type, timeout=limit, **own)
     except (ValueError, dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0][:200]
@@ -66,17 +66,17 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
 
 def limit_collectives(timeout_s: float) -> None:
     """Set the time limit of every group's collectives, except of those that wait for files and rollouts
-    (`ControlPlane.patient`): a group that a mesh has made does not inherit the default group's limit."""
+    (`ControlPlane.with_long_timeout`): a group that a mesh has made does not inherit the default group's limit."""
     for group in all_groups():
-        if not group.group_desc.startswith(PATIENT):
+        if not group.group_desc.startswith(LONG_TIMEOUT_PREFIX):
             set_time_limit(group, timedelta(seconds=timeout_s))
 
 
-def own_gpu() -> torch.device:
+def assign_gpu() -> torch.device:
     """Returns the GPU of this process: that of torchrun's LOCAL_RANK, else the current one. Raises LayoutError where
     there are fewer GPUs than processes."""
     local = os.environ.get("LOCAL_RANK")
-    if local is not None and started_processes() > 1:
+    if local is not None and torchrun_world_size() > 1:
         if int(local) >= torch.cuda.device_count():
             raise LayoutError(
                 f"process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()}; start at most "

@@ -28,11 +28,11 @@ class Ranks:
     tp: Group = SOLO
 
     @classmethod
-    def of(cls, dims: ArchonParallelDims) -> Ranks:
+    def from_dims(cls, dims: ArchonParallelDims) -> Ranks:
         """Returns the groups of a layout, and makes their process groups: every rank must call it."""
         if dims.world_size == 1:
             return cls()
-        groups = {name: Group.of(dims.get_mesh(name)) for name in ("pp", "dp", "cp", "tp")}
+        groups = {name: Group.from_mesh(dims.get_mesh(name)) for name in ("pp", "dp", "cp", "tp")}
         return cls(**{name: group if group.size > 1 else SOLO for name, group in groups.items()})
 
     def all_reduce_max(self, number: int, device: torch.device) -> int:
@@ -63,7 +63,7 @@ class Ranks:
             error = raised
         if not self.all_reduce_max(int(error is not None), device):
             return result
-        messages = ControlPlane.of_run().all_gather(str(error or "").encode())
+        messages = ControlPlane.world().all_gather(str(error or "").encode())
         if error is not None:
             raise error
         rank, message = next((rank, text.decode()) for rank, text in enumerate(messages) if text)

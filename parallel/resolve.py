@@ -49,7 +49,7 @@ def resolve_layout(
     layout = parse_layout(config.layout)
 
     def broken_rule(other: ParallelLayout) -> str | None:
-        return violation(other, sizes, config.pipeline, config.context_parallel)
+        return find_violation(other, sizes, config.pipeline, config.context_parallel)
 
     if rule := broken_rule(layout):
         near = nearest_layouts(layout, layout.world_size, fits=lambda other: broken_rule(other) is None)
@@ -61,11 +61,11 @@ def resolve_layout(
     check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
-    stages = plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.tower_layers) if dims.pp_enabled else None
+    stages = plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.deepstack_layers) if dims.pp_enabled else None
     return ResolvedLayout(layout, dims, kind, stages, compile_enabled(config.compile, device_type))
 
 
-def violation(
+def find_violation(
     layout: ParallelLayout,
     sizes: ModelSizes,
     pipeline: PipelineConfig | None = None,
@@ -95,7 +95,7 @@ def violation(
     try:
         model_context_parallel_kind(context_parallel, layout, sizes)
         if layout.pp > 1:
-            plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers, sizes.tower_layers)
+            plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers, sizes.deepstack_layers)
     except LayoutError as error:
         return str(error)
     return None

@@ -18,16 +18,16 @@ from torch.distributed.tensor.placement_types import Placement
 from archon.parallel.comm import Group
 from archon.schema.errors import LayoutError
 
-Treatment = Literal["split_rows", "split_columns", "replicate"]
+ParallelStyle = Literal["split_rows", "split_columns", "replicate"]
 """A weight [out, in] is split along out, along in, or replicated. A bias, or another vector, follows `out`."""
-_PLACEMENTS: dict[Treatment, Placement] = {
+_PLACEMENTS: dict[ParallelStyle, Placement] = {
     "split_rows": Shard(0),
     "split_columns": Shard(1),
     "replicate": Replicate(),
 }
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Treatment]) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Split every layer with a role in `plan` over `mesh`, in place, and set `tp` to the group where a module has it.
 
     A module has one role, of its `weight` and `bias`, and names those of further parameters in `parameter_roles`.
@@ -36,30 +36,30 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
     each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree does not
     divide.
     """
-    group = Group.of(mesh)
+    group = Group.from_mesh(mesh)
     for name, module in model.named_modules():
         role: str | None = getattr(module, "role", None)
         if hasattr(module, "tp"):
             module.tp = group
         if role is not None and role != "experts":
-            _split(name, module, mesh, group, _treatment(plan, role, name))
+            _split(name, module, mesh, group, _parallel_style(plan, role, name))
         further: Mapping[str, str] = getattr(module, "parameter_roles", {})
         for parameter, parameter_role in further.items():
             if getattr(module, parameter) is not None:
                 full_name = f"{name}.{parameter}"
-                _split_parameter(full_name, module, mesh, _treatment(plan, parameter_role, full_name))
+                _split_parameter(full_name, module, mesh, _parallel_style(plan, parameter_role, full_name))
 
 
-def _treatment(plan: Mapping[str, Treatment], role: str, name: str) -> Treatment:
+def _parallel_style(plan: Mapping[str, ParallelStyle], role: str, name: str) -> ParallelStyle:
     if role not in plan:
         raise LayoutError(f"{name}: the tensor-parallel plan says nothing of the role {role!r}")
     return plan[role]
 
 
-def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Treatment) -> None:
+def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: ParallelStyle) -> None:
     weight, bias = module.weight, getattr(module, "bias", None)
     placement: Placement = Replicate()
-    if treatment == "split_rows":
+    if style == "split_rows":
         heads = getattr(module, "heads", None)
         units = weight.shape[0] if heads is None else heads
         if units % group.size == 0:
@@ -71,7 +71,7 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
         else:
             unit = "output features" if heads is None else "heads"
             raise LayoutError(f"tp = {group.size} does not divide the {units} {unit} of {name}")
-    elif treatment == "split_columns":
+    elif style == "split_columns":
         if weight.shape[1] % group.size:
             raise LayoutError(f"tp = {group.size} does not divide the {weight.shape[1]} input features of {name}")
         placement = Shard(1)
@@ -80,23 +80,23 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
         shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))
-    for adapter in adapters_of(getattr(module, "lora", None)):
+    for lora_layer in lora_layers(getattr(module, "lora", None)):
         # a [r, in] is split with the columns of the weight, b [out, r] with its rows.
-        shard_parameter(adapter, "a", mesh, (placement if placement == Shard(1) else Replicate(),))
-        shard_parameter(adapter, "b", mesh, (placement if placement == Shard(0) else Replicate(),))
+        shard_parameter(lora_layer, "a", mesh, (placement if placement == Shard(1) else Replicate(),))
+        shard_parameter(lora_layer, "b", mesh, (placement if placement == Shard(0) else Replicate(),))
 
 
-def adapters_of(lora: Any) -> list[Any]:
+def lora_layers(lora: Any) -> list[Any]:
     """Returns the adapters of a matrix: none, one, or several by name."""
     if lora is None:
         return []
     return list(lora.values()) if isinstance(lora, nn.ModuleDict) else [lora]
 
 
-def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, treatment: Treatment) -> None:
+def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
     """Split a parameter that is no weight of a layer: along its rows or columns, or not at all."""
     parameter = name.rpartition(".")[2]
-    shape, placement = getattr(module, parameter).shape, _PLACEMENTS[treatment]
+    shape, placement = getattr(module, parameter).shape, _PLACEMENTS[style]
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         raise LayoutError(f"tp = {mesh.size()} does not divide dimension {placement.dim} of {name}, {tuple(shape)}")
     shard_parameter(module, parameter, mesh, (placement,))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
-PARTS = (
+PRIVATE_APIS = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.ops.aten.mm.default._opname",
@@ -20,7 +20,7 @@ PARTS = (
     "torch.ops.aten._grouped_mm.default",
     "torch.ops.aten._local_scalar_dense.default",
 )
-require_parts("dry run and count of collectives", PARTS)
+require_private_apis("dry run and count of collectives", PRIVATE_APIS)
 
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402

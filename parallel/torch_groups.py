@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 
-PARTS = (
+PRIVATE_APIS = (
     "torch.distributed.distributed_c10d._world.pg_map",
     "torch.distributed.distributed_c10d._get_default_group",
     "torch.distributed.distributed_c10d.default_pg_nccl_timeout",
@@ -27,7 +27,7 @@ PARTS = (
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache",
 )
-require_parts("process groups and meshes", PARTS)
+require_private_apis("process groups and meshes", PRIVATE_APIS)
 
 
 def default_group() -> dist.ProcessGroup:
@@ -35,7 +35,7 @@ def default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def store_of_run() -> dist.Store:
+def run_store() -> dist.Store:
     """Returns a connection of its own, for one thread, to the store in which the processes of the run met."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()  # which the type stubs lack
@@ -71,7 +71,7 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
     return getattr(options, "_timeout", dist.default_pg_timeout)
 
 
-def grids_of_world(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
+def build_meshes(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
     """Return one mesh per grid, all of one root, so that a parameter can be sharded over dimensions of several.
 
     Equal meshes have the same process groups, also those of other layouts: DTensor's caches return a mesh that equals
@@ -136,6 +136,6 @@ def shared_group(
     return own
 
 
-def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def concat_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Returns one mesh with the dimensions of all, which must be of one root."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))

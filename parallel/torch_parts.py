@@ -1,4 +1,4 @@
-"""Checks that PyTorch still has the private attributes that archon uses; a module lists them as its `PARTS`."""
+"""Checks that PyTorch still has the private attributes that archon uses; a module lists them as its `PRIVATE_APIS`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 
 from archon.schema.errors import ConfigError
 
-SUPPORTED = "2.11 to 2.13"
+SUPPORTED_TORCH = "2.11 to 2.13"
 
 
-def require_parts(area: str, parts: Iterable[str]) -> None:
+def require_private_apis(area: str, parts: Iterable[str]) -> None:
     """Raises ConfigError for the first of `parts`, dotted names such as `torch.distributed.x.Class._attribute`, that
     this PyTorch does not have; `area` is what needs it."""
     import torch
 
     for part in parts:
-        if not has_part(part):
+        if not has_private_api(part):
             raise ConfigError(
                 f"PyTorch {torch.__version__} has no {part}, which archon's {area} needs; archon is made for PyTorch "
-                f"{SUPPORTED}: install one of these"
+                f"{SUPPORTED_TORCH}: install one of these"
             )
 
 
-def has_part(name: str) -> bool:
+def has_private_api(name: str) -> bool:
     """Returns whether a dotted name of a module or attribute exists."""
     try:
         pkgutil.resolve_name(name)

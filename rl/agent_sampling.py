@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from archon.generation.types import GenerationHyperparameters
-from archon.rl.logprob_check import check_recomputable, cut_fields
+from archon.rl.logprob_check import check_recomputable, truncating_fields
 
 AgentSampling = Literal["override", "refuse", "allow"]
 
@@ -35,7 +35,7 @@ class SamplingPolicy:
         if self.mode == "refuse":
             check_recomputable(asked, trained.temperature)
             return asked
-        cut = cut_fields(asked)
+        cut = truncating_fields(asked)
         if self.mode == "allow":
             for name in cut:
                 self._log_once(name, asked, "the logprobs of such answers cannot be corrected for it")

@@ -113,7 +113,7 @@ async def score_answers(
         record |= {"length": found.length} if found.length is not None else {}
         return record | ({"rewards": score.parts} if score.parts else {})
 
-    async def all_of(index: int) -> Scored:
+    async def score_row(index: int) -> Scored:
         scored = Scored(index)
         for outcome in await asyncio.gather(*(one(index, sample) for sample in range(n)), return_exceptions=True):
             if isinstance(outcome, RewardFailure | RolloutError):
@@ -125,7 +125,7 @@ async def score_answers(
                 scored.records.append(outcome)
         return scored
 
-    tasks = [asyncio.create_task(all_of(index)) for index in range(len(rows))]
+    tasks = [asyncio.create_task(score_row(index)) for index in range(len(rows))]
     try:
         for task in asyncio.as_completed(tasks):
             yield await task

@@ -44,7 +44,7 @@ class InFlight:
 
 
 @dataclass
-class Gathered:
+class GatheredBatch:
     """What a step trains on: `n_kept` of its episodes, the first ones, out of B groups and those they replaced."""
 
     episodes: list[Episode]
@@ -53,7 +53,7 @@ class Gathered:
 
     def batch(self, rollout: Rollout, step: int) -> RolloutBatch:
         """Returns the training batch. Raises as `Rollout.raise_if_empty`."""
-        return rollout.batch_of(self.episodes[: self.n_kept], self.episodes, self.counts, step)
+        return rollout.make_batch(self.episodes[: self.n_kept], self.episodes, self.counts, step)
 
     def pack(self) -> bytes:
         """Serializes it for the other processes, without the prompts' rows, which they have read themselves."""
@@ -63,7 +63,7 @@ class Gathered:
         return len(header).to_bytes(HEADER_BYTES, "big") + header + packed
 
     @classmethod
-    def unpack(cls, data: bytes, prompt_at: Callable[[int], Prompt]) -> Gathered:
+    def unpack(cls, data: bytes, prompt_at: Callable[[int], Prompt]) -> GatheredBatch:
         """Returns what `pack` serialized; `prompt_at` returns the prompt of an ordinal."""
         start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
         header = json.loads(data[HEADER_BYTES:start])
@@ -131,7 +131,7 @@ class AsyncRollout:
         """Returns the batch of `gather`; raises `RolloutError` where all of it was rejected."""
         return (await self.gather()).batch(self._rollout, step)
 
-    async def gather(self) -> Gathered:
+    async def gather(self) -> GatheredBatch:
         """Returns the next B groups: those that would be too old for the next step, then in the order they ended.
 
         Raises as `Rollout.run`.
@@ -140,7 +140,7 @@ class AsyncRollout:
         # From the version, so that a batch without anything to train on does not count.
         self._accepted = self._version * self._batch + len(self._done)
         self._fill()
-        while not self._complete():
+        while not self._is_complete():
             self._ended.clear()
             await self._ended.wait()
             if self._error is not None:
@@ -152,7 +152,7 @@ class AsyncRollout:
         others = [item.episode for item in chosen if not item.trainable and item.episode] + self._replaced
         counts = Counter(prompts=self._batch, resampled=len(self._replaced), running=len(self._running))
         self._replaced = []
-        return Gathered(kept + others, len(kept), counts)
+        return GatheredBatch(kept + others, len(kept), counts)
 
     async def close(self) -> None:
         """Cancels running episodes."""
@@ -161,7 +161,7 @@ class AsyncRollout:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         overdue = any(item.version <= self._version - self._staleness for item in self._running)
         return len(self._done) >= self._batch and not overdue
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from archon.checkpoint.hf_io import load_tokenizer
-from archon.data.picture_rows import IMAGE, open_reader
-from archon.data.pictures import PROCESSOR_FILE, PictureReader
+from archon.data.image_rows import IMAGE, open_reader
+from archon.data.images import PROCESSOR_FILE, ImageReader
 from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
 from archon.models import get_model_spec
-from archon.models.args import ImageFormat
+from archon.models.args.base import ImageFormat
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.evaluation import evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Rollout
-from archon.rl.weight_sync import in_process, weights_of
+from archon.rl.weight_sync import build_inprocess_engine, engine_weights
 from archon.rl.workflows import RLVRWorkflow, VisionRLVRWorkflow
-from archon.schema.config import EngineConfig, derived_engine
+from archon.schema.config import EngineConfig, derive_engine
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
 from archon.training.runner import Runner
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-PICTURE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _PARTS = (
     "{%- macro parts(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content %}"
-    "{%- if part.type == 'image' %}{{- '" + "".join(PICTURE) + "' }}{%- else %}{{- part.text }}{%- endif %}"
+    "{%- if part.type == 'image' %}{{- '" + "".join(IMAGE_TOKENS) + "' }}{%- else %}{{- part.text }}{%- endif %}"
     "{%- endfor %}{%- endif %}{%- endmacro %}"
 )
 """For templates of tokenizers with images: the text of a message's content, which may have parts."""
@@ -82,7 +82,7 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
     """
     from transformers import PreTrainedTokenizerFast
 
-    special = [PAD, START, END, *(PICTURE if recipe.images else ())]
+    special = [PAD, START, END, *(IMAGE_TOKENS if recipe.images else ())]
     if recipe.kind == "characters":
         alphabet = sorted({*recipe.alphabet, *("\n" if recipe.chat_template == "chatml" else "")})
         tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *alphabet])}))
@@ -126,31 +126,31 @@ def ensure_checkpoint(
         ConfigError: `path` holds something else, or a checkpoint made with other values.
     """
     target = Path(path)
-    wanted = config.model_dump(mode="json", exclude={"path", "engine"})
-    world = ControlPlane.of_run()
-    if world.broadcast_json(lambda: _is_made(target, wanted)):
+    expected = config.model_dump(mode="json", exclude={"path", "engine"})
+    world = ControlPlane.world()
+    if world.broadcast_json(lambda: _is_complete(target, expected)):
         return 0
     workshop = target.with_name(target.name + ".making")
     blank = workshop / "blank"
     made = workshop / "export" if config.warmup is None else workshop / "warmup" / "export"
 
-    def begin() -> None:
+    def write() -> None:
         if not (blank / RECORD).is_file():
             log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
             write_blank(config, blank)
-            (blank / RECORD).write_text(json.dumps(wanted))
-        elif json.loads((blank / RECORD).read_text()) != wanted:
+            (blank / RECORD).write_text(json.dumps(expected))
+        elif json.loads((blank / RECORD).read_text()) != expected:
             raise ConfigError(f"{workshop} holds an unfinished checkpoint with other bootstrap values; remove it")
         # Left by an attempt that was killed before the rename; an export would not replace it.
         (made / RECORD).unlink(missing_ok=True)
 
     def end() -> None:
-        (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")
+        (made / RECORD).write_text(json.dumps(expected, indent=2) + "\n")
         made.rename(target)
         shutil.rmtree(workshop)
 
     model = bootstrap_engine(config, like, path=str(blank))
-    world.main_first(begin)
+    world.main_first(write)
     if config.warmup is None:
         # Nothing is trained here, so no schedule is needed either.
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
@@ -169,16 +169,16 @@ def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: s
     """
     fixed = {"path": path, "init_from_scratch": True, "seed": config.seed}
     changes = {"lora": None} | (config.engine or {}) | fixed
-    return derived_engine(like or EngineConfig(path=path), changes, "bootstrap: engine")
+    return derive_engine(like or EngineConfig(path=path), changes, "bootstrap: engine")
 
 
-def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
+def _is_complete(target: Path, expected: dict[str, Any]) -> bool:
     if not target.exists():
         return False
     record = target / RECORD
     if not record.is_file():
         raise ConfigError(f"{target} exists and was not made by a bootstrap; set bootstrap=null, or another path")
-    if json.loads(record.read_text()) != wanted:
+    if json.loads(record.read_text()) != expected:
         raise ConfigError(f"{target} was made with other bootstrap values; remove it, or choose another path")
     return True
 
@@ -214,7 +214,7 @@ class RewardProbe:
         reward: AsyncRewardWrapper,
         tokenizer: Any,
         seed: int,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -233,11 +233,11 @@ class RewardProbe:
         if step % self.config.every:
             return {}, False
         if self._generator is None:
-            self._generator = in_process(engine, self.tokenizer, max_slots=256)
-        self._generator.update_weights(weights_of(engine), version=step)
+            self._generator = build_inprocess_engine(engine, self.tokenizer, max_slots=256)
+        self._generator.update_weights(engine_weights(engine), version=step)
         rollout = Rollout(self._generator, self._workflow, seed=self._seed)
         measured = asyncio.run(evaluate(rollout, self._prompts))
-        return {"eval/reward": measured["reward"]}, measured["reward"] >= self.config.at_least
+        return {"eval/reward": measured["reward"]}, measured["reward"] >= self.config.target_reward
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
@@ -249,7 +249,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     if recipe.kind == "bpe":
         if recipe.train_data is None:
             raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
-        rows = load_rows(recipe.train_data, "rl", None, None if image is None else PictureReader(path, image))
+        rows = load_rows(recipe.train_data, "rl", None, None if image is None else ImageReader(path, image))
         texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row["answer"]))]
         tokenizer = make_tokenizer(recipe, texts)
         _write_config(config, tokenizer, path)
@@ -270,8 +270,8 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
     sizes = {"vocab_size": len(tokenizer)} | ids
     if recipe.images:
         values = {"architectures": [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]], "dtype": "float32"}
-        begin, image_token, end = tokenizer.convert_tokens_to_ids([*PICTURE])
-        values |= {"vision_start_token_id": begin, "image_token_id": image_token, "vision_end_token_id": end}
+        write, image_token, end = tokenizer.convert_tokens_to_ids([*IMAGE_TOKENS])
+        values |= {"vision_start_token_id": write, "image_token_id": image_token, "vision_end_token_id": end}
         values |= config.hf_config | {"text_config": sizes | config.hf_config.get("text_config", {})}
     else:
         architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]

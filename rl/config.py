@@ -22,8 +22,8 @@ from archon.schema.config import (
     EngineConfig,
     MetricsConfig,
     StrictModel,
-    derived_critic,
-    derived_reference,
+    derive_critic,
+    derive_reference,
 )
 from archon.training.config import BootstrapFile, CheckpointConfig
 
@@ -51,7 +51,7 @@ class RolloutConfig(StrictModel):
     workers: WorkersConfig | None = Field(
         None, description="where rewards and agents run, and how many at once; null: on this machine"
     )
-    gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
+    n_gold_checks: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     agent_sampling: AgentSampling = Field(
         "override",
         description="what becomes of an agent's own temperature, top_p and the like: override samples with gconfig's, "
@@ -85,7 +85,7 @@ class EvaluationConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _expression_is_one(self) -> EvaluationConfig:
+    def _check_well_formed(self) -> EvaluationConfig:
         try:
             re.compile(self.well_formed or "")
         except (re.error, OverflowError, RecursionError) as error:
@@ -184,7 +184,7 @@ class RLConfig(StrictModel):
     generator: GeneratorConfig | None = Field(None, description="the in-process generator; null: its defaults")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="gathering of a batch")
     train_data: DatasetConfig = Field(description="prompts to train on")
-    easy_first: str | None = Field(
+    curriculum_column: str | None = Field(
         None, description="column of difficulty: each epoch begins with the smallest numbers; null: shuffled"
     )
     eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
@@ -215,22 +215,22 @@ class RLConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _environment_scores(cls, given: Any) -> Any:
+    def _set_environment_reward(cls, data: Any) -> Any:
         """Sets the reward of a workflow that has its own to the workflow's name; another one is refused."""
-        workflow = given.get("workflow") if isinstance(given, Mapping) else None
+        workflow = data.get("workflow") if isinstance(data, Mapping) else None
         if not isinstance(workflow, str) or parse_environment(workflow) is None:
-            return given
-        if given.get("reward", workflow) != workflow:
+            return data
+        if data.get("reward", workflow) != workflow:
             raise ValueError(
-                f"reward is {given['reward']!r}, and workflow {workflow} is an environment that scores its own "
+                f"reward is {data['reward']!r}, and workflow {workflow} is an environment that scores its own "
                 "episodes; leave reward out"
             )
-        return {**given, "reward": workflow}
+        return {**data, "reward": workflow}
 
     @property
-    def checks_gold(self) -> bool:
+    def verifies_gold(self) -> bool:
         """Whether gold answers are scored before step 0: an environment that scores its own episodes has none."""
-        return self.rollout.gold_checked != 0 and self.reward != self.workflow
+        return self.rollout.n_gold_checks != 0 and self.reward != self.workflow
 
     @property
     def optimizer_steps(self) -> int | None:
@@ -247,24 +247,24 @@ class RLConfig(StrictModel):
             aggregation = algorithm.aggregation.model_copy(update=length)
             algorithm = algorithm.model_copy(update={"aggregation": aggregation})
         if self.ref is not None:
-            ref = derived_reference(self.actor, self.ref, "ref")
+            ref = derive_reference(self.actor, self.ref, "ref")
         if self.critic is not None:
-            critic = derived_critic(self.actor, self.critic, "critic")
+            critic = derive_critic(self.actor, self.critic, "critic")
         needed = ref if algorithm.kl.coef > 0 else None
         return ResolvedRL(
-            actor=self.actor, ref=needed, critic=critic, teacher=self._resolved_teacher(), algorithm=algorithm
+            actor=self.actor, ref=needed, critic=critic, teacher=self._resolve_teacher(), algorithm=algorithm
         )
 
-    def _resolved_teacher(self) -> EngineConfig | TeacherServerConfig | None:
+    def _resolve_teacher(self) -> EngineConfig | TeacherServerConfig | None:
         if self.teacher is None:
             return None
         if "url" in self.teacher:
             return TeacherServerConfig.parse(self.teacher, source="teacher")
         if "path" not in self.teacher:
             raise ValueError("teacher: neither path nor url is given; set teacher.path to the checkpoint that teaches")
-        return derived_reference(self.actor, {"init_from_scratch": False, **self.teacher}, "teacher")
+        return derive_reference(self.actor, {"init_from_scratch": False, **self.teacher}, "teacher")
 
-    def _mode_is_complete(self) -> None:
+    def _check_mode(self) -> None:
         if (self.mode == "both") != (self.experiences is None):
             missing = "not " if self.experiences is None else ""
             raise ValueError(f"mode is {self.mode}, and experiences are {missing}set; they are of the other modes")
@@ -279,16 +279,16 @@ class RLConfig(StrictModel):
             )
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> RLConfig:
+    def _check_sections(self) -> RLConfig:
         algorithm, n_samples = self.algorithm, self.gconfig.n_samples
-        if self.actor.lora is not None and self.actor.lora.adapters is not None:
-            raise ValueError("actor.lora.adapters names several adapters, and a run trains one policy; set lora.rank")
+        if self.actor.lora is not None and self.actor.lora.loras is not None:
+            raise ValueError("actor.lora.loras names several adapters, and a run trains one policy; set lora.rank")
         if algorithm.kl.coef > 0 and self.ref is None:
             raise ValueError(
                 f"algorithm.kl.coef is {algorithm.kl.coef}, which needs a reference model: set `ref` ({{}} is the "
                 "actor as it begins, without adapters), or algorithm.kl.coef=0"
             )
-        if algorithm.advantage.compares_group and n_samples < 2:
+        if algorithm.advantage.is_group_relative and n_samples < 2:
             raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to differ in reward")
         if algorithm.zero_variance_groups != "keep" and n_samples < 2:
             raise ValueError(
@@ -326,7 +326,7 @@ class RLConfig(StrictModel):
                 "logprobs at temperature 1 only; set rollout.agent_sampling=override, or teach in process with "
                 "teacher.path"
             )
-        self._mode_is_complete()
+        self._check_mode()
         if algorithm.policy_loss.uses_demonstrations != (self.demonstrations is not None):
             missing = "not " if self.demonstrations is None else ""
             raise ValueError(
@@ -343,11 +343,11 @@ class RLConfig(StrictModel):
                 "difference allowed; set verify_export=false, or actor.dtype=float32"
             )
         check_recomputable(self.gconfig, self.gconfig.temperature)
-        self._servers_agree()
+        self._check_servers()
         self.resolve()
         return self
 
-    def _servers_agree(self) -> None:
+    def _check_servers(self) -> None:
         rollout = self.rollout
         if rollout.servers is not None and rollout.launch is not None:
             raise ValueError("rollout.servers and rollout.launch are set; name servers that run, or launch some")
@@ -355,19 +355,19 @@ class RLConfig(StrictModel):
             if rollout.push is not None:
                 raise ValueError("rollout.push is set, and rollout.servers are not; it is of weights that go to them")
             return
-        given = "rollout.servers" if rollout.launch is None else "rollout.launch"
+        data = "rollout.servers" if rollout.launch is None else "rollout.launch"
         others = {} if self.generator is None else self.generator.model_dump(exclude_defaults=True)
         others.pop("record_experts", None)
         if others:
             raise ValueError(
-                f"generator.{min(others)} is set, and {given} sample instead of it; of that section servers follow "
+                f"generator.{min(others)} is set, and {data} sample instead of it; of that section servers follow "
                 "record_experts alone"
             )
         if self.mode != "both":
-            raise ValueError(f"mode is {self.mode}, and {given} is set; only mode both pushes weights to servers")
+            raise ValueError(f"mode is {self.mode}, and {data} is set; only mode both pushes weights to servers")
         if self.verify_export and parse_layout(self.actor.layout).world_size > 1:
             raise ValueError(
-                f"verify_export compares the generator's copy of the model, and with {given} and actor.layout "
+                f"verify_export compares the generator's copy of the model, and with {data} and actor.layout "
                 f"{self.actor.layout} no process has one; set verify_export=false"
             )
         shared = None if rollout.push is None else rollout.push.folder

@@ -33,7 +33,7 @@ class Controller:
     runner: Runner | None = None
 
     def __post_init__(self) -> None:
-        self._world = ControlPlane.patient("rollouts")
+        self._world = ControlPlane.with_long_timeout("rollouts")
 
     @property
     def is_main(self) -> bool:
@@ -49,7 +49,7 @@ class Controller:
             return run_until_stopped(self.loop, work(), self.runner)
         task = self.loop.create_task(work()) if self.is_main else None
         try:
-            while (state := self._turn(task)) != DONE:
+            while (state := self._wait_turn(task)) != DONE:
                 if state and self.runner is not None:
                     self.runner.request_stop(state)
                     raise StoppedError
@@ -64,7 +64,7 @@ class Controller:
         """Returns the result of `work` as `run` does, where JSON can hold it."""
         return self.run(work, lambda result: json.dumps(result).encode(), json.loads)
 
-    def _turn(self, task: asyncio.Task[Any] | None) -> int:
+    def _wait_turn(self, task: asyncio.Task[Any] | None) -> int:
         """Waits a turn, and returns `DONE`, the number of a signal, or 0: the same on all processes."""
         if task is not None:
             self.loop.run_until_complete(asyncio.wait({task}, timeout=TURN_SECONDS))

@@ -46,7 +46,7 @@ class Demonstrations:
         self._loader.load_state_dict(state)
 
 
-def with_demonstrations(
+def add_demonstrations(
     batch: Mapping[str, Any], rows: Mapping[str, Any], score: Callable[[str, Mapping[str, Any]], Tensor]
 ) -> dict[str, Tensor]:
     """Returns a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.

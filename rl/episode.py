@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from archon.engine.batch import IMAGES
-from archon.models.vision.images import Picture, are_pictures
+from archon.models.vision.images import ProcessedImage, is_image_batch
 from archon.rl.algorithms.advantages import Groups
 from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode_context import EpisodeContext
@@ -94,10 +94,10 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
         context, lists = episode.context, dict[str, Any]()
-        pictures: dict[str, Any] | None = None
+        images: dict[str, Any] | None = None
         for key, value in (episode.trajectories or {}).items():
-            if key == IMAGES and are_pictures(value):
-                pictures, pixels = pack_pictures(value)
+            if key == IMAGES and is_image_batch(value):
+                images, pixels = pack_images(value)
                 tensors |= {f"{place}.{key}.{number}": each for number, each in enumerate(pixels)}
             elif isinstance(value, Tensor):
                 # A copy, as safetensors refuses tensors that share memory.
@@ -110,7 +110,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
                 "empty": episode.trajectories is None,
                 "filtered": episode.filtered,
                 "lists": lists,
-                "pictures": pictures,
+                "images": images,
                 "drops": context.drops,
                 "numbers": context.numbers,
                 "first_errors": {kind: _pack_error(error) for kind, error in context.first_errors.items()},
@@ -137,10 +137,10 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
         if not item["empty"]:
             prefix = f"{item['place']}."
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            lists, pictures = item["lists"], item["pictures"]
-            if pictures is not None:
-                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(pictures["grids"]))]
-                lists[IMAGES] = unpack_pictures(pictures, pixels)
+            lists, images = item["lists"], item["images"]
+            if images is not None:
+                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(images["grids"]))]
+                lists[IMAGES] = unpack_images(images, pixels)
             episode.trajectories = own | lists
         episode.filtered = item["filtered"]
         context.drops = Counter(item["drops"])
@@ -150,20 +150,20 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
             episode.error = RemoteError(*item["error"])
 
 
-def pack_pictures(rows: Sequence[Sequence[Picture]]) -> tuple[dict[str, Any], list[Tensor]]:
+def pack_images(rows: Sequence[Sequence[ProcessedImage]]) -> tuple[dict[str, Any], list[Tensor]]:
     """Returns the pictures of rows as plain data, and the pixels of the distinct ones."""
-    distinct = {picture.digest: picture for pictures in rows for picture in pictures}
+    distinct = {image.digest: image for images in rows for image in images}
     numbers = {digest: number for number, digest in enumerate(distinct)}
-    places = [[numbers[picture.digest] for picture in pictures] for pictures in rows]
-    plain = {"grids": [list(picture.grid) for picture in distinct.values()], "rows": places}
-    pixels = [picture.pixel_values.detach().cpu() for picture in distinct.values()]
+    places = [[numbers[image.digest] for image in images] for images in rows]
+    plain = {"grids": [list(image.grid) for image in distinct.values()], "rows": places}
+    pixels = [image.pixel_values.detach().cpu() for image in distinct.values()]
     return plain, [each.clone(memory_format=torch.contiguous_format) for each in pixels]
 
 
-def unpack_pictures(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[Picture]]:
-    """Returns what `pack_pictures` packed."""
-    pictures = [Picture(each, (t, h, w)) for each, (t, h, w) in zip(pixels, plain["grids"], strict=True)]
-    return [[pictures[number] for number in row] for row in plain["rows"]]
+def unpack_images(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[ProcessedImage]]:
+    """Returns what `pack_images` packed."""
+    images = [ProcessedImage(each, (t, h, w)) for each, (t, h, w) in zip(pixels, plain["grids"], strict=True)]
+    return [[images[number] for number in row] for row in plain["rows"]]
 
 
 def _pack_error(error: BaseException) -> tuple[str, str, bool, str]:

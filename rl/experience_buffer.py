@@ -48,7 +48,7 @@ class ExperienceBuffer:
             step: the explorer's step, counted from 1.
             position: what the explorer continues from, in types of JSON.
         """
-        with self._opened(write=True) as file:
+        with self._connection(write=True) as file:
             (first,) = file.execute("SELECT COUNT(*) FROM groups").fetchone()
             for number, (group, prompt) in enumerate(zip(groups, prompts, strict=True), first):
                 data = pack_episodes({0: Episode(prompt, EpisodeContext(prompt.index), dict(group))})
@@ -59,7 +59,7 @@ class ExperienceBuffer:
     def read(self, numbers: Sequence[int]) -> list[Episode]:
         """Returns the groups with these numbers, as the episodes that sampled them."""
         episodes = []
-        with self._opened() as file:
+        with self._connection() as file:
             for number in numbers:
                 found = file.execute("SELECT prompt, row, data FROM groups WHERE number = ?", (number,)).fetchone()
                 if found is None:
@@ -72,11 +72,11 @@ class ExperienceBuffer:
     def __len__(self) -> int:
         if not self.path.exists():
             return 0
-        with self._opened() as file:
+        with self._connection() as file:
             count: int = file.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
             return count
 
-    def explorer(self) -> tuple[int, Any] | None:
+    def explorer_state(self) -> tuple[int, Any] | None:
         """Returns the explorer's step and position; None where nothing was written yet."""
         state = self._state("explorer")
         return None if state is None else (state["step"], state["position"])
@@ -88,18 +88,18 @@ class ExperienceBuffer:
 
     def finish(self, finished: bool = True) -> None:
         """Sets whether the explorer has added all that it will."""
-        with self._opened(write=True) as file:
+        with self._connection(write=True) as file:
             _set(file, "finished", finished)
 
     def _state(self, key: str) -> Any:
         if not self.path.exists():
             return None
-        with self._opened() as file:
+        with self._connection() as file:
             found = file.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
         return None if found is None else json.loads(found[0])
 
     @contextmanager
-    def _opened(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+    def _connection(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
         try:
             if write:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

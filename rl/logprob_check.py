@@ -11,12 +11,12 @@ from archon.generation.types import GenerationHyperparameters
 from archon.schema.errors import ConfigError, RolloutError
 
 # Values with which a token is drawn from the softmax over the whole vocabulary.
-UNCUT: dict[str, Any] = {"greedy": False, "top_p": 1.0, "top_k": None, "min_new_tokens": 0}
+FULL_VOCABULARY_SAMPLING: dict[str, Any] = {"greedy": False, "top_p": 1.0, "top_k": None, "min_new_tokens": 0}
 
 
-def cut_fields(gconfig: GenerationHyperparameters) -> list[str]:
+def truncating_fields(gconfig: GenerationHyperparameters) -> list[str]:
     """Returns the names of the values that draw tokens from anything but the softmax over the whole vocabulary."""
-    return [name for name, uncut in UNCUT.items() if getattr(gconfig, name) != uncut]
+    return [name for name, uncut in FULL_VOCABULARY_SAMPLING.items() if getattr(gconfig, name) != uncut]
 
 
 def check_recomputable(gconfig: GenerationHyperparameters, temperature: float) -> None:
@@ -24,7 +24,7 @@ def check_recomputable(gconfig: GenerationHyperparameters, temperature: float) -
 
     The trainer recomputes only that softmax, so importance weights of other distributions would be wrong.
     """
-    needed = {name: json.dumps(UNCUT[name]) for name in cut_fields(gconfig)}
+    needed = {name: json.dumps(FULL_VOCABULARY_SAMPLING[name]) for name in truncating_fields(gconfig)}
     if gconfig.temperature != temperature:
         needed["temperature"] = f"{temperature}, the trainer's"
     for name, value in needed.items():

@@ -16,8 +16,8 @@ from archon.rl.experience_buffer import ExperienceBuffer, split_groups
 from archon.rl.rollout import RolloutBatch
 from archon.rl.summary import batch_metrics
 from archon.rl.trainer import RLTrainer
-from archon.rl.weight_sync import weights_for
-from archon.schema.config import derived_engine
+from archon.rl.weight_sync import generator_weights
+from archon.schema.config import derive_engine
 from archon.schema.errors import CheckpointError, ConfigError, RolloutError
 from archon.training.loop import timed
 from archon.training.runner import Runner
@@ -31,7 +31,7 @@ def make_trainer(config: RLConfig, runner: Runner | None = None) -> RLTrainer:
     return kinds[config.mode](config, runner)
 
 
-class _ReadsWeights(RLTrainer):
+class _CheckpointReader(RLTrainer):
     """A run without an optimizer, whose weights are those of another run's checkpoints."""
 
     @property
@@ -41,7 +41,7 @@ class _ReadsWeights(RLTrainer):
 
     def _open_models(self) -> None:
         evaluated = {"optimizer": None, "router_bias_update_rate": 0.0}
-        self.engine = ArchonEngine(derived_engine(self.config.actor, evaluated, "actor"))
+        self.engine = ArchonEngine(derive_engine(self.config.actor, evaluated, "actor"))
         self.engine.initialize()
 
     def load_weights(self, folder: Path) -> int:
@@ -49,7 +49,7 @@ class _ReadsWeights(RLTrainer):
         with open_state(folder, self.engine.fingerprint) as (step, state):
             own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
             self.engine.load_state_dict(own)
-        self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)
+        self.generator.update_weights(generator_weights(self.engine, self.generator), version=self.engine.version)
         return step
 
     def checkpoints(self) -> Path | None:
@@ -67,7 +67,7 @@ class _ReadsWeights(RLTrainer):
 _OPTIMIZER = ("optimizer", "scheduler", "skipped_steps")
 
 
-class Explorer(_ReadsWeights):
+class Explorer(_CheckpointReader):
     """Adds the groups of each step to the experience buffer, and loads the trainer's newest checkpoint now and then.
 
     It continues at the position that is in the buffer.
@@ -80,7 +80,7 @@ class Explorer(_ReadsWeights):
     def resume(self) -> None:
         self.buffer = ExperienceBuffer(self.experiences.path or "")
         self._loaded: Path | None = None
-        if (state := self.buffer.explorer()) is None:
+        if (state := self.buffer.explorer_state()) is None:
             return
         if not self.config.resume:
             raise ConfigError(
@@ -89,7 +89,7 @@ class Explorer(_ReadsWeights):
             )
         self.step, position = state
         self.load_position(position)
-        if self.step < self.total_steps and ControlPlane.of_run().is_main:
+        if self.step < self.total_steps and ControlPlane.world().is_main:
             self.buffer.finish(False)
         if self.runner is not None:
             self.runner.rewind(self.step or -1)
@@ -102,7 +102,7 @@ class Explorer(_ReadsWeights):
         with timed(seconds, "seconds/rollout"):
             batch = self.rollout_batch()
         groups = split_groups(batch.trajectories) if batch else []
-        if ControlPlane.of_run().is_main:
+        if ControlPlane.world().is_main:
             position = {"prompts": self.prompts.state_dict()}
             self.buffer.append(groups, batch.prompts, self.step + 1, position)
         metrics = batch_metrics(batch, self.engine.version)
@@ -113,12 +113,12 @@ class Explorer(_ReadsWeights):
 
     def finish(self) -> None:
         """Tells the trainer that nothing more will come."""
-        if ControlPlane.of_run().is_main:
+        if ControlPlane.world().is_main:
             self.buffer.finish()
 
     def _sync(self) -> None:
         folder = self.checkpoints()
-        name = ControlPlane.of_run().broadcast_json(lambda: _newest(folder))
+        name = ControlPlane.world().broadcast_json(lambda: _latest_checkpoint_name(folder))
         if not name or Path(name) == self._loaded:
             return
         try:
@@ -146,21 +146,21 @@ class BufferTrainer(RLTrainer):
         assert config.experiences is not None
         self._buffer = ExperienceBuffer(config.experiences.path or "")
         self._taken = self._trained = 0  # groups, of all passes: in this step and after the last complete one
-        self._ends: list[int] = []  # the buffer's size each time the explorer was finished
+        self._pass_boundaries: list[int] = []  # the buffer's size each time the explorer was finished
 
     @property
     def finished(self) -> bool:
         """Whether the last step is done, or nothing is left to train on."""
         if super().finished:
             return True
-        return self._numbers(1) == []
+        return self._next_group_numbers(1) == []
 
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next groups of the buffer, fewer at its end."""
-        episodes = self._buffer.read(self._await(self._next_numbers()))
+        episodes = self._buffer.read(self._await(self._wait_for_group_numbers()))
         self._taken = self._trained + len(episodes)
         kept = [e for e in episodes if e.is_trainable(self.config.algorithm.zero_variance_groups)]
-        return self.rollout.batch_of(kept, episodes, Counter(), self.step)
+        return self.rollout.make_batch(kept, episodes, Counter(), self.step)
 
     def after_step(self) -> dict[str, float]:
         super().after_step()
@@ -168,33 +168,33 @@ class BufferTrainer(RLTrainer):
         return {"experiences": float(self._trained)}
 
     def position(self) -> dict[str, Any]:
-        return super().position() | {"experiences": self._trained, "experience_ends": self._ends}
+        return super().position() | {"experiences": self._trained, "experience_ends": self._pass_boundaries}
 
     def load_position(self, state: dict[str, Any]) -> None:
         super().load_position(state)
         self._trained = self._taken = state["experiences"]
-        self._ends = list(state["experience_ends"])
+        self._pass_boundaries = list(state["experience_ends"])
 
-    def _numbers(self, count: int) -> list[int] | None:
+    def _next_group_numbers(self, count: int) -> list[int] | None:
         """Returns the next `count` numbers, fewer where no more will come; None where they are not there yet."""
-        found, self._ends = ControlPlane.of_run().broadcast_json(lambda: self._find_numbers(count))
+        found, self._pass_boundaries = ControlPlane.world().broadcast_json(lambda: self._find_group_numbers(count))
         return None if found is None else list(found)
 
-    def _find_numbers(self, count: int) -> tuple[list[int] | None, list[int]]:
+    def _find_group_numbers(self, count: int) -> tuple[list[int] | None, list[int]]:
         assert self.config.experiences is not None
         finished = self._buffer.finished  # before the size, which grows until then
         size, passes = len(self._buffer), self.config.experiences.passes
-        ends = self._ends
-        if finished and size > (ends[-1] if ends else 0):
-            ends = [*ends, size]
-        found = group_numbers(self._trained, count, size, ends, passes)
-        return found if finished or len(found) == count else None, ends
+        pass_boundaries = self._pass_boundaries
+        if finished and size > (pass_boundaries[-1] if pass_boundaries else 0):
+            pass_boundaries = [*pass_boundaries, size]
+        found = group_numbers(self._trained, count, size, pass_boundaries, passes)
+        return found if finished or len(found) == count else None, pass_boundaries
 
-    async def _next_numbers(self) -> list[int]:
+    async def _wait_for_group_numbers(self) -> list[int]:
         assert self.config.experiences is not None
         limit, waited = self.config.experiences.wait_seconds, 0.0
         while waited <= limit:
-            numbers = self._numbers(self.config.rollout.prompts_per_step)
+            numbers = self._next_group_numbers(self.config.rollout.prompts_per_step)
             if numbers is not None:
                 return numbers
             await asyncio.sleep(POLL_SECONDS)
@@ -210,16 +210,16 @@ class BufferTrainer(RLTrainer):
             super()._check_logprobs(batch)
 
 
-def group_numbers(start: int, count: int, size: int, ends: Sequence[int], passes: int) -> list[int]:
+def group_numbers(start: int, count: int, size: int, pass_boundaries: Sequence[int], passes: int) -> list[int]:
     """Returns which groups are trained on as number `start`, `start` + 1, …; `count`, or fewer where no more are there.
 
     Args:
         size: of the buffer.
-        ends: increasing numbers; the groups up to each, from the one before on, are taken `passes` times.
+        pass_boundaries: increasing numbers; the groups up to each, from the one before on, are taken `passes` times.
     """
     found: list[int] = []
     first = 0
-    for end, times in [*((end, passes) for end in ends), (size, 1)]:
+    for end, times in [*((end, passes) for end in pass_boundaries), (size, 1)]:
         length = end - first
         stop = min(start + count - len(found), times * length)
         found += [first + number % length for number in range(start, stop)]
@@ -227,7 +227,7 @@ def group_numbers(start: int, count: int, size: int, ends: Sequence[int], passes
     return found
 
 
-class Bench(_ReadsWeights):
+class Bench(_CheckpointReader):
     """Evaluates the checkpoints of another run, or the model itself where there are none: one record each, with the
     checkpoint's step as `checkpoint`."""
 
@@ -237,7 +237,7 @@ class Bench(_ReadsWeights):
 
     def resume(self) -> None:
         folder = self.checkpoints()
-        found = ControlPlane.of_run().broadcast_json(lambda: _all(folder))
+        found = ControlPlane.world().broadcast_json(lambda: _checkpoint_names(folder))
         self._folders = [Path(name) for name in (found[-1:] if self.experiences.latest_only else found)]
         self.total_steps = max(1, len(self._folders))
         if self.runner is not None:
@@ -257,12 +257,12 @@ class Bench(_ReadsWeights):
         return self.timed_evaluation() | {"checkpoint": float(step)}
 
 
-def _newest(folder: Path | None) -> str:
+def _latest_checkpoint_name(folder: Path | None) -> str:
     found = None if folder is None or not folder.exists() else latest_checkpoint(folder)
     return "" if found is None else str(found)
 
 
-def _all(folder: Path | None) -> list[str]:
+def _checkpoint_names(folder: Path | None) -> list[str]:
     if folder is None or not folder.exists():
         return []
     return [str(path) for path in sorted(folder.glob("step-*")) if path.is_dir()]

@@ -25,13 +25,17 @@ class PromptStream:
     Args:
         rows: of the dataset.
         seed: of the order.
-        easy_first: a column of numbers; each epoch begins with the rows of the smallest, the easiest.
+        curriculum_column: a column of numbers; each epoch begins with the rows of the smallest, the easiest.
 
     Raises `DatasetError` for a row without such a number.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, easy_first: str | None = None) -> None:
-        difficulty = None if easy_first is None else [_number(row, index, easy_first) for index, row in enumerate(rows)]
+    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, curriculum_column: str | None = None) -> None:
+        difficulty = (
+            None
+            if curriculum_column is None
+            else [_number(row, index, curriculum_column) for index, row in enumerate(rows)]
+        )
         self._loader = RowLoader(rows, batch_size=1, seed=seed, difficulty=difficulty)
         self._untrained: list[int] = []  # ordinals taken before a resume and not trained on
 
@@ -73,7 +77,7 @@ def _number(row: dict[str, Any], index: int, column: str) -> float:
     value = row.get(column, (row.get("raw_task") or {}).get(column))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DatasetError(
-            f"easy_first: row {index} has {column}={value!r}, expected a number, smaller for easier rows; it has the "
-            f"columns {', '.join(sorted(row))}"
+            f"curriculum_column: row {index} has {column}={value!r}, expected a number, smaller for easier rows; "
+            f"it has the columns {', '.join(sorted(row))}"
         )
     return float(value)

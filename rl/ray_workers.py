@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from archon.remote.config import WorkersConfig
-from archon.remote.ray_cluster import first_line, join_cluster, placement
+from archon.remote.launchers.ray_cluster import actor_options, first_line, join_cluster
 
 START_SECONDS = 120.0
 """Until a worker must have started, where the cluster has a place for it."""
@@ -52,7 +52,7 @@ class WorkerActor(ABC):
 class RayWorkers:
     """`count` actors of one class, spread over the nodes of the cluster and started with the first call.
 
-    A call waits for a worker that has less than `at_once` calls; what it costs to lose one is the calls that it
+    A call waits for a worker that has less than `max_concurrent` calls; what it costs to lose one is the calls that it
     executes. The workers may be called from several loops and threads, and end with this process, however it ends.
 
     Args:
@@ -68,21 +68,21 @@ class RayWorkers:
         arguments: Sequence[Any],
         config: WorkersConfig,
         count: int,
-        at_once: int,
+        max_concurrent: int,
         what: str,
     ) -> None:
         self._ray = join_cluster(_SETTING)
-        options = placement(config.resources) | {"max_concurrency": at_once + 2}  # for `ready` and `last`
-        self._wanted = {name: options[name] for name in ("num_cpus", "num_gpus", "resources")}
+        options = actor_options(config.resources) | {"max_concurrency": max_concurrent + 2}  # for `ready` and `last`
+        self._target_count = {name: options[name] for name in ("num_cpus", "num_gpus", "resources")}
         self._class = self._ray.remote(actor).options(**options)
-        self._arguments, self._count, self._at_once, self._what = arguments, count, at_once, what
+        self._arguments, self._count, self._max_concurrent, self._description = arguments, count, max_concurrent, what
         self._alive: set[Any] = set()
         self._places: asyncio.Queue[Any] = asyncio.Queue()  # a live worker for each call that it may take; None: broken
         self._failed_starts = 0
         self._absent_since = 0.0  # monotonic seconds at which there was no live worker any more
         self._broken: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._begun = False
+        self._started = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=f"archon-ray-{what}", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class RayWorkers:
             self._loop.close()
 
     def _shut_down(self) -> None:
-        self._break(f"the {self._what} workers are closed")
+        self._mark_broken(f"the {self._description} workers are closed")
         for task in self._tasks:
             task.cancel()
         for worker in self._alive:
@@ -130,17 +130,17 @@ class RayWorkers:
         self._alive.clear()
         self._loop.call_later(0.1, self._loop.stop)  # after those that wait were told
 
-    def _break(self, reason: str) -> None:
+    def _mark_broken(self, reason: str) -> None:
         self._broken = self._broken or reason
         self._places.put_nowait(None)
 
     async def _run(self, call: bytes, seconds: float) -> bytes:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self._absent_since = time.monotonic()
             for _ in range(self._count):
                 self._spawn(self._start())
-        worker = await self._place()
+        worker = await self._acquire_worker()
         answer = worker.run.remote(call)
         exceptions = self._ray.exceptions
         try:
@@ -157,11 +157,11 @@ class RayWorkers:
             if self._broken is not None:
                 raise WorkersBrokenError(self._broken) from None
             self._replace(worker)
-            raise WorkerLostError(f"a worker of {self._what} was lost: {first_line(error)}") from None
+            raise WorkerLostError(f"a worker of {self._description} was lost: {first_line(error)}") from None
         self._places.put_nowait(worker)
         return result
 
-    async def _place(self) -> Any:
+    async def _acquire_worker(self) -> Any:
         """Returns a worker that may take a call."""
         while True:
             worker = await self._places.get()
@@ -208,7 +208,7 @@ class RayWorkers:
             self._failed_starts = 0
             self._alive.add(worker)
             self._spawn(self._watch(worker))
-            for _ in range(self._at_once):
+            for _ in range(self._max_concurrent):
                 self._places.put_nowait(worker)
             return
 
@@ -225,8 +225,8 @@ class RayWorkers:
             return
         reason = " ".join(str(error).split())[-500:]
         if isinstance(error, TimeoutError):
-            reason = f"no node took one; one needs {self._wanted} (rollout.workers.resources)"
-        self._break(f"no worker of {self._what} started on the Ray cluster for {absent:.0f} s: {reason}")
+            reason = f"no node took one; one needs {self._target_count} (rollout.workers.resources)"
+        self._mark_broken(f"no worker of {self._description} started on the Ray cluster for {absent:.0f} s: {reason}")
 
     def _kill(self, worker: Any) -> None:
         if self._ray.is_initialized():  # else Ray has ended it with this process's connection
@@ -240,4 +240,4 @@ class RayWorkers:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._break(f"workers of {self._what} cannot be started: {first_line(error)}")
+            self._mark_broken(f"workers of {self._description} cannot be started: {first_line(error)}")

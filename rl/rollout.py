@@ -18,13 +18,13 @@ from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import Episode, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.prompts import Prompt
-from archon.rl.trajectories import checked_group, join_groups, trajectory_ids
+from archon.rl.trajectories import join_groups, trajectory_ids, validate_group
 from archon.rl.workflow_row import WorkflowRow, copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.schema.lazy import import_dotted
 
-FAILURES_AT_START = 16
+MAX_INITIAL_FAILURES = 16
 """The run stops after this many failed episodes before the first success."""
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
@@ -156,9 +156,9 @@ class Rollout:
             kept = [e for e in episodes if e.is_trainable(zero_variance_groups)]
             if len(kept) >= n_prompts or not prompts:
                 break
-        return self.batch_of(kept, episodes, counts, step)
+        return self.make_batch(kept, episodes, counts, step)
 
-    def batch_of(
+    def make_batch(
         self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
     ) -> RolloutBatch:
         """Returns the batch of the episodes `kept` out of all `episodes` that were run; raises as `raise_if_empty`."""
@@ -173,10 +173,10 @@ class Rollout:
         """Runs one episode per prompt, all concurrently, and returns them in the order of `prompts`.
 
         With several processes each runs its share, and all receive all results. Raises `WorkflowError`, caused by the
-        first failure, once `FAILURES_AT_START` episodes failed before any succeeded.
+        first failure, once `MAX_INITIAL_FAILURES` episodes failed before any succeeded.
         """
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
-        world = self._world or ControlPlane.patient("rollouts")
+        world = self._world or ControlPlane.with_long_timeout("rollouts")
         own = range(world.rank, len(prompts), world.size)
         tasks = [asyncio.create_task(self._run_episode(episodes[place])) for place in own]
         try:
@@ -216,7 +216,7 @@ class Rollout:
             rules = (None, None) if episode.context.is_eval else (self._check, self._agent_sampling)
             engine = EpisodeEngine(self.engine, episode.context, *rules)
             group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(episode.prompt.row)))
-            episode.trajectories = None if group is None else checked_group(group, episode.context, self._name)
+            episode.trajectories = None if group is None else validate_group(group, episode.context, self._name)
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise  # a mistake in the configuration is the same for every prompt
         except BaseException as error:  # whatever the user's code raises costs its episode
@@ -226,7 +226,7 @@ class Rollout:
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
-            if not self._succeeded and self._failures >= FAILURES_AT_START:
+            if not self._succeeded and self._failures >= MAX_INITIAL_FAILURES:
                 raise self._workflow_error(self._failures, self._first_error) from self._first_error
         else:
             self._succeeded = True

@@ -54,18 +54,20 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
-def summarize(rewards: Sequence[Sequence[float]], ks: Sequence[int], passing: float) -> dict[str, Estimate]:
+def summarize(rewards: Sequence[Sequence[float]], ks: Sequence[int], pass_threshold: float) -> dict[str, Estimate]:
     """Returns `reward` and each `pass@k` over prompts.
 
     Args:
         rewards: of each prompt's answers; prompts without any are left out, and of pass@k those with fewer than k.
         ks: numbers of answers.
-        passing: the least reward of a right answer.
+        pass_threshold: the least reward of a right answer.
     """
     answered = [scores for scores in rewards if scores]
     found = {"reward": estimate([statistics.fmean(scores) for scores in answered])}
     for k in ks:
-        right = [(len(scores), sum(score >= passing for score in scores)) for scores in answered if len(scores) >= k]
+        right = [
+            (len(scores), sum(score >= pass_threshold for score in scores)) for scores in answered if len(scores) >= k
+        ]
         if right:
             found[f"pass@{k}"] = proportion([pass_at_k(n, correct, k) for n, correct in right])
     return found

@@ -13,10 +13,10 @@ from archon.remote.config import PushConfig
 from archon.remote.connect import connect
 from archon.remote.engine import RemoteEngine
 from archon.remote.http import KEY
-from archon.remote.launch import LaunchedServers, push_root
-from archon.remote.launcher import command, own_key
+from archon.remote.launchers.base import command, ensure_server_key
+from archon.remote.launchers.launch import LaunchedServers, push_root
 from archon.rl.config import RLConfig
-from archon.rl.weight_sync import probe_tokens, weights_for
+from archon.rl.weight_sync import generator_weights, probe_tokens
 
 
 def open_servers(
@@ -26,25 +26,27 @@ def open_servers(
 
     Closing it ends servers that were launched. Raises ConfigError for servers that cannot be trained on.
     """
-    launched = None if config.rollout.launch is None else _launched(config, engine, log)
-    world = ControlPlane.patient("servers")
+    launched = None if config.rollout.launch is None else _launch_servers(config, engine, log)
+    world = ControlPlane.with_long_timeout("servers")
     try:
         urls = config.rollout.servers
         if config.rollout.launch is not None:
-            urls, os.environ[KEY] = world.broadcast_json(lambda: (launched.open() if launched else [], own_key()))
+            urls, os.environ[KEY] = world.broadcast_json(
+                lambda: (launched.open() if launched else [], ensure_server_key())
+            )
         generator = connect(
             urls or [],
             config.rollout.push,
             vocab_size=engine.args.vocab_size,
             tokenizer=tokenizer,
-            has_adapters=bool(engine.lora),
+            has_lora=bool(engine.lora),
             recorded_model=engine.args if config.generator and config.generator.record_experts else None,
             probe=probe_tokens(tokenizer, rows),
             seed=config.seed,
             log=log,
         )
-        _close_with(generator, launched)
-        generator.update_weights(weights_for(engine, generator), version=engine.version)
+        _chain_close(generator, launched)
+        generator.update_weights(generator_weights(engine, generator), version=engine.version)
     except BaseException:
         if launched is not None:
             launched.close()
@@ -60,7 +62,7 @@ def open_servers(
     return generator
 
 
-def _close_with(generator: RemoteEngine, launched: LaunchedServers | None) -> None:
+def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> None:
     """Makes closing the engine end launched servers first, which then no longer read its folder."""
     if launched is None:
         return
@@ -73,11 +75,11 @@ def _close_with(generator: RemoteEngine, launched: LaunchedServers | None) -> No
     generator.close = close
 
 
-def _launched(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]) -> LaunchedServers | None:
+def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]) -> LaunchedServers | None:
     """Returns the servers to launch, on the first rank; None on others. A collective."""
     launch, push = config.rollout.launch, config.rollout.push or PushConfig()
     assert launch is not None
-    own_key()
+    ensure_server_key()
     root, model = push_root(push), Path(config.actor.path)
     folder = Path(config.run_dir).absolute() / "servers"
     if launch.launcher != "local":
@@ -85,7 +87,7 @@ def _launched(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]
     if config.actor.init_from_scratch:  # the path holds no weights
         model = folder / "model"
         engine.save(model)
-    if not ControlPlane.patient("servers").is_main:
+    if not ControlPlane.with_long_timeout("servers").is_main:
         return None
     rank = config.actor.lora.rank if config.actor.lora is not None else None
     return LaunchedServers(launch, command(launch, str(model.absolute()), root, config.actor.dtype, rank), folder, log)

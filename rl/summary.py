@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from archon.engine.batch import IMAGES
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
 from archon.rl.trajectories import trajectory_ids
@@ -92,12 +92,12 @@ def write_groups(
     n_groups: int,
     step: int,
     tokenizer: Any,
-    write_pictures: Callable[[Sequence[Picture]], list[str]] | None = None,
+    write_images: Callable[[Sequence[ProcessedImage]], list[str]] | None = None,
 ) -> int:
     """Writes all samples of the first `n_groups` groups, with special tokens; returns how many could not be written.
 
     `advantages` [B, S] is written as the mean over an answer's tokens; None marks the groups as `dropped`.
-    `write_pictures` writes those of an answer, and returns the names of their files.
+    `write_images` writes those of an answer, and returns the names of their files.
     """
     trajectories, lost = batch.trajectories, 0
     for group, prompt in enumerate(batch.prompts[:n_groups]):
@@ -106,8 +106,8 @@ def write_groups(
             is_prompt = (trajectories["attention_mask"][row] != 0) & (trained.cumsum(0) == 0)
             text, answer = tokenizer.batch_decode([ids[is_prompt].tolist(), ids[trained].tolist()])
             extra: dict[str, Any] = {"answer": prompt.row["answer"]} if "answer" in prompt.row else {}
-            if write_pictures is not None and (images := trajectories[IMAGES][row] if IMAGES in trajectories else []):
-                extra["images"] = write_pictures(images)
+            if write_images is not None and (images := trajectories[IMAGES][row] if IMAGES in trajectories else []):
+                extra["images"] = write_images(images)
             if "truncated" in trajectories:
                 extra["stop_reason"] = "length" if trajectories["truncated"][row] else "stop"
             if advantages is None:

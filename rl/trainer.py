@@ -14,9 +14,9 @@ from torch import Tensor
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
 from archon.data.config import DatasetConfig
-from archon.data.picture_files import save_pictures
-from archon.data.picture_rows import open_reader
-from archon.data.pictures import PictureReader
+from archon.data.image_files import save_images
+from archon.data.image_rows import open_reader
+from archon.data.images import ImageReader
 from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
@@ -28,7 +28,7 @@ from archon.parallel.layout import parse_layout
 from archon.remote.config import WorkersConfig
 from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
-from archon.rl.asynchronous import AsyncRollout, Gathered
+from archon.rl.asynchronous import AsyncRollout, GatheredBatch
 from archon.rl.config import RLConfig
 from archon.rl.controller import Controller
 from archon.rl.demonstrations import Demonstrations
@@ -43,19 +43,19 @@ from archon.rl.servers import open_servers
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
-from archon.rl.weight_sync import in_process, weights_for
+from archon.rl.weight_sync import build_inprocess_engine, generator_weights
 from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
 from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
-    long_lived_objects_frozen,
+    freeze_gc,
     require_same_rows,
     run_until_stopped,
     timed,
 )
-from archon.training.metrics import PICTURES_FOLDER, read_jsonl
+from archon.training.metrics import IMAGES_FOLDER, read_jsonl
 from archon.training.runner import Runner
 
 Result = TypeVar("Result")
@@ -83,7 +83,7 @@ class RLTrainer(BaseTrainer):
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
-        self.reader: PictureReader | None = None  # of pictures; None for a model of text
+        self.reader: ImageReader | None = None  # of pictures; None for a model of text
         self._raw = False  # whether rows hold those of their source
         self._monitor: Monitor | None = None
         self._newest: dict[str, float] = {}  # of the last step, for the monitor
@@ -130,7 +130,7 @@ class RLTrainer(BaseTrainer):
         self._cursor = self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
         if self.async_rollout is not None:
             cursor = self._cursor
-            self._cursor = ControlPlane.of_run().broadcast_json(lambda: cursor)
+            self._cursor = ControlPlane.world().broadcast_json(lambda: cursor)
             if not self.controller.is_main:
                 self.prompts.load_state_dict(self._cursor)
         if self.demonstrations is not None:
@@ -144,7 +144,7 @@ class RLTrainer(BaseTrainer):
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        if self.config.algorithm.advantage.compares_group and (warning := self._zero_variance.observe(metrics)):
+        if self.config.algorithm.advantage.is_group_relative and (warning := self._zero_variance.observe(metrics)):
             self._log(f"step {self.step}: {warning}")
         if batch:
             if not self._logprobs_checked:
@@ -180,14 +180,14 @@ class RLTrainer(BaseTrainer):
         if not isinstance(self.generator, RemoteEngine):
             return self._push()
         before = self.generator.stats.seconds
-        metrics = self._during_episodes(self._push)
+        metrics = self._run_during_episodes(self._push)
         self._waited_seconds += self.generator.stats.seconds - before
         return metrics
 
     def _push(self) -> dict[str, float]:
         """Gives the generator the new weights. Returns the metrics of the push."""
         self.engine.version += 1
-        weights, generator = weights_for(self.engine, self.generator), self.generator
+        weights, generator = generator_weights(self.engine, self.generator), self.generator
         before = 0 if isinstance(generator, RemoteEngine) else generator.stats.pushed_bytes
         generator.update_weights(weights, version=self.engine.version)
         if isinstance(generator, RemoteEngine):
@@ -201,15 +201,17 @@ class RLTrainer(BaseTrainer):
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
         write = None
         if self.reader is not None and self.runner.world.is_main:
-            write = partial(save_pictures, self.runner.directory.path / PICTURES_FOLDER, self.reader)
+            write = partial(save_images, self.runner.directory.path / IMAGES_FOLDER, self.reader)
         lost = write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer, write)
         metrics["rollout/dump_lost"] = float(lost)
 
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next batch of trajectories."""
         if self.async_rollout is not None:
-            unpack = partial(Gathered.unpack, prompt_at=self.prompts.at)
-            return self.controller.run(self.async_rollout.gather, Gathered.pack, unpack).batch(self.rollout, self.step)
+            unpack = partial(GatheredBatch.unpack, prompt_at=self.prompts.at)
+            return self.controller.run(self.async_rollout.gather, GatheredBatch.pack, unpack).batch(
+                self.rollout, self.step
+            )
         rollout = self.config.rollout
         return self._await(
             self.rollout.collect(
@@ -265,7 +267,7 @@ class RLTrainer(BaseTrainer):
             return
         # With several processes only the generator holds the full model.
         if self.runner.world.size == 1 or isinstance(self.generator, RemoteEngine):
-            model = self.engine.whole_model
+            model = self.engine.full_model
         else:
             model = self.generator.model
         difference = export_difference(model, path, documents)
@@ -317,7 +319,7 @@ class RLTrainer(BaseTrainer):
                 accept = import_dotted(accept, "dynamic_filter_fn")
             self._open_rollouts(trained, evaluated, accept)
             try:
-                with long_lived_objects_frozen():
+                with freeze_gc():
                     yield self
             finally:
                 if self.async_rollout is not None:
@@ -330,7 +332,7 @@ class RLTrainer(BaseTrainer):
                     if isinstance(opened, RolloutWorkflow):  # one may only have its method
                         self._loop.run_until_complete(opened.aclose())
 
-    def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
+    def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
         """Returns the rows of `train_data` or `eval_data`; none where it is not configured."""
         configured: DatasetConfig | None = getattr(self.config, section)
         if configured is None:
@@ -341,20 +343,20 @@ class RLTrainer(BaseTrainer):
 
     def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config
-        rows, held_out = self.rows_of("train_data"), self.rows_of("eval_data")
+        rows, held_out = self.section_rows("train_data"), self.section_rows("eval_data")
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
             if loaded:
                 require_same_rows(loaded, section.path if section else "the held-out rows")
-        self.prompts = PromptStream(rows, config.seed, config.easy_first)
+        self.prompts = PromptStream(rows, config.seed, config.curriculum_column)
         self._cursor = self.prompts.state_dict()
         self.demonstrations = None
         if config.demonstrations is not None:
             self.demonstrations = Demonstrations(config.demonstrations, self.tokenizer, config.seed)
             self._demonstrations_cursor = self.demonstrations.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
-        if config.checks_gold and ControlPlane.of_run().is_main:
+        if config.verifies_gold and ControlPlane.world().is_main:
             for checked in filter(None, (rows, held_out)):
-                self._await(averify_gold(reward, checked, config.rollout.gold_checked))
+                self._await(averify_gold(reward, checked, config.rollout.n_gold_checks))
 
     def _open_models(self) -> None:
         config, resolved = self.config, self.config.resolve()
@@ -399,7 +401,7 @@ class RLTrainer(BaseTrainer):
         # In process every rank has a generator, which answers its share of an evaluation.
         self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
         port = None if config.rollout.push is None else config.rollout.push.port
-        if port is not None and isinstance(self.generator, RemoteEngine) and ControlPlane.of_run().is_main:
+        if port is not None and isinstance(self.generator, RemoteEngine) and ControlPlane.world().is_main:
             self._monitor = Monitor(port, lambda: self._newest, self.generator)
             self._log(f"metrics for Prometheus at {self._monitor.url}/metrics")
         temperature = config.gconfig.temperature
@@ -435,7 +437,7 @@ class RLTrainer(BaseTrainer):
         if config.rollout.servers is not None or config.rollout.launch is not None:
             return open_servers(config, self.engine, self.tokenizer, self.prompts.rows, self._log)
         settings = config.generator or GeneratorConfig()
-        generator = in_process(
+        generator = build_inprocess_engine(
             self.engine,
             self.tokenizer,
             cache_bytes=None if settings.memory_gib is None else int(settings.memory_gib * 2**30),
@@ -456,11 +458,11 @@ class RLTrainer(BaseTrainer):
     def _compute(self, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`, which runs in a thread next to episodes, and counts their overlap."""
         before = self.generator.stats.seconds
-        result = self._during_episodes(work)
+        result = self._run_during_episodes(work)
         self._overlap_seconds += self.generator.stats.seconds - before
         return result
 
-    def _during_episodes(self, work: Callable[[], Result]) -> Result:
+    def _run_during_episodes(self, work: Callable[[], Result]) -> Result:
         if self.async_rollout is None or not self.controller.is_main:
             return work()
         return self._loop.run_until_complete(asyncio.to_thread(work))

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from archon.engine.batch import IMAGES
-from archon.generation.expert_record import padded
+from archon.generation.expert_record import pad_records
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
-from archon.models.routed_experts import FIELD, unknown
-from archon.models.vision.images import are_pictures
+from archon.models.layers.routed_experts import FIELD, unknown_expert_id
+from archon.models.vision.images import is_image_batch
 from archon.rl.episode_context import EpisodeContext
 from archon.schema.errors import RolloutError
 
@@ -69,7 +69,7 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
         if all(v.ndim >= 2 and v.shape[1] == length for v, length in zip(values, lengths, strict=True)):
             fill = 0 if key == "attention_mask" else _PAD_VALUES.get(key, pad_value)
             if key == FIELD:
-                fill = unknown(values[0].dtype)
+                fill = unknown_expert_id(values[0].dtype)
             values = [_pad_right(value, max(lengths), fill) for value in values]
         shapes = [tuple(value.shape[1:]) for value in values]
         if len(set(shapes)) > 1:
@@ -83,7 +83,7 @@ def _pad_right(value: torch.Tensor, length: int, fill: float) -> torch.Tensor:
     return torch.constant_pad_nd(value, (0, 0) * (value.ndim - 2) + (0, missing), fill) if missing else value
 
 
-def are_finite(numbers: Tensor) -> bool:
+def all_finite(numbers: Tensor) -> bool:
     """Returns whether all numbers are finite: their sum in float64 says so for almost all, at a third of the time."""
     return math.isfinite(numbers.sum(dtype=torch.float64).item()) or bool(numbers.isfinite().all())
 
@@ -108,10 +108,10 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
         raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
-    if not _images_fit(checked, shape[0]):
+    if not _images_match_rows(checked, shape[0]):
         raise RolloutError(
             f"{source}: {IMAGES!r} is not a list of pictures for each of the {shape[0]} rows; expected those of the "
-            "requests, which archon.data.pictures reads, and anything else under another key"
+            "requests, which archon.data.images reads, and anything else under another key"
         )
     for key, dtype in fields.items():
         value = trajectory[key]
@@ -124,7 +124,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value.dtype}, expected integers")
         if key.endswith("_mask") and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
             raise RolloutError(f"{source}: {key!r} of shape {expected} holds values other than 0 and 1")
-        if value.is_floating_point() and not are_finite(value):
+        if value.is_floating_point() and not all_finite(value):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
         # Float64 numbers of a float64 run are kept.
@@ -136,10 +136,10 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     return checked
 
 
-def _images_fit(trajectory: Mapping[str, Any], rows: int) -> bool:
+def _images_match_rows(trajectory: Mapping[str, Any], rows: int) -> bool:
     if IMAGES not in trajectory:
         return True
-    return are_pictures(trajectory[IMAGES]) and len(trajectory[IMAGES]) == rows
+    return is_image_batch(trajectory[IMAGES]) and len(trajectory[IMAGES]) == rows
 
 
 def _check_experts(experts: Any, shape: tuple[int, ...], source: str) -> None:
@@ -168,7 +168,7 @@ def trajectory_tensors(
         `routed_experts` [G, S, L, k] of an engine that records them, and where a prompt has pictures `images`, of each
         row a list of them.
     """
-    records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
+    records = [answer if isinstance(answer, TokenRecord) else TokenRecord.from_response(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
     missing = [size - len(record.input_ids) for record in records]
     columns: dict[str, Tensor] = {}
@@ -178,7 +178,7 @@ def trajectory_tensors(
         columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))  # NumPy reads lists in half the time
     if trajectory_ids is not None:
         columns["trajectory_ids"] = torch.tensor(trajectory_ids)
-    experts = padded([record.routed_experts for record in records], size)
+    experts = pad_records([record.routed_experts for record in records], size)
     group: dict[str, Any] = {
         **columns,
         **({} if experts is None else {FIELD: experts}),
@@ -197,14 +197,14 @@ def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if any("temperatures" in group for group in groups):
         groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
     if (recorded := next((group[FIELD] for group in groups if FIELD in group), None)) is not None:
-        sizes, fill = recorded.shape[2:], unknown(recorded.dtype)
+        sizes, fill = recorded.shape[2:], unknown_expert_id(recorded.dtype)
         groups = [{FIELD: recorded.new_full((*group["input_ids"].shape, *sizes), fill), **group} for group in groups]
     if any(IMAGES in group for group in groups):
         groups = [{IMAGES: [[] for _ in group["input_ids"]], **group} for group in groups]
     return concat_padded_tensors(groups)
 
 
-def with_temperatures(group: dict[str, Any], records: Sequence[TokenRecord], temperature: float) -> dict[str, Any]:
+def add_temperatures(group: dict[str, Any], records: Sequence[TokenRecord], temperature: float) -> dict[str, Any]:
     """Returns a group of trajectories with the column `temperatures`, float [B, S], where an answer was sampled at
     another one than the run's `temperature`. A token's 0 stands for the run's."""
     if all(value in (0.0, temperature) for record in records for value in record.temperatures):
@@ -222,12 +222,12 @@ def trajectory_ids(group: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def require_usable_tensors(result: Any, source: str, also: Collection[str] = ()) -> None:
+def require_usable_tensors(result: Any, source: str, extra_fields: Collection[str] = ()) -> None:
     """Raises `RolloutError`, naming the key, for a tensor of a workflow's result that is not dense.
 
-    Tensors of the documented keys and of `also` must also be real, and floats of at least 16 bits.
+    Tensors of the documented keys and of `extra_fields` must also be real, and floats of at least 16 bits.
     """
-    numeric = {*_TOKEN_FIELDS, *_ROW_FIELDS, *also}
+    numeric = {*_TOKEN_FIELDS, *_ROW_FIELDS, *extra_fields}
     for row in result if isinstance(result, list) else [result]:
         for key, value in row.items() if isinstance(row, Mapping) else ():
             if isinstance(value, Tensor) and (kind := _unusable_kind(value, key in numeric)):
@@ -247,25 +247,25 @@ def _unusable_kind(value: Tensor, numeric: bool) -> str | None:
     return f"of {value.dtype}" if numeric and (value.is_complex() or narrow) else None
 
 
-def checked_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
+def validate_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
     """Returns a workflow's result, validated, without the rows that cannot be trained on, which `context` counts.
 
     Raises `RolloutError` naming key and shape where the result is malformed, or where no row is left.
     """
     require_usable_tensors(result, source)
-    return validate_trajectory(_without_unusable_rows(result, context), source)
+    return validate_trajectory(_drop_unusable_rows(result, context), source)
 
 
-def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
+def _drop_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
     ndims = {"rewards": 1, "logprobs": 2, "loss_mask": 2}
     values = [result.get(name) for name in ndims] if isinstance(result, dict) else []
     tensors = [value for value in values if isinstance(value, Tensor)]
     if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
         return result  # validate_trajectory raises
     rewards, logprobs, loss_mask = tensors
-    if not _images_fit(result, len(rewards)):
+    if not _images_match_rows(result, len(rewards)):
         return result
-    if are_finite(rewards) and are_finite(logprobs) and bool(loss_mask.any(1).all()):
+    if all_finite(rewards) and all_finite(logprobs) and bool(loss_mask.any(1).all()):
         return result
     usable = {
         "reward_not_finite": rewards.isfinite(),

@@ -12,7 +12,7 @@ from torch import Tensor
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import Reference
 from archon.generation.seeds import derive_seed
-from archon.models.routed_experts import FIELD
+from archon.models.layers.routed_experts import FIELD
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
@@ -21,7 +21,7 @@ from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.mixed import MixedLoss, mixing_weights
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
-from archon.rl.demonstrations import with_demonstrations
+from archon.rl.demonstrations import add_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
 from archon.training.batch_sharding import score_sharded, shard_batch, take_rows
 
@@ -87,15 +87,15 @@ class PolicyUpdate:
         mask = batch["loss_mask"]
         if self.reference is not None:
             batch["ref_logprobs"] = self._logprobs(self.reference, batch)
-        if config.recomputes:
+        if config.recomputes_logprobs:
             batch["prox_logprobs"] = self._logprobs(self.engine, batch)
             batch["policy_weights"] = self._policy_weights(batch, metrics)
         if self.teacher is not None:
-            batch["teacher_logprobs"] = self._scored(self.engine, batch, self.teacher)
-            gap = (batch[self._own_logprobs] - batch["teacher_logprobs"])[mask > 0]
+            batch["teacher_logprobs"] = self._score_documents(self.engine, batch, self.teacher)
+            gap = (batch[self._old_logprobs_column] - batch["teacher_logprobs"])[mask > 0]
             metrics["teacher_kl"] = gap.double().mean().item()
         if self.critic is not None:
-            batch["old_values"] = self._scored(self.critic, batch, self.critic.forward_batch)
+            batch["old_values"] = self._score_documents(self.critic, batch, self.critic.forward_batch)
         inputs = AdvantageInputs(
             self._rewards(trajectories, step, metrics),
             trajectories["group_ids"],
@@ -104,7 +104,7 @@ class PolicyUpdate:
             batch.get("old_values"),
             trajectories.get("trajectory_ids"),
             self._steps(trajectories),
-            batch[self._own_logprobs],
+            batch[self._old_logprobs_column],
             batch.get("teacher_logprobs"),
         )
         advantages = ADVANTAGES[config.advantage.kind](inputs, config.advantage)
@@ -131,7 +131,7 @@ class PolicyUpdate:
             assert model is not None
             return self._logprobs(model, rows)
 
-        mixed, mu = with_demonstrations(batch, demonstrations, score), settings.weight_at(step)
+        mixed, mu = add_demonstrations(batch, demonstrations, score), settings.weight_at(step)
         given = mixed["demonstrations"].any(1)
         weights = mixing_weights(mixed["loss_mask"], given, mu, self.algorithm.aggregation).unsqueeze(1)
         mixed["policy_weights"] = mixed.get("policy_weights", torch.ones_like(mixed["advantages"])) * weights
@@ -172,15 +172,15 @@ class PolicyUpdate:
             penalty = overlong_penalty(lengths, self.max_new_tokens, buffer)
             metrics["overlong_fraction"] = (penalty < 0).double().mean().item()
             rewards = rewards + self.algorithm.overlong.penalty * penalty.to(rewards.dtype)
-        rewards = self.algorithm.rewards.applied(rewards)
+        rewards = self.algorithm.rewards.transform(rewards)
         if self.shuffle_rewards:
             rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
         return rewards
 
     @property
-    def _own_logprobs(self) -> str:
+    def _old_logprobs_column(self) -> str:
         """The column with the logprobs of the policy before the update."""
-        return "prox_logprobs" if self.algorithm.recomputes else "logprobs"
+        return "prox_logprobs" if self.algorithm.recomputes_logprobs else "logprobs"
 
     def _steps(self, trajectories: Mapping[str, Any]) -> tuple[Step, ...]:
         if not self.algorithm.advantage.needs_steps:
@@ -193,7 +193,7 @@ class PolicyUpdate:
         config = self.algorithm
         if self.reference is None or config.kl.place != "reward":
             return None
-        own = batch[self._own_logprobs]
+        own = batch[self._old_logprobs_column]
         penalty = config.kl.coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl.kind)
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
@@ -216,17 +216,17 @@ class PolicyUpdate:
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
-        return self._scored(engine, batch, score, (FIELD,) if engine is self.engine else ())
+        return self._score_documents(engine, batch, score, (FIELD,) if engine is self.engine else ())
 
-    def _scored(
+    def _score_documents(
         self,
         engine: Reference,
         batch: Mapping[str, Any],
         score: Callable[[Batch], Tensor],
-        also: tuple[str, ...] = (),
+        extra_fields: tuple[str, ...] = (),
     ) -> Tensor:
-        """Returns `score` of every document, [B, S]; it is given the fields in `also` that the batch has."""
-        documents = _trained_fields(batch, also)
+        """Returns `score` of every document, [B, S]; it is given the fields in `extra_fields` that the batch has."""
+        documents = _trained_fields(batch, extra_fields)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Any], step: int) -> Iterator[Batch]:
@@ -240,8 +240,8 @@ class PolicyUpdate:
                 yield take_rows(batch, rows.sort().values.tolist())
 
 
-def _trained_fields(batch: Mapping[str, Any], also: tuple[str, ...]) -> Batch:
-    optional = [name for name in (*OPTIONAL_FIELDS, *also) if name in batch]
+def _trained_fields(batch: Mapping[str, Any], extra_fields: tuple[str, ...]) -> Batch:
+    optional = [name for name in (*OPTIONAL_FIELDS, *extra_fields) if name in batch]
     return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
 
 

@@ -16,24 +16,24 @@ from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.replica import WeightSource
 from archon.parallel.gather import BUCKET_BYTES
-from archon.remote.dialect import Transport
+from archon.remote.dialects.base import Transport
 from archon.remote.engine import PROBE_TOKENS, RemoteEngine
 from archon.training.batch_sharding import score_sharded
 
 
-def weights_of(engine: ArchonEngine) -> WeightSource:
+def engine_weights(engine: ArchonEngine) -> WeightSource:
     """Returns what a push after a step sends: the model, or where it is sharded over processes an iterator of its
     weights, or of a model with adapters of theirs alone; all ranks consume it."""
     if engine.lora:
-        return engine.adapter_weights()
-    return engine.whole_model if _is_plain(engine) else engine.weights()
+        return engine.lora_weights()
+    return engine.full_model if _is_plain(engine) else engine.weights()
 
 
 def _is_plain(engine: ArchonEngine) -> bool:
     return engine.parallel_dims.world_size == 1 and not engine.lora
 
 
-def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
+def build_inprocess_engine(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
     """Returns a generator with the engine's weights; each process gets a full replica of a sharded model.
 
     A replica of a model with adapters has them next to its frozen weights, as the trainer has, so that both compute the
@@ -42,8 +42,8 @@ def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProces
     `options` are those of `InProcessEngine.from_model`. Raises `RolloutError` where replica and cache do not fit.
     """
     if _is_plain(engine):
-        return InProcessEngine.from_model(engine.whole_model, tokenizer, **options)
-    source = chain(engine.base_weights(), engine.adapter_weights())
+        return InProcessEngine.from_model(engine.full_model, tokenizer, **options)
+    source = chain(engine.base_weights(), engine.lora_weights())
     return InProcessEngine.from_model(engine.meta_model(), tokenizer, source=source, device=engine.device, **options)
 
 
@@ -88,6 +88,6 @@ def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
     return tokens
 
 
-def weights_for(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:
+def generator_weights(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:
     """Returns the engine's weights as the generator's `update_weights` takes them."""
-    return PushedWeights(engine) if isinstance(generator, RemoteEngine) else weights_of(engine)
+    return PushedWeights(engine) if isinstance(generator, RemoteEngine) else engine_weights(engine)

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from archon.engine import warm_processes
+from archon.engine import forkserver
 from tests.slow_sample import SAMPLE, left_out, this_commit
 
 # Once per worker, for all the processes that its tests start.
-warm_processes.PRELOADED += [
-    "archon.check.contracts",
+forkserver.PRELOADED_MODULES += [
+    "archon.tools.check.contracts",
     "archon.cli.app",
     "archon.cli.check_model",
     "archon.rl.trainer",

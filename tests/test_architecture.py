@@ -20,8 +20,8 @@ import torch
 
 import archon
 from archon.engine.engine import ArchonEngine
+from archon.engine.forkserver import forkserver_context
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.warm_processes import warm_context
 from archon.models import get_model_spec
 from archon.rl import RLConfig, RLTrainer
 from archon.rl.bootstrap import write_blank
@@ -133,7 +133,7 @@ def prompt_to_a_sample(folder: Path) -> Calls:
 
 def layout_to_modules(folder: Path) -> Calls:
     """In a process of its own, where it becomes one of four ranks that do not exist."""
-    with ProcessPoolExecutor(1, warm_context()) as pool:
+    with ProcessPoolExecutor(1, forkserver_context()) as pool:
         return pool.submit(initialize_on_a_fake_rank, folder).result()
 
 

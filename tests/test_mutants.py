@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.bench.origin import ROOT
+from archon.tools.bench.origin import ROOT
 from tests.mutants.__main__ import ENOUGH
 from tests.mutants.catalog import MUTANTS
 from tests.mutants.mutant import Mutant

@@ -1,6 +1,6 @@
 """Every tolerance of the suite, each with its reason. Differences are max|a - b| / max|b| per tensor unless said."""
 
-from archon.check.parity import FP32_TOLERANCE
+from archon.tools.check.parity import FP32_TOLERANCE
 
 # Parity with transformers in float32; its reason stands with it.
 PARITY_FP32 = FP32_TOLERANCE

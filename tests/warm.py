@@ -16,7 +16,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TextIO
 
-from archon.engine.warm_processes import adopt_environment, warm_context
+from archon.engine.forkserver import forkserver_context, replace_environment
 
 
 def run_code(
@@ -31,7 +31,7 @@ def run_code(
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         variables = dict(os.environ) if environment is None else environment
-        process = warm_context().Process(target=_run, args=(code, [*map(str, path)], variables, files, cwd))
+        process = forkserver_context().Process(target=_run, args=(code, [*map(str, path)], variables, files, cwd))
         process.start()
         process.join(timeout)
         if process.is_alive():
@@ -75,7 +75,9 @@ class Started:
 def started_code(code: str) -> Iterator[Started]:
     """Starts `code` in a process whose output is read while it runs, and which is killed at the end of the block."""
     pipes = [os.pipe() for _ in range(2)]
-    process = warm_context().Process(target=_start, args=(code, dict(os.environ), [DupFd(end) for _, end in pipes]))
+    process = forkserver_context().Process(
+        target=_start, args=(code, dict(os.environ), [DupFd(end) for _, end in pipes])
+    )
     process.start()
     for _, end in pipes:
         os.close(end)
@@ -101,7 +103,7 @@ def _start(code: str, environment: dict[str, str], ends: Sequence[Any]) -> None:
 
 
 def _begin(environment: dict[str, str], outputs: Sequence[int]) -> None:
-    adopt_environment(environment)
+    replace_environment(environment)
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output, descriptor)
         os.close(output)

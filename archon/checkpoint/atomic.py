@@ -52,7 +52,7 @@ _PARTIAL = ".partial-"
 _ASIDE = ".replaced"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_passed: Counter[str] = Counter()
+_kill_point_hits: Counter[str] = Counter()
 
 
 def kill_point(name: str) -> None:
@@ -68,8 +68,8 @@ def kill_point(name: str) -> None:
     point, _, nth = wanted.partition(":")
     if point not in KILL_POINTS or not (nth or "1").isdigit():
         raise ConfigError(f"{KILL_AT}={wanted!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
-    _passed[name] += 1
-    if name == point and _passed[name] == int(nth or 1):
+    _kill_point_hits[name] += 1
+    if name == point and _kill_point_hits[name] == int(nth or 1):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -141,7 +141,7 @@ def publish(folder: Path, target: Path) -> None:
     moment. Where the file system cannot exchange (NFS), two renames are used, and the previous content is kept under
     `.<name>.replaced` until the second is on disk; `undo_replacement` undoes the first after a kill between them.
     """
-    aside = _aside(target)
+    aside = _replaced_path(target)
     if not target.exists():
         folder.rename(target)
     elif not _exchange(folder, target):
@@ -153,7 +153,7 @@ def publish(folder: Path, target: Path) -> None:
 
 def undo_replacement(target: Path) -> None:
     """Undo the first rename of a `publish` that was killed between its two renames."""
-    aside = _aside(target)
+    aside = _replaced_path(target)
     if not aside.exists():
         return
     if target.exists():
@@ -201,7 +201,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _aside(target: Path) -> Path:
+def _replaced_path(target: Path) -> Path:
     return target.with_name(f".{target.name}{_ASIDE}")
 
 

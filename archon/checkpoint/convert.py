@@ -18,23 +18,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from archon.checkpoint.adapter_export import Adapters, merge, read_adapters
 from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_errors, write_json
-from archon.checkpoint.dcp.folder import is_dcp_folder, open_dcp, write_dcp
-from archon.checkpoint.dcp.metadata import METADATA_FILE
-from archon.checkpoint.dcp.names import Names, match_names, named_tensors, scheme_to_write, write_marker
+from archon.checkpoint.formats.dcp.folder import is_dcp_folder, open_dcp, write_dcp
+from archon.checkpoint.formats.dcp.metadata import METADATA_FILE
+from archon.checkpoint.formats.dcp.names import Names, match_names, named_tensors, target_scheme, write_marker
+from archon.checkpoint.formats.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
 from archon.checkpoint.hf_io import config_dtype
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
-from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
-from archon.checkpoint.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
+from archon.checkpoint.peft.export import LoRAWeights, merge, read_lora_weights
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
 from archon.models import get_model_spec
-from archon.models.quantization import FIELD as QUANTIZATION_FIELD
-from archon.models.spec import is_text_of
-from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.models.spec import is_text_decoder
 from archon.schema.errors import CheckpointError, ConfigError
 
 Format = Literal["hf", "native", "dcp", "megatron"]
@@ -72,8 +72,8 @@ def convert(
     dtype: torch.dtype | None = None,
     drop_padding: bool = False,
     names: Names | None = None,
-    adapter: str | os.PathLike[str] | None = None,
-    named: str | None = None,
+    lora: str | os.PathLike[str] | None = None,
+    lora_name: str | None = None,
 ) -> OpenWeights:
     """Write the weights of `source` to the new folder `target`, atomically.
 
@@ -87,9 +87,9 @@ def convert(
         drop_padding: for a `megatron` source: see `open_ranks`.
         names: of the tensors in `target` where it is `dcp`, by default `native`; otherwise of those in a `dcp` source,
             by default detected.
-        adapter: merge this adapter of the weights on the way, each tensor in float32 and in memory alone: a folder of
+        lora: merge this LoRA of the weights on the way, each tensor in float32 and in memory alone: a folder of
             PEFT's, or a checkpoint of a run that trained adapters on the Hugging Face checkpoint `source`.
-        named: which adapter of a run that trained several.
+        lora_name: which adapter of a run that trained several.
 
     A native source may be the checkpoint of a run; only its weights are used. A native target holds weights alone, and
     `ArchonEngine.load` reads it.
@@ -105,12 +105,12 @@ def convert(
         )
     names_there = None if to == "dcp" else names
     with open_weights(folder, source_format, like, drop_padding=drop_padding, names=names_there) as weights:
-        if adapter is not None:
+        if lora is not None:
             base = folder if source_format == "hf" else None
-            weights = _with_adapter(weights, read_adapters(adapter, weights.adapter, base, named), dtype)
+            weights = _with_lora(weights, read_lora_weights(lora, weights.adapter, base, lora_name), dtype)
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
-            text_only = is_text_of(weights.adapter.args, weights.hf_config["model_type"])
+            text_only = is_text_decoder(weights.adapter.args, weights.hf_config["model_type"])
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype, text_only=text_only)
         elif to == "native":
             _write_folder(destination, lambda staged: write_state(staged, weights))
@@ -128,11 +128,11 @@ def convert(
     return weights
 
 
-def _with_adapter(weights: OpenWeights, adapters: Adapters, dtype: torch.dtype | None) -> OpenWeights:
+def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | None) -> OpenWeights:
     """Returns weights whose tensors have their adapters merged when they are read; others are read as they are."""
     family = weights.adapter
-    changed = [key for key in weights.tensors if any(x.name in adapters.sizes for x in family.hf_to_native(key))]
-    merged = _hf_tensors(merge(_parameters(family, weights.tensors), adapters, dtype), family)
+    changed = [key for key in weights.tensors if any(x.name in lora.sizes for x in family.hf_to_native(key))]
+    merged = _hf_tensors(merge(_parameters(family, weights.tensors), lora, dtype), family)
     return replace(weights, tensors={**weights.tensors, **{key: merged[key] for key in changed}})
 
 
@@ -246,12 +246,12 @@ def _open_dcp(folder: Path, assets: Path, names: Names | None) -> Iterator[OpenW
 
 
 def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
-    scheme = scheme_to_write(names, weights.adapter, weights.hf_config["model_type"])
+    scheme = target_scheme(names, weights.adapter, weights.hf_config["model_type"])
     tensors = weights.tensors if names == "hf" else _parameters(weights.adapter, weights.tensors)
-    named = named_tensors(scheme, tensors, weights.adapter)
+    tensors = named_tensors(scheme, tensors, weights.adapter)
 
     def write(staged: Path) -> None:
-        write_dcp(staged, named)
+        write_dcp(staged, tensors)
         write_marker(staged, names)
         _write_config_and_assets(staged, weights)
 
@@ -336,7 +336,9 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 
 def write_state(root: Path, weights: OpenWeights) -> None:
     """Write a native checkpoint of the weights alone, as step 0 in `root`."""
-    shards = {name: Shard.of(parameter) for name, parameter in _parameters(weights.adapter, weights.tensors).items()}
+    shards = {
+        name: Shard.from_value(parameter) for name, parameter in _parameters(weights.adapter, weights.tensors).items()
+    }
     save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(weights.adapter.args))
 
 

@@ -34,9 +34,9 @@ from archon.checkpoint.hf_reader import (
 )
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
 from archon.models import get_model_spec
+from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
-from archon.models.quantization import FIELD as QUANTIZATION_FIELD
-from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
@@ -74,7 +74,7 @@ def save_hf(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    carry: bool | str | os.PathLike[str] = True,
+    passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
@@ -90,7 +90,8 @@ def save_hf(
             full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
             (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
-        carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, or of the folder
+        passthrough: copy the keys that the family's adapter carries (`passthrough`) from the weights of `like`, or
+        of the folder
             named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
             checkpoint. Quantized ones become weights of the export's dtype, as all others did when they were loaded:
             without a `quantization_config` no reader would apply their scales.
@@ -110,7 +111,7 @@ def save_hf(
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise CheckpointError(f"{path}: dtype is {dtype}; expected torch.float64, float32, float16 or bfloat16")
     assets = None if like is None else checkpoint_folder(like)
-    source = assets if isinstance(carry, bool) else checkpoint_folder(carry)
+    source = assets if isinstance(passthrough, bool) else checkpoint_folder(passthrough)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
     buffers = buffer_keys(adapter)
@@ -123,7 +124,7 @@ def save_hf(
         with staged_folder(target) as folder:
             kill_point("export.staged")
             shards = _ShardWriter(folder, max_shard_bytes)
-            with _carry_source(target, adapter if carry else None, source) as carried:
+            with _passthrough_source(target, adapter if passthrough else None, source) as read_passthrough:
                 written = _write_weights(weights, shards, dtype, buffers)
                 shapes = {name: shape for name, (shape, _) in written.items()}
                 is_critic = "score.weight" in written
@@ -134,7 +135,7 @@ def save_hf(
                 wider = buffers | _full_precision_keys(adapter)
                 dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
                 widest = functools.reduce(torch.promote_types, dtypes)
-                for name, tensor in carried(widest).items():
+                for name, tensor in read_passthrough(widest).items():
                     shards.add(name, tensor)
                 shards.finish()
             _write_config(folder, config, widest, is_critic=is_critic)
@@ -153,19 +154,19 @@ def save_hf_distributed(
     *,
     like: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    carry: bool | str | os.PathLike[str] = True,
+    passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
     Raises on every rank where rank 0 fails to write.
     """
-    ranks = ControlPlane.patient("exports")
+    ranks = ControlPlane.with_long_timeout("exports")
 
     def export() -> None:
         try:
             if ranks.rank == 0:
-                save_hf(path, weights, like=like, dtype=dtype, carry=carry, text_only=text_only)
+                save_hf(path, weights, like=like, dtype=dtype, passthrough=passthrough, text_only=text_only)
         finally:
             for _ in weights:  # gathering is a collective, so every rank must finish it, also after an error
                 pass
@@ -233,7 +234,7 @@ class _ShardWriter:
     def finish(self) -> None:
         """Write the last shard and the index."""
         self._flush()
-        _name_shards(self.folder, self._sizes)
+        _rename_shards(self.folder, self._sizes)
         kill_point("export.shards_named")
 
     def _flush(self) -> None:
@@ -274,30 +275,30 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _carry_source(
+def _passthrough_source(
     target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
 ) -> Iterator[Callable[[torch.dtype], Mapping[str, LazyTensor]]]:
     """Yields what returns the carried tensors of the checkpoint `source`, to be read when written; see
-    `HFCheckpoint.carried`.
+    `HFCheckpoint.passthrough`.
 
     Raises CheckpointError where there is no such checkpoint.
     """
-    if adapter is None or not adapter.carried:
+    if adapter is None or not adapter.passthrough:
         yield lambda dtype: {}
         return
-    why = f"export {target}: keys such as {adapter.carried[0]!r} are copied from the checkpoint that was loaded"
+    why = f"export {target}: keys such as {adapter.passthrough[0]!r} are copied from the checkpoint that was loaded"
     if source is None:
-        raise CheckpointError(f"{why}; name that checkpoint by like, or leave them out by carry=False")
+        raise CheckpointError(f"{why}; name that checkpoint by like, or leave them out by passthrough=False")
     if not any((source / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):
         raise CheckpointError(
-            f"{why}, but {source} holds no weights; name the checkpoint by like, or leave them out by carry=False"
+            f"{why}, but {source} holds no weights; name the checkpoint by like, or leave them out by passthrough=False"
         )
     with HFCheckpoint(source) as checkpoint:
         stored_as = type(adapter)(read_hf_config(source), str(source))
-        yield partial(checkpoint.carried, stored_as)
+        yield partial(checkpoint.passthrough, stored_as)
 
 
-def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
+def _rename_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     """Rename the shards to their final names, which contain their number, and write the index."""
     if len(shards) == 1:
         (folder / _shard_name(0, 0)).rename(folder / WEIGHTS_FILE)

@@ -30,14 +30,14 @@ from archon.checkpoint.hf_reader import (
     loadable_tensors,
     read_hf_config,
 )
-from archon.checkpoint.peft_adapter import load_adapter, read_sizes
+from archon.checkpoint.peft.reader import load_lora, read_sizes
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
-from archon.models.hf_config import as_dict
-from archon.models.lora import add_adapters, is_adapter
-from archon.models.spec import is_text_of
-from archon.models.state_dict import BaseStateDictAdapter
-from archon.parallel.gather import whole_tensors
+from archon.models.hf.config import as_dict
+from archon.models.hf.state_dict import BaseStateDictAdapter
+from archon.models.lora.model import add_lora, is_lora
+from archon.models.spec import is_text_decoder
+from archon.parallel.gather import full_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
 
 
@@ -70,7 +70,7 @@ def load_model(
     if init_score and not is_critic:
         raise ConfigError("init_score is True and is_critic False; init_score builds a critic: set is_critic=True")
     if isinstance(path, nn.Module):
-        hf_config, assets = _config_of(path), None
+        hf_config, assets = _model_config(path), None
         dtype = dtype or next(path.parameters()).dtype
     else:
         hf_config, assets = read_hf_config(path), str(path)
@@ -89,7 +89,7 @@ def load_model(
     with torch.device("meta"):
         model = spec.model_class(args).to(dtype)
         if sizes:
-            add_adapters(model, sizes, dtype)
+            add_lora(model, sizes, dtype)
     materialize(model, device)
     model.tie_weights()
     model.init_buffers(device)
@@ -101,11 +101,11 @@ def load_model(
         assert model.score is not None
         nn.init.normal_(model.score.weight, std=args.initializer_range)
     if lora is not None:
-        load_adapter(lora, model, adapter, sizes)
+        load_lora(lora, model, adapter, sizes)
     return model
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def _model_config(model: nn.Module) -> dict[str, Any]:
     """Returns the config of a model of transformers. Raises ConfigError where it is none."""
     config = as_dict(getattr(model, "config", None))
     if not isinstance(config.get("model_type"), str):
@@ -167,20 +167,20 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    carry: bool | str | os.PathLike[str] = True,
+    passthrough: bool | str | os.PathLike[str] = True,
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
     Raises CheckpointError where that config is of another model, where a balancing bias is not 0, and for a model with
     adapters, which the checkpoint could hold only merged.
     """
-    if any(is_adapter(name) for name, _ in model.named_parameters()):
+    if any(is_lora(name) for name, _ in model.named_parameters()):
         raise CheckpointError(
             f"{os.fspath(path)}: the model has adapters, which an export of its weights would lose; write them merged "
             "with archon export --merge, or load the model without them"
         )
     hf_config = read_hf_config(like)
-    text_only = is_text_of(model.args, hf_config["model_type"])
+    text_only = is_text_decoder(model.args, hf_config["model_type"])
     spec = get_model_spec(hf_config["model_type"], text_only=text_only)
     saved_args = asdict(model.args)
     if "balance_by_bias" in saved_args:
@@ -196,9 +196,9 @@ def save_model(
             )
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
     require_zero_expert_biases(model, adapter)
-    weights = adapter.export(whole_tensors(loadable_tensors(model, adapter).items()))
+    weights = adapter.export(full_tensors(loadable_tensors(model, adapter).items()))
     limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-    save_hf(path, weights, hf_config, like=like, carry=carry, text_only=text_only, **limits)
+    save_hf(path, weights, hf_config, like=like, passthrough=passthrough, text_only=text_only, **limits)
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:

@@ -25,13 +25,13 @@ from archon.checkpoint.safetensors_file import (
     Region,
     SafetensorsFile,
     TensorEntry,
-    bytes_of,
     fail,
+    tensor_bytes,
 )
 from archon.checkpoint.tensor_reader import JobReader, RowDecoder, read_jobs
-from archon.models.lora import is_adapter
-from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
-from archon.parallel.fsdp import local_tensor, own_part
+from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.models.lora.model import is_lora
+from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.errors import CheckpointError
 from archon.schema.exhausted import resource_error_message
 
@@ -63,7 +63,7 @@ class HFCheckpoint:
             elif single.exists():
                 self._open(WEIGHTS_FILE, opened)
             else:
-                _refuse_without_weights(self.path)
+                _require_weight_files(self.path)
             self._opened = opened.pop_all()
 
     def _open(self, name: str, opened: ExitStack) -> SafetensorsFile:
@@ -98,22 +98,22 @@ class HFCheckpoint:
         Those that the adapter carries are among them.
         """
         weights = {weight_key(key, adapter.quantization) for key in self.entries}
-        known = {*adapter.hf_shapes(), *filter(adapter.is_carried, weights)}
+        known = {*adapter.hf_shapes(), *filter(adapter.is_passthrough, weights)}
         return stored_tensors(self.entries, self.files, adapter.quantization, known)
 
-    def carried(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    def passthrough(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
         """Returns the tensors that the adapter carries, each in its own dtype, but quantized ones in `dtype`.
 
         `adapter` is that of this checkpoint's config. Raises CheckpointError for a quantized tensor whose orientation
         only a family that computes it can know.
         """
-        found = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_carried(key)}
+        found = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
         for key, tensor in found.items():
             if tensor.is_native:
                 fail(tensor.file.path, f"key {key!r} is packed, and this family does not say in which orientation")
         return {key: tensor.lazy(dtype, transposed=False) for key, tensor in found.items()}
 
-    def same_bytes(self, key: str, other: str) -> bool:
+    def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Returns whether two tensors are bitwise equal, dtype and shape included."""
         first, second = self.entries[key], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
@@ -122,7 +122,7 @@ class HFCheckpoint:
         for offset in range(0, first.end - first.start, CHUNK_BYTES):
             count = min(CHUNK_BYTES, first.end - first.start - offset)
             for name, entry, buffer in ((key, first, buffers[0]), (other, second, buffers[1])):
-                self.files[name].read_into(bytes_of(buffer)[:count], entry.start + offset, f"key {name!r}")
+                self.files[name].read_into(tensor_bytes(buffer)[:count], entry.start + offset, f"key {name!r}")
             if not torch.equal(buffers[0, :count], buffers[1, :count]):
                 return False
         return True
@@ -227,7 +227,7 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
             fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
         embedding = adapter.to_hf_map[name]
-        if not checkpoint.same_bytes(key, embedding):
+        if not checkpoint.is_bitwise_equal(key, embedding):
             fail(
                 checkpoint.files[key].path,
                 f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
@@ -240,7 +240,7 @@ def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[st
     """Returns what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
     parameters = model.named_parameters()
-    return {name: parameter.detach() for name, parameter in parameters if not is_adapter(name)} | buffers
+    return {name: parameter.detach() for name, parameter in parameters if not is_lora(name)} | buffers
 
 
 def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:
@@ -269,7 +269,7 @@ def _read_targets(
             f"what key {key!r} fills has shape {list(expected)}, but the model's parameter {target.name!r} "
             f"has {list(parameter.shape)}; was the model built from another config?",
         )
-    local, region = local_tensor(parameter), own_part(parameter)
+    local, region = local_tensor(parameter), local_region(parameter)
     if target.index is not None:
         if not region[0].start <= target.index < region[0].stop:
             return
@@ -349,7 +349,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_without_weights(folder: Path) -> NoReturn:
+def _require_weight_files(folder: Path) -> NoReturn:
     pickled = sorted(f.name for f in folder.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"})
     if pickled:
         fail(

@@ -51,7 +51,7 @@ from archon.checkpoint.state_file import (
     write_shards,
 )
 from archon.checkpoint.state_tree import Encoder, decode, merge_ranks, read_all
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
@@ -112,7 +112,7 @@ def prepare_save(
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(f"{root}: expected step of at least 0 and keep of at least 1, got {step=}, {keep=}")
-    plane = ControlPlane.patient("saves")
+    plane = ControlPlane.with_long_timeout("saves")
     encoder = Encoder(plane.rank)
     tree = json.dumps(plane.run_on_all(lambda: encoder.encode(state)), allow_nan=False)
     shards = assign_shards(encoder.shards, plane)
@@ -130,9 +130,9 @@ def prepare_save(
                 with write_errors(target):
                     target.mkdir(parents=True, exist_ok=True)
                     remove_leftovers(target)
-                    return stack.enter_context(staged_folder(target / _free_name(target, step))).name
+                    return stack.enter_context(staged_folder(target / _unused_folder_name(target, step))).name
 
-            def write_own() -> dict[str, Any]:
+            def write_local_shards() -> dict[str, Any]:
                 with write_errors(folder):
                     return write_shards(folder, shards, plane)
 
@@ -146,7 +146,7 @@ def prepare_save(
             staged = plane.run_on_all(stage if plane.is_main else str)
             folder = target / plane.broadcast_json(lambda: staged)
             kill_point("save.staged")
-            mine = plane.run_on_all(write_own)
+            mine = plane.run_on_all(write_local_shards)
             kill_point("save.tensors_written")
             mine |= {"paths": own_paths, "per_rank": json.loads(per_rank)}
             written = [json.loads(text) for text in plane.gather(json.dumps(mine).encode())]
@@ -191,7 +191,7 @@ def _publish(
     kill_point("save.manifest_written")
     sync(folder)
     root = folder.parent
-    target = root / _free_name(root, step)
+    target = root / _unused_folder_name(root, step)
     folder.rename(target)
     sync(root)
     kill_point("save.renamed")
@@ -214,13 +214,13 @@ def load_latest(
     Where `latest` is missing, because the first save was killed just before writing it, loads the checkpoint of the
     highest step. See `load_state` for errors.
     """
-    folder = agree_on_latest(root)
+    folder = broadcast_latest_checkpoint(root)
     return None if folder is None else load_state(folder, fingerprint)
 
 
-def agree_on_latest(root: str | os.PathLike[str]) -> Path | None:
+def broadcast_latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """Returns on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
-    plane = ControlPlane.patient("loads")
+    plane = ControlPlane.with_long_timeout("loads")
     found = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
     name = plane.broadcast_json(lambda: "" if found is None else found.name)
     return Path(root) / name if name else None
@@ -243,7 +243,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
     """Returns `path` where it is a native checkpoint, else the latest one beneath it; None where there is none."""
-    return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else agree_on_latest(path)
+    return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else broadcast_latest_checkpoint(path)
 
 
 def load_state(
@@ -266,8 +266,8 @@ def open_state(
 
     Every file's SHA-256 is checked first, the files being divided among the ranks.
     """
-    folder, plane = Path(path), ControlPlane.patient("loads")
-    manifest = plane.run_on_all(lambda: _checked_manifest(folder, fingerprint, plane))
+    folder, plane = Path(path), ControlPlane.with_long_timeout("loads")
+    manifest = plane.run_on_all(lambda: _load_valid_manifest(folder, fingerprint, plane))
     files = plane.run_on_all(lambda: StateFiles(folder, {*manifest["files"]}))
     try:
         yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), files.tensors)
@@ -275,7 +275,7 @@ def open_state(
         files.close()
 
 
-def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane: ControlPlane) -> dict[str, Any]:
+def _load_valid_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane: ControlPlane) -> dict[str, Any]:
     manifest = read_manifest(folder)
     if fingerprint is not None:
         _require_same_model(folder, manifest["fingerprint"], fingerprint)
@@ -308,8 +308,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
-    for name, before, now in _differences(saved or {}, given):
+def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]) -> None:
+    for name, before, now in _differences(saved or {}, fingerprint):
         what = f"{name} is {before!r} there and {now!r} here"
         how = "resume with the model that wrote it, or choose another run directory"
         if name == "base":
@@ -322,17 +322,17 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, given: Ma
         fail(folder, f"it was written by another model: {what}; {how}")
 
 
-def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (dotted name, value there, value here) of what differs; None for a value that one side lacks."""
-    for name in [*given, *(name for name in saved if name not in given)]:
-        before, now = saved.get(name), given.get(name)
+    for name in [*fingerprint, *(name for name in saved if name not in fingerprint)]:
+        before, now = saved.get(name), fingerprint.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from ((f"{name}.{part}", *values) for part, *values in _differences(before, now))
         elif before != now:
             yield name, before, now
 
 
-def _step_and_repeat(folder: Path) -> tuple[int, int]:
+def _parse_folder_name(folder: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
@@ -342,18 +342,18 @@ def _checkpoints(root: Path) -> list[Path]:
     """Returns the checkpoint folders in `root`, ordered by step."""
     if not root.is_dir():
         return []
-    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir()), key=_step_and_repeat)
+    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir()), key=_parse_folder_name)
 
 
-def _free_name(root: Path, step: int) -> str:
-    repeats = [_step_and_repeat(folder)[1] for folder in _checkpoints(root) if _step_and_repeat(folder)[0] == step]
+def _unused_folder_name(root: Path, step: int) -> str:
+    repeats = [_parse_folder_name(folder)[1] for folder in _checkpoints(root) if _parse_folder_name(folder)[0] == step]
     return f"step-{step:08d}" + (f".{max(repeats) + 1}" if repeats else "")
 
 
 def _prune(root: Path, newest: Path, keep: int | None) -> None:
     """Remove earlier saves of the same step as `newest`, and all but the last `keep` checkpoints; never `newest`."""
     others = [folder for folder in _checkpoints(root) if folder != newest]
-    replaced = [folder for folder in others if _step_and_repeat(folder)[0] == _step_and_repeat(newest)[0]]
+    replaced = [folder for folder in others if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
     others = [folder for folder in others if folder not in replaced]
     surplus = [] if keep is None else others[: max(0, len(others) - (keep - 1))]
     for folder in replaced + surplus:

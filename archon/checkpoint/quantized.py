@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from archon.checkpoint.safetensors_file import LazyTensor, Region, SafetensorsFile, TensorEntry, bytes_of, fail
+from archon.checkpoint.safetensors_file import LazyTensor, Region, SafetensorsFile, TensorEntry, fail, tensor_bytes
 from archon.checkpoint.tensor_reader import RowDecoder, lazy_tensor, read_region
-from archon.models.quantization import Quantization
+from archon.models.hf.quantization import Quantization
 
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
@@ -92,7 +92,7 @@ def stored_tensors(
             found[key] = _fp8(key, entries, files, quantization.block)
         else:
             found[key] = _mxfp4(key, entries, files)
-        if quantization.keeps(key):
+        if quantization.is_unquantized(key):
             fail(found[key].file.path, f"key {key!r} is quantized, but quantization_config says that it is not")
     return found
 
@@ -158,7 +158,7 @@ class ScaleRows:
         columns = self.entry.shape[-1]
         data = torch.empty(stop - first, columns, dtype=self.entry.dtype)
         offset = self.entry.start + first * columns * self.entry.dtype.itemsize
-        self.file.read_into(bytes_of(data), offset, f"key {self.entry.name!r}")
+        self.file.read_into(tensor_bytes(data), offset, f"key {self.entry.name!r}")
         if data.dtype == torch.uint8:
             data = data.view(torch.float8_e8m0fnu)
         scales = data.to(torch.float32)
@@ -204,12 +204,12 @@ class _Mxfp4Rows:
 
     def decode(self, data: Tensor, first: int) -> Tensor:
         """See `RowDecoder.decode`."""
-        values = _pairs()[data.to(torch.int32)].view(data.shape[0], -1, MX_BLOCK)
+        values = _fp4_byte_values()[data.to(torch.int32)].view(data.shape[0], -1, MX_BLOCK)
         scales = self.scales.read(first, first + data.shape[0])
         return (values * scales.unsqueeze(-1)).view(data.shape[0], self.row)
 
 
 @cache
-def _pairs() -> Tensor:
+def _fp4_byte_values() -> Tensor:
     """Returns the two numbers that each byte stands for, float32 [256, 2]."""
     return torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

@@ -129,7 +129,7 @@ def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -
         return found
 
     try:
-        content = json.loads(header.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
+        content = json.loads(header.decode("utf-8"), object_pairs_hook=unique, parse_constant=_reject_json_constant)
     except (ValueError, RecursionError) as error:
         fail(file, f"its header is not valid JSON ({error}); the file is damaged")
     if not header.startswith(b"{") or not isinstance(content, dict):
@@ -157,9 +157,9 @@ def _entry(file: str | os.PathLike[str], base: int, name: str, item: Any) -> Ten
     if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES:
         fail(file, f"key {name!r} has dtype {item['dtype']!r}; archon reads {', '.join(DTYPES)}")
     dtype, shape, offsets = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
-    if not _are_sizes(shape):
+    if not _is_shape(shape):
         fail(file, f"key {name!r} has shape {shape!r}; expected a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not _is_shape(offsets) or len(offsets) != 2:
         fail(file, f"key {name!r} has data_offsets {offsets!r}; expected [begin, end]")
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
@@ -170,11 +170,11 @@ def _entry(file: str | os.PathLike[str], base: int, name: str, item: Any) -> Ten
     return TensorEntry(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def _are_sizes(values: Any) -> bool:
+def _is_shape(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_json_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
@@ -254,7 +254,7 @@ class SafetensorsFile(RegularFile):
         return bytes(header)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous CPU tensor as a writable view of its memory."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def write_safetensors(
                 assert (data.dtype, tuple(data.shape[1:])) == (tensor.dtype, tuple(tensor.shape[1:]))
                 written += data.numel()
                 for _, chunk in chunks(data, tensor.dtype.itemsize):
-                    view = bytes_of(chunk.cpu().contiguous())
+                    view = tensor_bytes(chunk.cpu().contiguous())
                     write(view[: len(view) // 2])
                     kill_point(kill_at_tensor)
                     write(view[len(view) // 2 :])

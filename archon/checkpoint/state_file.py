@@ -129,19 +129,19 @@ class StateFiles:
             load = functools.partial(self._load, name, dtype, item["boxes"])
             self.tensors[name] = LazyTensor(dtype, shape, load)
 
-    def _load(self, name: str, dtype: torch.dtype, stored: list[dict[str, Any]], wanted: Region) -> Tensor:
+    def _load(self, name: str, dtype: torch.dtype, stored: list[dict[str, Any]], region: Region) -> Tensor:
         """Returns a region of a tensor, reading only the stored regions that overlap it."""
-        out = torch.empty(region_shape(wanted), dtype=dtype)
+        out = torch.empty(region_shape(region), dtype=dtype)
         filled = 0
         for box in stored:
             bounds = [
                 (max(want.start, first), min(want.stop, first + size))
-                for want, first, size in zip(wanted, box["start"], box["shape"], strict=True)
+                for want, first, size in zip(region, box["start"], box["shape"], strict=True)
             ]
             if any(start >= stop for start, stop in bounds):
                 continue
             there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, box["start"], strict=True))
-            here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, wanted, strict=True))
+            here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, region, strict=True))
             file = self._file(box["file"])
             entry = file.entries.get(name)
             if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):

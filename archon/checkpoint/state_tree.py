@@ -28,7 +28,7 @@ class Shard:
     region: Region
 
     @classmethod
-    def of(cls, value: Tensor | LazyTensor | Shard) -> Shard:
+    def from_value(cls, value: Tensor | LazyTensor | Shard) -> Shard:
         """Returns a shard unchanged, and a tensor as a shard that covers all of it."""
         return value if isinstance(value, Shard) else cls(value, tuple(value.shape), full_region(value.shape))
 
@@ -88,7 +88,7 @@ class Encoder:
         name = where
         while name in self.shards:  # {"a": {"b": x}, "a.b": y}
             name += "'"
-        self.shards[name] = Shard.of(value)
+        self.shards[name] = Shard.from_value(value)
         if path is not None:
             self.paths[name] = path
         return name

@@ -20,10 +20,10 @@ from archon.checkpoint.safetensors_file import (
     Region,
     RegularFile,
     TensorEntry,
-    bytes_of,
     chunks,
     full_region,
     region_shape,
+    tensor_bytes,
 )
 
 _MADV_POPULATE_WRITE = 23
@@ -130,12 +130,12 @@ class JobReader:
         if is_plain:
             prefault(target)
         if is_plain and target.dtype == entry.dtype and job.inner is None:
-            source.file.read_into(bytes_of(target), job.offset, f"key {entry.name!r}")
+            source.file.read_into(tensor_bytes(target), job.offset, f"key {entry.name!r}")
             return
         shape = target.shape if job.inner is None else (target.shape[0], *job.row)
         size = source.byte_count(math.prod(shape))
         staged = self._buffer(size, target.is_cuda)[:size]
-        source.file.read_into(bytes_of(staged), job.offset, f"key {entry.name!r}")
+        source.file.read_into(tensor_bytes(staged), job.offset, f"key {entry.name!r}")
         if source.decoder is None:
             values = staged.view(entry.dtype).view(shape)
         else:

@@ -68,14 +68,14 @@ app = typer.Typer(
 )
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(value: bool) -> None:
+    if value:
         print(f"archon {archon.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def every_command(
+def root_callback(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -94,13 +94,13 @@ for module in (generate, evaluate, serve, bench, report, doctor):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave the process: exit code 0, 2 for a user's mistake, 130 / 143 when a signal ended it.
 
-    See `errors_told` for what is written of an error.
+    See `exit_on_error` for what is written of an error.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # The name of a file, or a text of its JSON, may hold what no encoding writes.
             stream.reconfigure(errors="backslashreplace")
-    with errors_told():
+    with exit_on_error():
         # The user's own rewards and workflows are imported from the current folder, as with `python -m archon`.
         with suppress(FileNotFoundError):  # the current folder was removed
             if "" not in sys.path and os.getcwd() not in sys.path:
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Ends the process where an error leaves the block.
 
     A user's mistake becomes one line on stderr and exit code 2. Any other error, also one that a user's workflow raised
@@ -126,11 +126,11 @@ def errors_told() -> Iterator[None]:
             # What a library or a user's function said may have lines of its own.
             message = " ".join(message.splitlines())
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            from archon.parallel.failure import Failure, end_rank
+            from archon.parallel.failure import FailureMonitor, exit_rank
 
-            failure = Failure.connect()
+            failure = FailureMonitor.connect()
             if failure is not None:
-                end_rank(error, message, failure)
+                exit_rank(error, message, failure)
         if isinstance(error, CommandError):
             error.show()
             sys.exit(error.exit_code)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from archon.cli.options import AdapterFolder
+from archon.cli.options import LoRAFolder
 from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def command(
     ] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="time limit of a point")] = 600.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="random weights instead of the checkpoint's")] = False,
-    adapter: AdapterFolder = None,
+    lora: LoRAFolder = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="set a field of the engine's config")
     ] = None,
@@ -67,7 +67,7 @@ def command(
     from archon.schema.errors import ConfigError
 
     if compare is not None:
-        from archon.bench import compare_records, read_record
+        from archon.tools.bench import compare_records, read_record
 
         print("\n".join(compare_records(*map(read_record, compare))))
         return
@@ -76,10 +76,10 @@ def command(
             "give a model to measure: archon bench MODEL LAYOUT… --seq 1024, or --config FILE.yaml; or --compare "
             "A.json B.json"
         )
-    from archon.bench import SweepConfig, run_sweep
-    from archon.bench.table import describe, table
     from archon.cli.config import read_values
     from archon.schema.config import merge_sections
+    from archon.tools.bench import SweepConfig, run_sweep
+    from archon.tools.bench.table import describe, table
 
     given = {
         "model": None if model is None else str(model),
@@ -99,10 +99,10 @@ def command(
         "time_limit_s": time_limit,
         "fresh": fresh or None,
     }
-    planned = {} if run is None else sweep_of(run, device)
+    planned = {} if run is None else sweep_config(run, device)
     engine = merge_sections(planned.pop("engine", {}), read_values(None, set_ or []))
-    if adapter is not None:
-        engine = merge_sections(engine, {"lora": {"path": str(adapter)}})
+    if lora is not None:
+        engine = merge_sections(engine, {"lora": {"path": str(lora)}})
     if lengths:
         planned.pop("seq", None)
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
@@ -117,20 +117,20 @@ def command(
     )
     print("\n" + "\n".join(table(made)))
     if trace is not None:
-        from archon.bench.chrome_trace import write_trace
+        from archon.tools.bench.chrome_trace import write_trace
 
         write_trace(made, trace)
     if any(row.status != "ok" for row in made.rows):
         raise typer.Exit(1)
 
 
-def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
+def sweep_config(file: Path, device: str | None = None) -> dict[str, Any]:
     """Fields of `SweepConfig` for the one point that a run of `archon sft` is: its model, layout and options, and
     batches of documents that are all as long as they may be."""
-    from archon.bench.config import SWEEP_FIELDS
     from archon.cli.config import load_config
     from archon.engine.build import resolve_device
     from archon.parallel.compile import compile_enabled
+    from archon.tools.bench.config import SWEEP_FIELDS
     from archon.training.config import SFTConfig
 
     run = load_config(SFTConfig, file, [])

@@ -149,7 +149,7 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
         raise ConfigError(f"run_dir {path}: {standing} is not a folder; choose another run_dir")
     if not os.access(standing, os.W_OK | os.X_OK):
         raise ConfigError(f"run_dir {path}: {standing} cannot be written; choose another run_dir")
-    if RunDirectory(path).holds_a_run() and not resume:
+    if RunDirectory(path).has_run() and not resume:
         raise ConfigError(f"run directory {path} already holds a run; set resume=true or choose another run_dir")
 
 
@@ -162,9 +162,9 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.engine.build import resolve_device
     from archon.engine.optim import check_schedule
     from archon.models.attention.registry import resolve_backend, supports_gathered
-    from archon.parallel.process_group import require_processes, started_processes
+    from archon.parallel.process_group import require_processes, torchrun_world_size
     from archon.parallel.resolve import resolve_layout
-    from archon.planner.inspection import inspect_checkpoint
+    from archon.tools.planner.inspection import inspect_checkpoint
 
     device = resolve_device(config.device)
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
@@ -180,7 +180,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
         with HFCheckpoint(config.path):
             pass  # its files are checked when they are opened
     # A dry run in one process checks for all ranks; under torchrun their number must be the layout's.
-    alone = started_processes() == 1
+    alone = torchrun_world_size() == 1
     if not alone:
         require_processes(layout.world_size)
     origin = ", to be made by the bootstrap" if config.path in made else ""
@@ -200,15 +200,15 @@ def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
 
 
 def check_data(
-    name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, room: int | None = None
+    name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, max_tokens: int | None = None
 ) -> list[str]:
-    """Read the rows a run would train on; with `room`, each must fit a micro-batch of so many tokens."""
+    """Read the rows a run would train on; with `max_tokens`, each must fit a micro-batch of so many tokens."""
     from archon.data.registry import load_rows
-    from archon.training.sft import require_room
+    from archon.training.sft import require_row_lengths
 
     if config is None:
         return []
     rows = load_rows(config, kind, tokenizer)
-    if room is not None and name == "train_data":
-        require_room(rows, room)
+    if max_tokens is not None and name == "train_data":
+        require_row_lengths(rows, max_tokens)
     return [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]

@@ -31,9 +31,9 @@ def command(
 ) -> None:
     import transformers
 
-    from archon.check.card import MARKS, write_card
-    from archon.check.contracts import check_family
-    from archon.check.family import load_families
+    from archon.tools.check.card import MARKS, write_card
+    from archon.tools.check.contracts import check_family
+    from archon.tools.check.family import load_families
 
     transformers.logging.set_verbosity_error()  # it warns of sizes that no published model has
     transformers.logging.disable_progress_bar()

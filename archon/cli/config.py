@@ -190,7 +190,7 @@ def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:
     return yaml.safe_dump(values | parts, sort_keys=False, allow_unicode=True).rstrip()
 
 
-def schema_of(path: str) -> type[StrictModel]:
+def import_schema(path: str) -> type[StrictModel]:
     """Returns the class that "module:Class" names, imported only now."""
     module, _, name = path.partition(":")
     found: type[StrictModel] = getattr(importlib.import_module(module), name)
@@ -202,7 +202,7 @@ def config_command(schema: str) -> type[TyperCommand]:
 
     class ConfigCommand(TyperCommand):
         def get_help(self, ctx: Any) -> str:
-            table = "\n".join(field_lines(schema_of(schema)))
+            table = "\n".join(field_lines(import_schema(schema)))
             return f"{super().get_help(ctx)}\n\nConfiguration (in FILE.yaml, or key=value):\n{table}"
 
     return ConfigCommand

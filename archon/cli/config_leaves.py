@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from archon.cli.config import leaves, schema_of
+from archon.cli.config import import_schema, leaves
 
 SCHEMAS = {
     "rl": "archon.rl.config:RLConfig",
@@ -23,12 +23,12 @@ SCHEMAS = {
 
 def count(command: str) -> int:
     """Returns how many leaves the configuration of `archon COMMAND` has."""
-    return len(leaves(schema_of(SCHEMAS[command])))
+    return len(leaves(import_schema(SCHEMAS[command])))
 
 
 def main() -> None:
     for command, schema in SCHEMAS.items():
-        keys = leaves(schema_of(schema))
+        keys = leaves(import_schema(schema))
         sections = Counter(key.partition(".")[0] if "." in key else "alone" for key in keys)
         print(f"{command:<11}{len(keys):>4}  " + ", ".join(f"{name} {n}" for name, n in sections.most_common()))
 

@@ -50,7 +50,7 @@ def command(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="hf: dtype to convert to; kept when left out"),
     ] = None,
-    adapter: Annotated[
+    lora: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="merge this adapter, in PEFT's format, into the weights that are written"),
     ] = None,
@@ -61,8 +61,8 @@ def command(
     import torch
 
     from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, detect_format
+    from archon.checkpoint.formats.megatron.sharding import MegatronLayout
     from archon.checkpoint.hf_reader import checkpoint_folder
-    from archon.checkpoint.megatron.sharding import MegatronLayout
     from archon.schema.errors import ConfigError
 
     kind = origin or detect_format(checkpoint_folder(source))
@@ -90,7 +90,7 @@ def command(
         dtype=None if dtype is None else getattr(torch, dtype),
         drop_padding=drop_padding,
         names=names,
-        adapter=adapter,
+        lora=lora,
     )
     files = [file for pattern in ("*.safetensors", "*.distcp") for file in target.rglob(pattern)]
     size = sum(file.stat().st_size for file in files)

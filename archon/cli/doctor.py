@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from archon.cli.options import AdapterFolder
+from archon.cli.options import LoRAFolder
 
 if TYPE_CHECKING:
-    from archon.doctor.checks import ParameterPlacement
     from archon.engine.dry_run import RankReport
     from archon.engine.engine import ArchonEngine
+    from archon.tools.doctor.checks import ParameterPlacement
 
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
     "help": "Check a layout: groups, placements, copies, memory.\n\n"
     "Under torchrun every rank builds its shards, runs a training step and compares copies. With --rank this process "
-    "alone predicts what that rank of a layout of any size would hold and send. With --adapter its folder is checked, "
+    "alone predicts what that rank of a layout of any size would hold and send. With --lora its folder is checked, "
     "and it is what the step trains.",
 }
 
@@ -35,7 +35,7 @@ def command(
     micro_batches: Annotated[int, typer.Option(min=1, max=2**16, help="micro-batches per step")] = 1,
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
     fresh: Annotated[bool, typer.Option("--fresh", help="initialize weights instead of loading them")] = False,
-    adapter: AdapterFolder = None,
+    lora: LoRAFolder = None,
     stall_seconds: Annotated[
         float | None, typer.Option(min=0.001, help="write every rank's stacks if the checks take longer")
     ] = None,
@@ -49,7 +49,7 @@ def command(
         "dtype": dtype,
         "max_tokens_per_mb": tokens,
         "stall_s": stall_seconds,
-        "lora": None if adapter is None else {"path": str(adapter)},
+        "lora": None if lora is None else {"path": str(lora)},
     }
     config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
     if rank is not None:
@@ -74,13 +74,13 @@ def command(
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
     """Runs every check on every rank; rank 0 prints the findings. Returns the errors found."""
-    from archon.doctor.checks import inconsistencies, memory, placements, self_test
     from archon.engine.dry_run import documents
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
     from archon.parallel.control_plane import ControlPlane
+    from archon.tools.doctor.checks import memory, placements, replica_mismatches, self_test
 
     def say(*lines: str) -> None:
-        if ControlPlane.of_run().is_main:
+        if ControlPlane.world().is_main:
             print("\n".join(lines), flush=True)
 
     dims = engine.parallel_dims
@@ -88,10 +88,10 @@ def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[s
     say("placements on rank 0", *map(describe_placement, placements(engine)), "")
     complaints = self_test(dims, engine.device)
     say("collectives: " + ("; ".join(complaints) or "all right in every group"))
-    loaded = inconsistencies(engine)
+    loaded = replica_mismatches(engine)
     say("copies as loaded: " + ("; ".join(loaded) or "bitwise equal"))
     engine.train_batch(documents(engine.args.vocab_size, tokens, micro_batches), CrossEntropyLoss(), loss_token_count)
-    trained = inconsistencies(engine)
+    trained = replica_mismatches(engine)
     say("copies after a step: " + ("; ".join(trained) or "bitwise equal"))
     say("", "rank  parameters  moments  peak, GiB")
     for rank, of in enumerate(memory(engine)):

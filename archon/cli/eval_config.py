@@ -23,7 +23,7 @@ class EvalConfig(StrictModel):
     k: list[int] = Field(
         default_factory=list, description="numbers of answers for pass@k, at most n; empty: 1, 2, 4, … and n"
     )
-    passing: float = Field(1.0, description="least reward of a right answer, for pass@k")
+    pass_threshold: float = Field(1.0, description="least reward of a right answer, for pass@k")
     temperature: float = Field(1.0, ge=0, description="0 is the most likely answer; also --temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability")
     max_new_tokens: int = Field(512, ge=1, description="maximum tokens of an answer")
@@ -37,7 +37,7 @@ class EvalConfig(StrictModel):
     max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
 
     @model_validator(mode="after")
-    def _counts_agree(self) -> EvalConfig:
+    def _check_counts(self) -> EvalConfig:
         if wrong := [k for k in self.k if not 1 <= k <= self.n]:
             raise ValueError(f"k: got {wrong[0]}, expected 1 to n = {self.n}, the number of answers to a prompt")
         if self.temperature == 0 and self.n > 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from archon.cli.config import config_command, load_config, to_yaml
-from archon.cli.options import AdapterFolder, ConfigFile, Overrides
+from archon.cli.options import ConfigFile, LoRAFolder, Overrides
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def command(
     url: Annotated[str | None, typer.Option(help="base URL of an OpenAI endpoint, which ends in /v1")] = None,
     model: Annotated[str, typer.Option(help="name of the model at --url")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="default: runs/eval-TIME")] = None,
-    adapter: AdapterFolder = None,
+    lora: LoRAFolder = None,
 ) -> None:
     from archon.cli.eval_config import EvalConfig
 
@@ -53,32 +53,32 @@ def command(
         checkpoint, given = None, [str(checkpoint), *given]
     if (checkpoint is None) == (url is None):
         raise ConfigError("name who answers: a checkpoint folder, or --url of an OpenAI endpoint, and not both")
-    if adapter is not None and url is not None:
-        raise ConfigError("--adapter belongs to a checkpoint; the model behind --url has what its server gave it")
+    if lora is not None and url is not None:
+        raise ConfigError("--lora belongs to a checkpoint; the model behind --url has what its server gave it")
     options = {"data.path": data, "reward": reward, "n": n, "temperature": temperature}
     given += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     resolved = load_config(EvalConfig, config, given)
     folder = out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; name another folder with --out")
-    evaluate(resolved, folder, checkpoint, url, model, adapter)
+    evaluate(resolved, folder, checkpoint, url, model, lora)
 
 
 def evaluate(
-    config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, adapter: Path | None = None
+    config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, lora: Path | None = None
 ) -> None:
     """Answers and scores all rows, and writes the results to `folder`."""
     from archon.data.registry import load_rows
-    from archon.report.eval_page import write_eval_page
     from archon.rl.answers import EndpointAnswerer
     from archon.rl.rewards import AsyncRewardWrapper
     from archon.rl.scores import summarize
+    from archon.tools.report.eval_page import write_eval_page
 
     started = time.monotonic()
     with AsyncRewardWrapper(config.reward, config.reward_timeout, config.reward_workers) as reward:
         answerer: Answerer
         if checkpoint is not None:
-            answerer, tokenizer = load_answerer(checkpoint, config, adapter)
+            answerer, tokenizer = load_answerer(checkpoint, config, lora)
         else:
             assert url is not None
             sampling = {"temperature": config.temperature, "top_p": config.top_p, "max_tokens": config.max_new_tokens}
@@ -90,20 +90,20 @@ def evaluate(
     lost = sum((one.lost for one in scored), Counter[str]())
     if not any(one.records for one in scored):
         raise next(one.first_error for one in scored if one.first_error)
-    found = summarize([one.rewards for one in scored], config.ks, config.passing)
+    estimates = summarize([one.rewards for one in scored], config.ks, config.pass_threshold)
     result = {
-        "who": url or (str(checkpoint) if adapter is None else f"{checkpoint} with {adapter}"),
+        "who": url or (str(checkpoint) if lora is None else f"{checkpoint} with {lora}"),
         "model": model,
         "prompts": len(rows),
         "answers": sum(len(one.records) for one in scored),
         "lost": dict(lost),
         "seconds": round(time.monotonic() - started, 1),
         "intervals": INTERVALS,
-        "scores": {name: {**vars(value), **bounds(value)} for name, value in found.items()},
+        "scores": {name: {**vars(value), **bounds(value)} for name, value in estimates.items()},
     }
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page = write_eval_page(folder, result, [record for one in scored for record in one.records])
-    print_result(result, found, next((one.first_error for one in scored if one.first_error), None))
+    print_result(result, estimates, next((one.first_error for one in scored if one.first_error), None))
     print(f"answers: {folder / 'answers.jsonl'}\nreport: {page}")
 
 
@@ -122,7 +122,7 @@ async def collect(
     return sorted(scored, key=lambda one: one.index)
 
 
-def load_answerer(checkpoint: Path, config: EvalConfig, adapter: Path | None = None) -> tuple[Answerer, Any]:
+def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None) -> tuple[Answerer, Any]:
     """Returns who answers with the checkpoint and its adapter, and the tokenizer."""
     import torch
 
@@ -136,7 +136,7 @@ def load_answerer(checkpoint: Path, config: EvalConfig, adapter: Path | None = N
     read_hf_config(checkpoint)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     tokenizer = load_tokenizer(config.tokenizer or checkpoint)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
-    model = load_model(checkpoint, device=device, dtype=dtype, lora=adapter)
+    model = load_model(checkpoint, device=device, dtype=dtype, lora=lora)
     engine = InProcessEngine.from_model(
         model, tokenizer, max_slots=config.max_concurrent, max_seq_len=config.max_tokens, seed=config.seed or 0
     )
@@ -155,10 +155,10 @@ def bounds(value: Estimate) -> dict[str, float | None]:
     return {name: None if math.isnan(end) else end for name, end in (("low", value.low), ("high", value.high))}
 
 
-def print_result(result: dict[str, Any], found: dict[str, Estimate], first_error: Exception | None) -> None:
+def print_result(result: dict[str, Any], estimates: dict[str, Estimate], first_error: Exception | None) -> None:
     """Prints a line a score, and what was lost with the first reason."""
     print(f"{result['who']}: {result['prompts']} prompts, {result['answers']} answers in {result['seconds']:.1f} s")
-    for name, value in found.items():
+    for name, value in estimates.items():
         over = "" if value.prompts == result["prompts"] else f", over {value.prompts} prompts"
         interval = "no interval" if math.isnan(value.low) else f"[{value.low:.4f}, {value.high:.4f}]"
         print(f"  {name:<10}{value.mean:.4f}  {interval}{over}")

@@ -38,9 +38,9 @@ def command(
 ) -> None:
     import torch
 
-    from archon.checkpoint.adapter_export import export_adapter, is_peft_folder, named_base
     from archon.checkpoint.convert import convert
-    from archon.models.quantization import FIELD
+    from archon.checkpoint.peft.export import base_checkpoint, export_lora, is_peft_folder
+    from archon.models.hf.quantization import FIELD
     from archon.schema.errors import ConfigError
 
     if not merge and dtype is not None:
@@ -49,13 +49,13 @@ def command(
         raise ConfigError("--experts is how adapters of experts are written, and --merge writes none; leave one out")
     if not merge and experts is None and is_peft_folder(source):
         raise ConfigError(f"{source} is in PEFT's format already; add --merge to write it merged into its base")
-    checkpoint = base or named_base(source)
+    checkpoint = base or base_checkpoint(source)
     if not merge:
-        found = export_adapter(source, target, checkpoint, experts or "stacked", name)
+        found = export_lora(source, target, checkpoint, experts or "stacked", name)
         print(f"adapters of {len(found.sizes)} matrices, {found.parameters:,} parameters: {source} -> {target}")
         return
     wanted = None if dtype is None else getattr(torch, dtype)
-    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, adapter=source, named=name)
+    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, lora=source, lora_name=name)
     print(f"{source} merged into {checkpoint} -> {target}, {len(weights.tensors):,} tensors")
     if quantized := weights.hf_config.get(FIELD):
         method = quantized.get("quant_method", "quantized")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from archon.cli.config import config_command, load_config
-from archon.cli.options import AdapterFolder, CheckpointFolder, ConfigFile, Overrides
+from archon.cli.options import CheckpointFolder, ConfigFile, LoRAFolder, Overrides
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def command(
     config: ConfigFile = None,
     prompt: Annotated[list[str] | None, typer.Option(help="prompt to answer; repeatable")] = None,
     prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt per line")] = None,
-    adapter: AdapterFolder = None,
+    lora: LoRAFolder = None,
 ) -> None:
     from archon.cli.generate_config import GenerateConfig
 
@@ -48,10 +48,10 @@ def command(
             ) from None
     if not prompts:
         raise ConfigError("no prompt was given; use --prompt TEXT or --prompts-file FILE")
-    answer(path, prompts, resolved, adapter)
+    answer(path, prompts, resolved, lora)
 
 
-def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, adapter: Path | None) -> None:
+def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Path | None) -> None:
     """Loads the checkpoint and its adapter, answers every prompt and prints the answers."""
     import torch
 
@@ -64,7 +64,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, adapter: 
     tokenizer = load_tokenizer(config.tokenizer or path)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
-    model = load_model(path, device=device, dtype=dtype, lora=adapter)
+    model = load_model(path, device=device, dtype=dtype, lora=lora)
     longest = max(len(request.input_ids) for request in requests) + config.max_new_tokens
     engine = InProcessEngine.from_model(
         model,
@@ -109,7 +109,7 @@ async def print_answers(
 ) -> None:
     """Prints each answer when it is finished, and at the end the throughput."""
     start, tokens = time.monotonic(), 0
-    async for index, response in as_finished(engine, requests):
+    async for index, response in as_completed(engine, requests):
         text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         tokens += len(response.output_tokens)
         sample = f" sample {index % n_samples + 1}" if n_samples > 1 else ""
@@ -121,7 +121,7 @@ async def print_answers(
     sys.stderr.write(f"{len(requests)} answers, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s\n")
 
 
-async def as_finished(
+async def as_completed(
     engine: InferenceEngine, requests: Sequence[ModelRequest]
 ) -> AsyncIterator[tuple[int, ModelResponse]]:
     """Yields (index, response) of each request when it is finished."""

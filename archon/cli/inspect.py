@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from archon.cli.options import AdapterFolder
+from archon.cli.options import LoRAFolder
 
 if TYPE_CHECKING:
     from archon.models.layers.rope import RopeSpec
-    from archon.planner.inspection import Inspection
+    from archon.tools.planner.inspection import Inspection
 
 SETTINGS: dict[str, Any] = {
     "name": "inspect",
-    "help": "Show family, parameters, FLOPs, memory and refused fields; with --adapter also an adapter of it.",
+    "help": "Show family, parameters, FLOPs, memory and refused fields; with --lora also an adapter of it.",
 }
 
 GIB = 2**30
@@ -27,23 +27,23 @@ def command(
     seq_len: Annotated[
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, max=2**40, help="document length for FLOPs")
     ] = 4096,
-    adapter: AdapterFolder = None,
+    lora: LoRAFolder = None,
 ) -> None:
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.planner.inspection import inspect_checkpoint
     from archon.schema.errors import ConfigError
+    from archon.tools.planner.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(path, read_hf_config(path), seq_len)
     print("\n".join(describe(found)))
     if found.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
-    if adapter is not None:
-        print("\n".join(describe_adapter(adapter, path, found.parameters)))
+    if lora is not None:
+        print("\n".join(describe_lora(lora, path, found.parameters)))
 
 
 def describe(found: Inspection) -> list[str]:
     """Returns the inspection as lines of text."""
-    from archon.planner.inspection import IMAGE_PATCHES
+    from archon.tools.planner.inspection import IMAGE_PATCHES
 
     lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
     if found.args is not None:
@@ -69,7 +69,7 @@ def describe(found: Inspection) -> list[str]:
     return lines
 
 
-def describe_adapter(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
+def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
     """Returns an adapter as lines of text. Raises CheckpointError where it is none of the checkpoint's model.
 
     Args:
@@ -78,12 +78,12 @@ def describe_adapter(folder: Path, checkpoint: Path, parameters: int) -> list[st
     from collections import Counter
 
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.checkpoint.peft_adapter import WEIGHTS_FILE, read_adapter_config, read_sizes
+    from archon.checkpoint.peft.reader import WEIGHTS_FILE, read_peft_config, read_sizes
     from archon.checkpoint.safetensors_file import SafetensorsFile
     from archon.models import get_model_spec
-    from archon.models.lora_targets import hf_modules
+    from archon.models.lora.targets import hf_modules
 
-    config, hf_config = read_adapter_config(folder), read_hf_config(checkpoint)
+    config, hf_config = read_peft_config(folder), read_hf_config(checkpoint)
     family = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config)
     sizes = read_sizes(folder, family)
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:

@@ -21,8 +21,8 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="the family's file; default: MODEL_TYPE.py in this folder")
     ] = None,
 ) -> None:
-    from archon.check.new_family import coverages, describe_coverage, family_source, read_new
     from archon.schema.errors import ConfigError
+    from archon.tools.check.new_family import coverages, describe_coverage, family_source, read_new
 
     config, shapes = read_new(path)
     model_type = config["model_type"]

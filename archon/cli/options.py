@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
-AdapterFolder = Annotated[
+LoRAFolder = Annotated[
     Path | None,
-    typer.Option("--adapter", metavar="FOLDER", help="adapter of the checkpoint, in PEFT's format; it is not merged"),
+    typer.Option("--lora", metavar="FOLDER", help="adapter of the checkpoint, in PEFT's format; it is not merged"),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[

@@ -11,8 +11,8 @@ import typer
 from archon.schema.config import require_folder
 
 if TYPE_CHECKING:
-    from archon.models.lora_targets import AdapterSize
-    from archon.models.state_dict import BaseStateDictAdapter
+    from archon.models.hf.state_dict import BaseStateDictAdapter
+    from archon.models.lora.targets import LoRASize
 
 SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts that fit a number of GPUs."}
 
@@ -72,14 +72,14 @@ def command(
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.cli.config import read_values
     from archon.models import get_model_spec
-    from archon.planner.describe import as_json as plan_as_json
-    from archon.planner.describe import describe, explain_no_plan, run_config
-    from archon.planner.hardware import read_hardware
-    from archon.planner.inspection import config_errors
-    from archon.planner.search import Planner, PlanRequest
     from archon.schema.errors import ConfigError, LayoutError
+    from archon.tools.planner.describe import as_json as plan_as_json
+    from archon.tools.planner.describe import describe, explain_no_plan, run_config
+    from archon.tools.planner.hardware import read_hardware
+    from archon.tools.planner.inspection import config_errors
+    from archon.tools.planner.search import Planner, PlanRequest
 
-    run = {} if config is None else question_of(config)
+    run = {} if config is None else plan_request(config)
     model = model or run.get("path")
     if model is None:
         raise ConfigError("plan for which model? give the folder of a checkpoint, or one that holds only config.json")
@@ -90,12 +90,12 @@ def command(
         raise ConfigError(f"{model}: archon refuses this checkpoint: {'; '.join(refused)}")
     args = spec.model_args_class.from_hf_config(hf_config)
     fields = read_values(None, lora) if lora else run.get("lora")
-    adapters = None if fields is None else sizes_of(spec.state_dict_adapter_class(hf_config), fields)
+    sizes = None if fields is None else target_lora_sizes(spec.state_dict_adapter_class(hf_config), fields)
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
     request = request._replace(fp8=fp8 or run.get("fp8") or "none")
-    plan = Planner(spec, args, hardware, adapters).plan(request)
+    plan = Planner(spec, args, hardware, sizes).plan(request)
     made = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
     if as_json:
@@ -110,7 +110,7 @@ def command(
         output.write_text(text, encoding="utf-8")
 
 
-def question_of(file: Path) -> dict[str, Any]:
+def plan_request(file: Path) -> dict[str, Any]:
     """Returns what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
@@ -127,7 +127,7 @@ def question_of(file: Path) -> dict[str, Any]:
     }
 
 
-def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, AdapterSize]:
+def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, LoRASize]:
     """Returns the adapters that fields of `model.lora` mean, by the native name of the matrix.
 
     Raises ConfigError for several.
@@ -137,10 +137,10 @@ def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, A
     from archon.schema.errors import ConfigError
 
     lora = LoRAConfig.parse(fields, source="lora")
-    if lora.adapters is not None:
+    if lora.loras is not None:
         raise ConfigError(
-            "lora.adapters has several adapters, and a plan counts one; plan with one that is as large as all of them: "
-            f"--lora rank={sum(own.rank for own in lora.adapters.values())}"
+            "lora.loras has several adapters, and a plan counts one; plan with one that is as large as all of them: "
+            f"--lora rank={sum(own.rank for own in lora.loras.values())}"
         )
     return lora_sizes(names, lora)
 
@@ -151,11 +151,11 @@ def _calibrate(gpu: str, dtype: str, file: Path) -> None:
     import torch
 
     from archon.engine.build import resolve_device
-    from archon.parallel.process_group import join_process_group, started_processes
-    from archon.planner.calibrate import calibrate
+    from archon.parallel.process_group import join_process_group, torchrun_world_size
+    from archon.tools.planner.calibrate import calibrate
 
     device = resolve_device("auto")
-    join_process_group(started_processes(), device.type, timeout_s=600.0)
+    join_process_group(torchrun_world_size(), device.type, timeout_s=600.0)
     found = calibrate(gpu, device, getattr(torch, dtype))
     if os.environ.get("RANK", "0") == "0":
         file.write_text(found.to_yaml(), encoding="utf-8")

@@ -33,9 +33,9 @@ def command(
     from archon.schema.errors import ConfigError
 
     if run_dir.is_file():
-        from archon.bench import read_record
-        from archon.bench.chrome_trace import write_trace
-        from archon.report import write_bench_report
+        from archon.tools.bench import read_record
+        from archon.tools.bench.chrome_trace import write_trace
+        from archon.tools.report import write_bench_report
 
         if serve is not None:
             raise ConfigError(f"--serve follows a run, and {run_dir} is a file; leave it out")
@@ -48,19 +48,19 @@ def command(
     if trace is not None:
         raise ConfigError(f"--trace draws a record of archon bench, and {run_dir} is none; leave it out")
     if serve is not None:
-        from archon.report.page_server import serve_report
+        from archon.tools.report.page_server import serve_report
 
         serve_report(run_dir, port=serve)
         return
-    from archon.report import write_report
+    from archon.tools.report import write_report
 
     for path in write_report(run_dir, out):
         print(path)
 
 
-def report_to(runner: Runner) -> None:
+def write_run_report(runner: Runner) -> None:
     """Write the report of the run that just ended, its curves where matplotlib is installed, and log its path."""
-    from archon.report import write_report
+    from archon.tools.report import write_report
 
     if runner.directory.metrics.stat().st_size > 0:
         page, *_ = write_report(runner.directory.path, curves=importlib.util.find_spec("matplotlib") is not None)

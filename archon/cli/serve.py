@@ -36,13 +36,13 @@ def command(
     token: Annotated[
         str | None, typer.Option(envvar="ARCHON_TOKEN", help="key that clients must send; better in the environment")
     ] = None,
-    adapter: Annotated[
+    lora: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=FOLDER", help="adapter to serve as the model NAME, next to the checkpoint; repeatable"
         ),
     ] = None,
-    adapter_root: Annotated[
+    lora_root: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER", help="folder from which clients with the token may load further adapters; needs a token"
@@ -61,9 +61,9 @@ def command(
 ) -> None:
     from archon.cli.serve_config import ServeConfig
 
-    if (train is not None or push_root is not None) and (adapter or adapter_root):
+    if (train is not None or push_root is not None) and (lora or lora_root):
         raise ConfigError(
-            "--adapter and --adapter-root go with a checkpoint that stays as it is, and --train and --push-root change "
+            "--lora and --lora-root go with a checkpoint that stays as it is, and --train and --push-root change "
             "its weights; leave out one of them"
         )
     if train is not None and push_root is not None:
@@ -76,27 +76,27 @@ def command(
     from archon.serve.service import check_host
 
     check_host(host, token)  # before a model is loaded
-    if adapter_root is not None and token is None:
-        raise ConfigError("--adapter-root lets clients load adapters, which needs a token: set one with --token")
-    if adapter_root is not None and not adapter_root.is_dir():
-        raise ConfigError(f"--adapter-root is {str(adapter_root)!r}, which is no folder")
+    if lora_root is not None and token is None:
+        raise ConfigError("--lora-root lets clients load adapters, which needs a token: set one with --token")
+    if lora_root is not None and not lora_root.is_dir():
+        raise ConfigError(f"--lora-root is {str(lora_root)!r}, which is no folder")
     if push_root is not None and token is None:
         raise ConfigError("--push-root lets trainers replace the weights, which needs a token: set one with --token")
     if push_root is not None and not push_root.is_dir():
         raise ConfigError(f"--push-root is {str(push_root)!r}, which is no folder")
-    folders = named_folders(adapter or [])
-    asyncio.run(serve(make_server(path, resolved, token, folders, adapter_root, push_root), host, port))
+    folders = parse_lora_folders(lora or [])
+    asyncio.run(serve(make_server(path, resolved, token, folders, lora_root, push_root), host, port))
 
 
-def named_folders(options: Sequence[str]) -> dict[str, Path]:
+def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
     """Returns the folders of NAME=FOLDER options by name. Raises ConfigError for one that is malformed or repeated."""
     folders: dict[str, Path] = {}
     for option in options:
         name, separator, folder = option.partition("=")
         if not (name and separator and folder) or not name.isprintable():
-            raise ConfigError(f"--adapter {option!r}; expected NAME=FOLDER")
+            raise ConfigError(f"--lora {option!r}; expected NAME=FOLDER")
         if name in folders:
-            raise ConfigError(f"--adapter names {name!r} twice; give each adapter its own name")
+            raise ConfigError(f"--lora names {name!r} twice; give each adapter its own name")
         folders[name] = Path(folder)
     return folders
 
@@ -112,8 +112,8 @@ def serve_training(path: Path, train: Path, overrides: list[str], host: str, por
     online = [
         f"actor.path={path}",
         "workflow=archon.rl.OnlineWorkflow",
-        "train_data={path: 'python:archon.rl.workflows.online.slots'}",
-        "rollout.gold_checked=0",
+        "train_data={path: 'python:archon.rl.workflows.online.session_rows'}",
+        "rollout.n_gold_checks=0",
         f"workflow_args.host={host}",
         f"workflow_args.port={port}",
     ]
@@ -124,23 +124,23 @@ def make_server(
     path: Path,
     config: ServeConfig,
     token: str | None,
-    adapters: Mapping[str, Path] | None = None,
-    adapter_root: Path | None = None,
+    loras: Mapping[str, Path] | None = None,
+    lora_root: Path | None = None,
     push_root: Path | None = None,
 ) -> AgentServer:
     """Loads the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
     import torch
 
-    from archon.checkpoint.adapter_export import read_adapters
     from archon.checkpoint.hf_io import load_model, load_tokenizer
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.data.picture_rows import open_reader
+    from archon.checkpoint.peft.export import read_lora_weights
+    from archon.data.image_rows import open_reader
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
     from archon.models import get_model_spec
-    from archon.serve.adapter_folders import AdapterFolders
-    from archon.serve.pushed_weights import NOTHING_PUSHED, PushedWeights
+    from archon.serve.lora_folders import LoRAFolders
+    from archon.serve.pushed_weights import NO_VERSION, PushedWeights
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
 
@@ -155,14 +155,14 @@ def make_server(
         max_slots=config.max_slots,
         max_seq_len=config.max_tokens,
         seed=config.seed,
-        version=0 if push_root is None else NOTHING_PUSHED,
+        version=0 if push_root is None else NO_VERSION,
     )
     names = spec.state_dict_adapter_class(hf_config, str(path))
-    engine.max_adapters = config.max_adapters
-    for name, folder in (adapters or {}).items():
+    engine.max_loras = config.max_loras
+    for name, folder in (loras or {}).items():
         if name == model_name:
-            raise ConfigError(f"--adapter has the model's own name, {name!r}; choose another, or set model_name")
-        engine.load_adapter(name, read_adapters(folder, names, path))
+            raise ConfigError(f"--lora has the model's own name, {name!r}; choose another, or set model_name")
+        engine.load_lora(name, read_lora_weights(folder, names, path))
     return AgentServer(
         tokenizer,
         engine,
@@ -171,13 +171,13 @@ def make_server(
         token=token,
         tool_call_parser=config.tool_call_parser,
         reader=open_reader(path),
-        adapter_folders=(
-            None if adapter_root is None else AdapterFolders(adapter_root, lambda folder: read_adapters(folder, names))
+        lora_folders=(
+            None if lora_root is None else LoRAFolders(lora_root, lambda folder: read_lora_weights(folder, names))
         ),
         pushed=(
             None
             if push_root is None
-            else PushedWeights(engine, push_root, read, lambda folder: read_adapters(folder, names))
+            else PushedWeights(engine, push_root, read, lambda folder: read_lora_weights(folder, names))
         ),
         limits=Limits(
             body_bytes=config.max_body_bytes,

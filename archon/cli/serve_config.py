@@ -23,7 +23,7 @@ class ServeConfig(StrictModel):
     max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
     max_new_tokens: int = Field(1024, ge=1, description="default length limit of an answer, in tokens")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of requests that set none")
-    max_adapters: int = Field(64, ge=1, le=2**16, description="adapters in memory at the same time")
+    max_loras: int = Field(64, ge=1, le=2**16, description="adapters in memory at the same time")
     max_body_bytes: int = Field(8 << 20, ge=1, description="of a request")
     max_sessions: int = Field(1024, ge=1, description="open at the same time")
     max_calls_per_session: int = Field(1000, ge=1, description="answers recorded per session")

@@ -12,7 +12,7 @@ import typer
 
 from archon.cli.config import config_command, load_config, read_bootstrap
 from archon.cli.options import ConfigFile, DryRun, Overrides
-from archon.cli.report import report_to
+from archon.cli.report import write_run_report
 
 
 class Run(NamedTuple):
@@ -83,8 +83,8 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     bootstrap = bootstrap and join_processes(bootstrap, engine)
     if bootstrap and config.optimizer_steps is not None:  # before the minutes that it takes
         for model in filter(None, (engine, getattr(config.resolve(), "critic", None))):
-            several_adapters = model.lora is not None and model.lora.adapters is not None  # each has its own schedule
-            if model.optimizer and not several_adapters:
+            multi_lora = model.lora is not None and model.lora.loras is not None  # each has its own schedule
+            if model.optimizer and not multi_lora:
                 check_schedule(model.scheduler, config.optimizer_steps)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
@@ -92,5 +92,5 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
         else:
             getattr(rl, run.trainer)(config, runner).train()
         if runner.world.is_main:
-            report_to(runner)
+            write_run_report(runner)
     return runner.exit_code

@@ -46,7 +46,7 @@ class EnvironmentName:
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
                 raise ConfigError(f"{self.text}: {what} has no option {option!r}; {hint}")
 
-    def whole_number(self, option: str, default: int, least: int = 1) -> int:
+    def integer_option(self, option: str, default: int, least: int = 1) -> int:
         """Returns the value of an option that is a whole number of at least `least`."""
         value = self.options.get(option, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -70,10 +70,13 @@ def parse_environment(text: str) -> EnvironmentName | None:
     return EnvironmentName(text, found[1], task, options)
 
 
-def environment_part(name: EnvironmentName, part: Literal["rows", "reward", "opener"]) -> Callable[..., Any]:
+def environment_function(
+    name: EnvironmentName, part: Literal["rows", "reward", "make_environment"]
+) -> Callable[..., Any]:
     """Returns a function of the family's adapter, which takes the name and raises ConfigError where it cannot serve.
 
-    `rows(name, split, seed)` returns rows, `reward(name)` a reward function, and `opener(name)` a function that makes
+    `rows(name, split, seed)` returns rows, `reward(name)` a reward function, and `make_environment(name)` a function
+    that makes
     the environment of an episode.
     """
     adapter = importlib.import_module(ADAPTERS[name.family])

@@ -1,7 +1,7 @@
 """Datasets with images: geometry3k and clevr_count_70k.
 
 Each takes `(path, split, tokenizer, max_length)` as the other named datasets do, and a multimodal `processor` in the
-tokenizer's place. With the `PictureReader` of a model that sees as `processor` or `reader`, rows have their pictures;
+tokenizer's place. With the `ImageReader` of a model that sees as `processor` or `reader`, rows have their pictures;
 else they are the text alone, and a warning says how many had images.
 """
 
@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from archon.data.image_rows import IMAGE
+from archon.data.images import ImageReader
 from archon.data.mapping import require_column, rl_dataset, sft_dataset
-from archon.data.named_datasets import GSM8K_INSTRUCTION, named_rows, required_tokenizer
-from archon.data.picture_rows import IMAGE
-from archon.data.pictures import PictureReader
+from archon.data.named_datasets import GSM8K_INSTRUCTION, named_rows, require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
@@ -39,7 +39,7 @@ def get_geometry3k_rl_dataset(
 
     Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
     """
-    options |= {"max_length": max_length, "instruction": instruction, **_reading(processor, tokenizer, options)}
+    options |= {"max_length": max_length, "instruction": instruction, **_reader_options(processor, tokenizer, options)}
     return _rl_rows("geometry3k", path, split, options)
 
 
@@ -53,7 +53,7 @@ def get_geometry3k_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the problem, then the answer, which is trained."""
-    options |= {"max_length": max_length, **_reading(processor, tokenizer, options)}
+    options |= {"max_length": max_length, **_reader_options(processor, tokenizer, options)}
     return _sft_rows("geometry3k", path, split, options)
 
 
@@ -71,7 +71,7 @@ def get_clevr_count_70k_rl_dataset(
 
     Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images.
     """
-    options |= {"max_length": max_length, "instruction": instruction, **_reading(processor, tokenizer, options)}
+    options |= {"max_length": max_length, "instruction": instruction, **_reader_options(processor, tokenizer, options)}
     return _rl_rows("clevr_count_70k", path, split, options)
 
 
@@ -85,31 +85,31 @@ def get_clevr_count_70k_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the question, then the answer, which is trained."""
-    options |= {"max_length": max_length, **_reading(processor, tokenizer, options)}
+    options |= {"max_length": max_length, **_reader_options(processor, tokenizer, options)}
     return _sft_rows("clevr_count_70k", path, split, options)
 
 
 def _rl_rows(name: str, path: str | Path | None, split: str, options: dict[str, Any]) -> RowDataset:
-    source = _rows_of(name, path, split, options["reader"])
+    source = _load_rows(name, path, split, options["reader"])
     return rl_dataset(source, f"{name}[{split}]", **_KEYS, **options)
 
 
 def _sft_rows(name: str, path: str | Path | None, split: str, options: dict[str, Any]) -> RowDataset:
-    required_tokenizer(options["tokenizer"], name)
-    source = _rows_of(name, path, split, options["reader"])
+    require_tokenizer(options["tokenizer"], name)
+    source = _load_rows(name, path, split, options["reader"])
     return sft_dataset(source, f"{name}[{split}]", **_KEYS, **options)
 
 
-def _reading(processor: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _reader_options(processor: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns tokenizer and reader: `processor` is a reader of pictures, or a multimodal one whose tokenizer stands for
     the other."""
-    if isinstance(processor, PictureReader):
+    if isinstance(processor, ImageReader):
         return {"tokenizer": tokenizer, "reader": processor}
     given = tokenizer if processor is None else processor
     return {"tokenizer": getattr(given, "tokenizer", given), "reader": options.get("reader")}
 
 
-def _rows_of(name: str, path: str | Path | None, split: str, reader: PictureReader | None) -> list[SourceRow]:
+def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageReader | None) -> list[SourceRow]:
     """Returns the rows of a dataset with images; without a reader also without these, and their places in the text."""
     source = named_rows(name, path, split)
     if reader is not None:

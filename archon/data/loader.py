@@ -56,7 +56,7 @@ class RowLoader:
         self.tail = tail
         self.epoch = 0
         self.cursor = 0  # number of this epoch's rows that have been returned
-        self._order = self._order_of(self.epoch)
+        self._order = self._epoch_order(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,7 +78,7 @@ class RowLoader:
     def row_at(self, ordinal: int) -> dict[str, Any]:
         """Returns row number `ordinal` of the loader's order, counted over all epochs from 0."""
         epoch, place = divmod(ordinal, len(self.rows))
-        order = self._order if epoch == self.epoch else self._order_of(epoch)
+        order = self._order if epoch == self.epoch else self._epoch_order(epoch)
         return self.rows[order[place]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class RowLoader:
                 )
         self.epoch = state["epoch"]
         self.cursor = state["cursor"]
-        self._order = self._order_of(self.epoch)
+        self._order = self._epoch_order(self.epoch)
 
     def _take(self, count: int) -> list[dict[str, Any]]:
         chosen = self._order[self.cursor : self.cursor + count]
@@ -118,9 +118,9 @@ class RowLoader:
     def _next_epoch(self) -> None:
         self.epoch += 1
         self.cursor = 0
-        self._order = self._order_of(self.epoch)
+        self._order = self._epoch_order(self.epoch)
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         order = list(range(len(self.rows)))
         if self.shuffle:
             random.Random(f"rows {self.seed} {epoch}").shuffle(order)

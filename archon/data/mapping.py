@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from archon.data.encoding import Message, encode_prompt, encode_sft, plain_prompt, sft_text
-from archon.data.picture_rows import SFTExpander, encode_pictured, require_places, sources_of, with_pictures
-from archon.data.pictures import PictureReader
+from archon.data.image_rows import (
+    SFTExpander,
+    encode_image_prompt,
+    image_sources,
+    insert_image_parts,
+    require_image_template,
+)
+from archon.data.images import ImageReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
@@ -29,7 +35,7 @@ def rl_dataset(
     plain_end: str = "\n",
     tokenizer: Any = None,
     max_length: int | None = None,
-    reader: PictureReader | None = None,
+    reader: ImageReader | None = None,
 ) -> RowDataset:
     """Returns RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
@@ -55,8 +61,8 @@ def rl_dataset(
         if isinstance(answer, str):
             _require_text(answer, response_key, row.where)
         prompt = plain_prompt(messages, plain_end)
-        if reader is not None and (sources := sources_of(row.data)):
-            messages = with_pictures(messages, len(sources), row.where)
+        if reader is not None and (sources := image_sources(row.data)):
+            messages = insert_image_parts(messages, len(sources), row.where)
         others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
         rows.append({**others, "messages": messages, "prompt": prompt, "answer": answer})
     if max_length is None:
@@ -64,7 +70,7 @@ def rl_dataset(
     if tokenizer is None:
         raise DatasetError(f"max_length is {max_length} for dataset {name}, in tokens; pass a tokenizer too")
     lengths = [
-        len(encode_pictured(tokenizer, row, reader)[0] if reader else encode_prompt(tokenizer, row)) for row in rows
+        len(encode_image_prompt(tokenizer, row, reader)[0] if reader else encode_prompt(tokenizer, row)) for row in rows
     ]
     return drop_long_rows(name, rows, lengths, max_length)
 
@@ -80,7 +86,7 @@ def sft_dataset(
     instruction: str | None = None,
     plain_end: str = "\n",
     max_length: int | None = None,
-    reader: PictureReader | None = None,
+    reader: ImageReader | None = None,
 ) -> RowDataset:
     """Returns SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
@@ -102,10 +108,10 @@ def sft_dataset(
         examples, pictures = [], []
         for row in source:
             messages = conversation(row, prompt_key, system_prompt, instruction)
-            pictures.append(sources_of(row.data) if reader else [])
+            pictures.append(image_sources(row.data) if reader else [])
             if pictures[-1]:
-                require_places(tokenizer, row.where)
-                messages = with_pictures(messages, len(pictures[-1]), row.where)
+                require_image_template(tokenizer, row.where)
+                messages = insert_image_parts(messages, len(pictures[-1]), row.where)
             if response_key is not None:
                 messages.append(assistant_message(row, response_key))
             examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))

@@ -91,7 +91,7 @@ def get_gsm8k_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the question, then the worked solution, which is trained."""
-    options |= {"tokenizer": required_tokenizer(tokenizer, "gsm8k"), "max_length": max_length}
+    options |= {"tokenizer": require_tokenizer(tokenizer, "gsm8k"), "max_length": max_length}
     return sft_dataset(named_rows("gsm8k", path, split, subset="main"), f"gsm8k[{split}]", **_GSM8K_KEYS, **options)
 
 
@@ -119,7 +119,7 @@ def get_torl_data_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     r"""Returns SFT rows: the problem, then `\boxed{…}` around the gold answer (there are no worked solutions)."""
-    options |= {"tokenizer": required_tokenizer(tokenizer, "torl_data"), "max_length": max_length}
+    options |= {"tokenizer": require_tokenizer(tokenizer, "torl_data"), "max_length": max_length}
     return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
 
 
@@ -128,7 +128,7 @@ def named_rows(name: str, path: str | Path | None, split: str, subset: str | Non
     return read_rows(data_folder(name) if path is None else path, split, subset)
 
 
-def required_tokenizer(tokenizer: Any, name: str) -> Any:
+def require_tokenizer(tokenizer: Any, name: str) -> Any:
     """Returns the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
     if tokenizer is None:
         raise TokenizerError(f"no tokenizer was given; SFT rows of {name} are token ids: pass a tokenizer")

@@ -9,7 +9,7 @@ from typing import Any
 
 from archon.data.encoding import Message, encode_sft, sft_text
 from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column
-from archon.data.named_datasets import required_tokenizer
+from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError
@@ -104,7 +104,7 @@ def get_hh_rlhf_rw_dataset(
     `options` are those of `pair_dataset`: system_prompt, instruction.
     """
     source = read_rows(path or "Anthropic/hh-rlhf", split)
-    options |= {"tokenizer": required_tokenizer(tokenizer, "hh_rlhf"), "max_length": max_length}
+    options |= {"tokenizer": require_tokenizer(tokenizer, "hh_rlhf"), "max_length": max_length}
     return pair_dataset(source, f"hh_rlhf[{split}]", prompt_key=None, **options)
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.config import DatasetConfig
-from archon.data.environments import EnvironmentName, environment_part, parse_environment
+from archon.data.environments import EnvironmentName, environment_function, parse_environment
+from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
-from archon.data.pictures import PictureReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
@@ -48,9 +48,9 @@ _BUILT_IN: dict[str, dict[str, Loader]] = {
 }
 _NAMED: NamedObjects[dict[str, Loader]] = NamedObjects("dataset", "archon.datasets", _BUILT_IN)
 VALID_DATASETS = _NAMED.names
-MADE = ("arithmetic", "shapes")
+GENERATED = ("arithmetic", "shapes")
 """Datasets that are made from a seed, and read from no files."""
-PICTURED = ("clevr_count_70k", "geometry3k", "shapes")
+IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "shapes")
 """Datasets with pictures."""
 WITH_SUBSETS = ("shapes",)
 """Named datasets whose loaders know `subset`."""
@@ -84,7 +84,7 @@ def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]
 
 
 def load_rows(
-    config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: PictureReader | None = None
+    config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: ImageReader | None = None
 ) -> RowDataset:
     """Returns the rows of a dataset's configuration, at most `limit` of them; `reader` is that of a model that sees."""
     options = config.model_dump(exclude={"limit"})
@@ -107,7 +107,7 @@ def get_custom_dataset(
     data_dir: str | Path | None = None,
     seed: int = 0,
     raw: bool = False,
-    reader: PictureReader | None = None,
+    reader: ImageReader | None = None,
 ) -> RowDataset:
     """Returns rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
     environment.
@@ -144,10 +144,10 @@ def get_custom_dataset(
     if raw and kind != "rl":
         raise DatasetError(f"raw is true, but the rows are of kind {kind!r}; expected 'rl': leave raw out")
     named = _NAMED.find(str(path))
-    if data_dir is not None and (named is None or str(path) in MADE):
+    if data_dir is not None and (named is None or str(path) in GENERATED):
         raise DatasetError(
             f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected one that is read from files, of "
-            f"{', '.join(name for name in VALID_DATASETS if name not in MADE)}: leave data_dir out"
+            f"{', '.join(name for name in VALID_DATASETS if name not in GENERATED)}: leave data_dir out"
         )
     environment = parse_environment(str(path))
     has_subsets = named is None and environment is None and not Path(path).expanduser().exists()
@@ -181,7 +181,7 @@ def get_custom_dataset(
 
 
 def _generated(environment: EnvironmentName, name: str, split: str, seed: int) -> list[SourceRow]:
-    rows = environment_part(environment, "rows")(environment, split, seed)
+    rows = environment_function(environment, "rows")(environment, split, seed)
     return [SourceRow(f"{name} row {number}", row) for number, row in enumerate(rows)]
 
 
@@ -204,30 +204,30 @@ def _load_named(
     kind: DatasetKind,
     loaders: Mapping[str, Loader],
     options: dict[str, Any],
-    reader: PictureReader | None,
+    reader: ImageReader | None,
 ) -> RowDataset:
     """Returns the rows of a named dataset. A user's loader is called with those options that it names."""
     if kind not in loaders:
         raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
-    if name not in MADE:
+    if name not in GENERATED:
         del options["seed"]
     if name not in WITH_SUBSETS:
         del options["subset"]
-    if name in PICTURED and kind in ("rl", "sft"):
+    if name in IMAGE_DATASETS and kind in ("rl", "sft"):
         options["reader"] = reader
     if name in _BUILT_IN:
         rows = loaders[kind](**options)
         assert isinstance(rows, RowDataset)
         return rows
     title = f"{name}[{options['split']}]"
-    returned = loaders[kind](**_accepted(name, loaders[kind], {"path": name, **options}))
+    returned = loaders[kind](**_loader_options(name, loaders[kind], {"path": name, **options}))
     source = [SourceRow(f"{title} row {number}", dict(row)) for number, row in enumerate(returned)]
     if not source:
         raise DatasetError(f"the loader of dataset {title} returned no row; expected at least one")
     return RowDataset(title, encoded_rows(source) if kind == "sft" else [row.data for row in source])
 
 
-def _accepted(name: str, loader: Loader, options: dict[str, Any]) -> dict[str, Any]:
+def _loader_options(name: str, loader: Loader, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that a loader names. Raises DatasetError for one that is set and that it does not name."""
     accepted = inspect.signature(loader).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from archon.data.images import ImageReader
 from archon.data.mapping import rl_dataset, sft_dataset
-from archon.data.pictures import PictureReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
@@ -57,7 +57,7 @@ class Scene:
             if len(columns) == 1:
                 yield f"where is {color}?", PLACES[columns.pop()]
 
-    def picture(self) -> bytes:
+    def image(self) -> bytes:
         """Returns the scene as the bytes of a PNG file of `SIDE` times `CELL` pixels each way, on white."""
         from PIL import Image, ImageDraw
 
@@ -112,7 +112,7 @@ def get_shapes_rl_dataset(
     *,
     seed: int = 0,
     subset: str | None = None,
-    reader: PictureReader | None = None,
+    reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
     """Returns RL rows: a picture in `images`, a question about it in `messages`, and `answer`, a word or a number.
@@ -128,7 +128,7 @@ def get_shapes_sft_dataset(
     tokenizer: Any,
     seed: int = 0,
     subset: str | None = None,
-    reader: PictureReader | None = None,
+    reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: picture and question, then the answer and an end token, which are trained."""
@@ -136,21 +136,21 @@ def get_shapes_sft_dataset(
     return sft_dataset(_rows(split, seed, subset, reader), f"shapes[{split}]", **_KEYS, **options)
 
 
-def _rows(split: str, seed: int, subset: str | None, reader: PictureReader | None) -> list[SourceRow]:
+def _rows(split: str, seed: int, subset: str | None, reader: ImageReader | None) -> list[SourceRow]:
     if reader is None:
         raise DatasetError(
             "the dataset shapes has pictures, and nothing to read them with; expected a model with a vision tower, "
             "whose folder has a preprocessor_config.json"
         )
-    return _drawn(split, seed, subset)
+    return _draw_rows(split, seed, subset)
 
 
 @lru_cache(maxsize=4)
-def _drawn(split: str, seed: int, subset: str | None) -> list[SourceRow]:
+def _draw_rows(split: str, seed: int, subset: str | None) -> list[SourceRow]:
     return [
         SourceRow(
             f"shapes[{split}] row {number}",
-            {"question": f"<image>{question}", "answer": answer, "images": [scene.picture()]},
+            {"question": f"<image>{question}", "answer": answer, "images": [scene.image()]},
         )
         for number, (scene, question, answer) in enumerate(scenes(split, seed, subset))
     ]

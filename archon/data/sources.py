@@ -142,14 +142,14 @@ def _read_folder(folder: Path, split: str) -> list[SourceRow]:
         if file.is_file():
             return _read_file(file)
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
-        library = _datasets_library(folder)
+        library = _import_datasets(folder)
         return _from_hugging_face(library.load_from_disk(str(folder)), str(folder), split)
     present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
     raise DatasetError(f"no split {split!r} in {folder}: expected {split}.jsonl or {split}.parquet, found {present}")
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> list[SourceRow]:
-    library = _datasets_library(name)
+    library = _import_datasets(name)
     try:
         loaded = library.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
@@ -167,7 +167,7 @@ def _from_hugging_face(loaded: Any, name: str, split: str) -> list[SourceRow]:
     return [SourceRow(f"{name}[{split}] row {number}", dict(row)) for number, row in enumerate(loaded)]
 
 
-def _datasets_library(wanted: object) -> Any:
+def _import_datasets(wanted: object) -> Any:
     try:
         import datasets
     except ImportError as error:

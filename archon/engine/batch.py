@@ -8,7 +8,7 @@ Unpacking shifts results to the right again. The shift is done per document and 
 can pair a document's end with the next one's start. The experts that tokens used are not shifted, as `input_ids`: they
 are about reading token t.
 
-`images` of a padded batch are those of each row, a list of `Picture`s in the order of their placeholders.
+`images` of a padded batch are those of each row, a list of `ProcessedImage`s in the order of their placeholders.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.models.adapter_rows import NO_ADAPTER
-from archon.models.args import ImageFormat
-from archon.models.attention.prefix import SharedPrefixes
+from archon.models.args.base import ImageFormat
+from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.spans import ranges
-from archon.models.head import IGNORE_INDEX
-from archon.models.routed_experts import FIELD, to_replay
-from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
+from archon.models.layers.head import IGNORE_INDEX
+from archon.models.layers.routed_experts import FIELD, to_replay
+from archon.models.lora.mapping import NO_LORA
+from archon.models.vision.images import PackedImages, ProcessedImage, multimodal_positions, require_images
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError
 
@@ -58,21 +58,21 @@ class PackedBatch:
     source: Tensor | None = None
     shared: SharedPrefixes | None = None
     order: TokenReorder | None = None
-    adapters: tuple[int, ...] | None = None
+    lora_ids: tuple[int, ...] | None = None
     """The index of each document's adapter, for a model with several."""
-    adapter_ids: Tensor | None = None
+    computed_lora_ids: Tensor | None = None
     """That of each token that the model computes, in its order: int64 on the CPU."""
     routed_experts: Tensor | None = None
     """The experts that each token used when it was generated, int16 [T, L, k], negative where that is not known."""
     rows: tuple[Tensor, Tensor] | None = None
     """The results of `labeled_rows` without and with `only_trained`; None until the batch leaves the CPU."""
-    images: tuple[tuple[Picture, ...], ...] | None = None
+    images: tuple[tuple[ProcessedImage, ...], ...] | None = None
     """The pictures of each document; None in a batch of text. Positions are then [3, T]: time, row and column."""
     image_format: ImageFormat | None = None
     """What an image is to the model; None for a model of text."""
     packed_images: PackedImages | None = None
     """The result of `model_images`, on the CPU; None until the batch leaves it."""
-    runs_tower: bool = False
+    runs_vision_encoder: bool = False
     """Whether any rank's micro-batch of this round has images, so that all must run the tower."""
 
     def __getitem__(self, name: str) -> Tensor:
@@ -88,7 +88,7 @@ class PackedBatch:
         return self.tokens.numel()
 
     @property
-    def n_computed(self) -> int:
+    def n_computed_tokens(self) -> int:
         """How many tokens the model computes: fewer where documents begin alike."""
         return self.n_tokens if self.shared is None else self.shared.rows.numel()
 
@@ -96,7 +96,7 @@ class PackedBatch:
     def n_documents(self) -> int:
         return len(self.lengths)
 
-    def scored_labels(self) -> Tensor:
+    def loss_labels(self) -> Tensor:
         """Returns labels [T], -100 where `loss_mask` is 0, so that the head computes only rows that are trained."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
@@ -127,7 +127,7 @@ class PackedBatch:
             )
 
     def labeled_rows(self, only_trained: bool) -> Tensor:
-        """Returns the model-order indices of labels, or with `only_trained` of `scored_labels`; int64 on the CPU."""
+        """Returns the model-order indices of labels, or with `only_trained` of `loss_labels`; int64 on the CPU."""
         return (self.rows or self._find_rows())[only_trained]
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
@@ -150,8 +150,8 @@ class PackedBatch:
             return replace(self, images=None)
         positions = []
         for document, (tokens, pictures) in enumerate(zip(self.tokens.split(self.lengths), self.images, strict=True)):
-            require_pictures(pictures, image_format)
-            sizes = [picture.size for picture in pictures]
+            require_images(pictures, image_format)
+            sizes = [image.size for image in pictures]
             try:
                 found, _ = multimodal_positions(tokens, sizes, image_format.token, image_format.merge_size)
             except BatchError as error:
@@ -175,30 +175,28 @@ class PackedBatch:
             return self.packed_images
         assert self.image_format is not None
         documents = range(self.n_documents) if self.order is None else self.order.documents
-        pictures = [picture for document in documents for picture in self.images[document]]
+        pictures = [image for document in documents for image in self.images[document]]
         tokens = self.in_model_order(self.tokens)
         if self.shared is not None:
-            tokens, numbers = tokens[self.shared.rows], self._picture_of_token()[self.shared.rows]
+            tokens, numbers = tokens[self.shared.rows], self._token_images()[self.shared.rows]
             pictures = [pictures[number] for number in numbers[numbers >= 0].unique_consecutive().tolist()]
-        return PackedImages.of_pictures(tokens, pictures, self.image_format)
+        return PackedImages.from_images(tokens, pictures, self.image_format)
 
-    def _picture_of_token(self) -> Tensor:
+    def _token_images(self) -> Tensor:
         """Returns which of all documents' pictures each token stands for, int64 [T]; -1 for text."""
         assert self.images is not None and self.image_format is not None
-        areas = [height * width for pictures in self.images for height, width in (picture.size for picture in pictures)]
+        areas = [height * width for pictures in self.images for height, width in (image.size for image in pictures)]
         numbers = torch.full_like(self.tokens, -1)
         merged = torch.tensor(areas) // self.image_format.merge_size**2
         numbers[self.tokens == self.image_format.token] = torch.arange(len(areas)).repeat_interleave(merged)
         return numbers
 
-    def equal_pictures(self) -> Tensor:
+    def image_ids(self) -> Tensor:
         """Returns numbers [T] that are equal for tokens of equal pictures; -1 for text."""
         assert self.images is not None
         numbers: dict[str, int] = {}
-        distinct = [
-            numbers.setdefault(picture.digest, len(numbers)) for pictures in self.images for picture in pictures
-        ]
-        return torch.tensor([*distinct, -1])[self._picture_of_token()]
+        distinct = [numbers.setdefault(image.digest, len(numbers)) for pictures in self.images for image in pictures]
+        return torch.tensor([*distinct, -1])[self._token_images()]
 
     def in_model_order(self, x: Tensor) -> Tensor:
         """Returns a per-token tensor [T, ...] of this pack in the model's order."""
@@ -229,45 +227,47 @@ class PackedBatch:
             packed_images=self.model_images(),
         )
 
-    def sorted_for_model(self) -> PackedBatch:
+    def sorted_by_length(self) -> PackedBatch:
         """Returns the batch, which is on the CPU, for a model that computes documents by length."""
         if self.shared is not None:
             return self
-        return replace(self, order=TokenReorder.by_length(self.lengths, self.adapters))
+        return replace(self, order=TokenReorder.by_length(self.lengths, self.lora_ids))
 
-    def with_adapters(self, n_adapters: int) -> PackedBatch:
-        """Returns the batch, which is on the CPU, for a model with several adapters: `adapter` is the index of each
-        document's, or `NO_ADAPTER`. Raises BatchError without that field or for an index outside of the adapters."""
-        if "adapter" not in self.per_document or self["adapter"].is_floating_point():
+    def with_loras(self, n_loras: int) -> PackedBatch:
+        """Returns the batch, which is on the CPU, for a model with several adapters: `lora` is the index of each
+        document's, or `NO_LORA`. Raises BatchError without that field or for an index outside of the adapters."""
+        if "lora" not in self.per_document or self["lora"].is_floating_point():
             raise BatchError(
-                "the batch does not say which of the model's adapters each document has; expected a field 'adapter', "
-                "integers [B], indices into lora.adapters"
+                "the batch does not say which of the model's adapters each document has; expected a field 'lora', "
+                "integers [B], indices into lora.loras"
             )
-        ids = self["adapter"].tolist()
-        wrong = [index for index in ids if not (index == NO_ADAPTER or 0 <= index < n_adapters)]
+        ids = self["lora"].tolist()
+        wrong = [index for index in ids if not (index == NO_LORA or 0 <= index < n_loras)]
         if wrong:
             raise BatchError(
-                f"adapter {wrong[0]} of a document is none of the model's; expected 0 to {n_adapters - 1}, or "
-                f"{NO_ADAPTER} for none"
+                f"adapter {wrong[0]} of a document is none of the model's; expected 0 to {n_loras - 1}, or "
+                f"{NO_LORA} for none"
             )
-        return replace(self, adapters=tuple(ids))
+        return replace(self, lora_ids=tuple(ids))
 
-    def with_adapter_ids(self) -> PackedBatch:
-        """Returns the batch, which is on the CPU and whose order is settled, with `adapter_ids`."""
-        ids = self.token_adapters()
-        return replace(self, adapter_ids=self.in_model_order(ids if self.shared is None else ids[self.shared.rows]))
+    def with_computed_lora_ids(self) -> PackedBatch:
+        """Returns the batch, which is on the CPU and whose order is settled, with `computed_lora_ids`."""
+        ids = self.token_lora_ids()
+        return replace(
+            self, computed_lora_ids=self.in_model_order(ids if self.shared is None else ids[self.shared.rows])
+        )
 
-    def token_adapters(self) -> Tensor:
+    def token_lora_ids(self) -> Tensor:
         """Returns the index [T] of each token's adapter, on the CPU, in the order of the pack."""
-        return torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
+        return torch.tensor(self.lora_ids).repeat_interleave(torch.tensor(self.lengths))
 
-    def by_adapter(self) -> Iterator[tuple[int, PackedBatch]]:
+    def by_lora(self) -> Iterator[tuple[int, PackedBatch]]:
         """Yields the index of each adapter of documents of this pack, and the pack of these documents; `source` has the
         positions of its tokens in this one."""
-        assert self.adapters is not None
+        assert self.lora_ids is not None
         starts = [0, *accumulate(self.lengths)]
-        for index in sorted({*self.adapters}):
-            yield index, _take(self, [d for d, own in enumerate(self.adapters) if own == index], starts)
+        for index in sorted({*self.lora_ids}):
+            yield index, _take(self, [d for d, own in enumerate(self.lora_ids) if own == index], starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,15 +284,15 @@ class TokenReorder:
     inverse: Tensor
 
     @classmethod
-    def by_length(cls, lengths: Sequence[int], adapters: Sequence[int] | None = None) -> TokenReorder | None:
+    def by_length(cls, lengths: Sequence[int], lora_ids: Sequence[int] | None = None) -> TokenReorder | None:
         """Returns an order by ascending length, in which documents of one length are one batch for attention; None if
         they are nearly adjacent already.
 
         For the many short documents of reinforcement learning that is a handful of calls instead of hundreds. Documents
-        of several `adapters` are sorted by adapter first, so that layers need not sort their tokens.
+        of several `lora_ids` are sorted by adapter first, so that layers need not sort their tokens.
         """
-        keys = lengths if adapters is None else list(zip(adapters, lengths, strict=True))
-        grouped = adapters is None or list(adapters) == sorted(adapters)
+        keys = lengths if lora_ids is None else list(zip(lora_ids, lengths, strict=True))
+        grouped = lora_ids is None or list(lora_ids) == sorted(lora_ids)
         if grouped and sum(1 for _ in groupby(keys)) <= 2 * len({*keys}):
             return None
         given = torch.tensor(lengths)
@@ -314,12 +314,13 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
 
     `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
     and any other tensors of shape [B, S, ...] (per token) or [B] (per document); of these `routed_experts` [B, S, L, k]
-    are the experts that tokens used, see `archon.models.routed_experts`. It may hold `images`, of each row a list of
-    `Picture`s. Tensors are moved to the CPU, where the engine keeps a batch until a micro-batch runs.
+    are the experts that tokens used, see `archon.models.layers.routed_experts`. It may hold `images`, of each row a
+    list of
+    `ProcessedImage`s. Tensors are moved to the CPU, where the engine keeps a batch until a micro-batch runs.
 
     Raises BatchError naming the wrong field or row.
     """
-    input_ids, mask = (_required(batch, name).cpu() for name in ("input_ids", "attention_mask"))
+    input_ids, mask = (_require_field(batch, name).cpu() for name in ("input_ids", "attention_mask"))
     if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
         raise BatchError(f"input_ids must be integers [B, S] with B >= 1 and S >= 1, got {_describe(input_ids)}")
     if mask.shape != input_ids.shape:
@@ -348,7 +349,7 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
             raise BatchError(
                 f"field {name!r} is made by archon from input_ids; leave it out (loss_mask says what is trained)"
             )
-        value = _required(batch, name).cpu()
+        value = _require_field(batch, name).cpu()
         if value.ndim >= 2 and value.shape[:2] == input_ids.shape:
             fields[name] = shifted(value, 0)
         elif value.ndim == 1 and value.shape[0] == input_ids.shape[0]:
@@ -369,12 +370,12 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
         fields=fields,
         per_document=frozenset(per_document),
         source=source,
-        images=_images_of_rows(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
+        images=_row_images(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
         routed_experts=_packed_experts(batch, source),
     )
 
 
-def _images_of_rows(images: Any, count: int) -> tuple[tuple[Picture, ...], ...]:
+def _row_images(images: Any, count: int) -> tuple[tuple[ProcessedImage, ...], ...]:
     """Returns the pictures of each row. Raises BatchError unless there is a list of them for each."""
     rows = list(images) if isinstance(images, list | tuple) else None
     if rows is None or any(not isinstance(row, list | tuple) for row in rows):
@@ -382,9 +383,9 @@ def _images_of_rows(images: Any, count: int) -> tuple[tuple[Picture, ...], ...]:
     if len(rows) != count:
         raise BatchError(f"images has {len(rows)} lists of pictures; expected one for each of {count} rows")
     for row, pictures in enumerate(rows):
-        wrong = [type(each).__name__ for each in pictures if not isinstance(each, Picture)]
+        wrong = [type(each).__name__ for each in pictures if not isinstance(each, ProcessedImage)]
         if wrong:
-            raise BatchError(f"images of row {row} has a {wrong[0]}; expected pictures, see archon.data.pictures")
+            raise BatchError(f"images of row {row} has a {wrong[0]}; expected pictures, see archon.data.images")
     return tuple(tuple(row) for row in rows)
 
 
@@ -393,7 +394,7 @@ def _packed_experts(batch: Mapping[str, Any], source: Tensor) -> Tensor | None:
     as they are about reading a token. None where the batch has none."""
     if FIELD not in batch:
         return None
-    record, shape = _required(batch, FIELD).cpu(), tuple(batch["input_ids"].shape)
+    record, shape = _require_field(batch, FIELD).cpu(), tuple(batch["input_ids"].shape)
     if record.ndim != 4 or tuple(record.shape[:2]) != shape:
         raise BatchError(f"field {FIELD!r} is {_describe(record)}; expected {shape} by layers by experts of a token")
     return to_replay(record.flatten(0, 1)[source])
@@ -466,7 +467,7 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
         fields={name: x[chosen if name in packed.per_document else index] for name, x in packed.fields.items()},
         per_document=packed.per_document,
         source=index,
-        adapters=None if packed.adapters is None else tuple(packed.adapters[d] for d in documents),
+        lora_ids=None if packed.lora_ids is None else tuple(packed.lora_ids[d] for d in documents),
         images=images,
         image_format=packed.image_format,
         routed_experts=None if packed.routed_experts is None else packed.routed_experts[index],
@@ -487,7 +488,7 @@ def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
     return lengths, starts
 
 
-def _required(batch: Mapping[str, Tensor], name: str) -> Tensor:
+def _require_field(batch: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in batch:
         raise BatchError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
     value = batch[name]

@@ -13,23 +13,23 @@ import torch
 
 from archon.checkpoint.hf_io import materialize
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
-from archon.checkpoint.peft_adapter import read_sizes
-from archon.checkpoint.peft_export import require_writable
-from archon.engine.threads import keep_threads
-from archon.models.args import BaseModelArgs
+from archon.checkpoint.peft.reader import read_sizes
+from archon.checkpoint.peft.writer import require_writable
+from archon.engine.threads import use_all_threads
+from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import Fill, add_adapters, initializers
-from archon.models.lora_targets import TOWER, AdapterSize, adapter_sizes
+from archon.models.lora.model import Fill, add_lora, initializers
+from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
 from archon.models.spec import ModelSpec, get_model_spec
-from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.compile import compile_enabled
-from archon.parallel.fsdp import local_tensor, own_part
+from archon.parallel.fsdp import local_region, local_tensor
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, prune
-from archon.parallel.process_group import own_gpu, started_processes
+from archon.parallel.process_group import assign_gpu, torchrun_world_size
 from archon.parallel.resolve import ResolvedLayout
-from archon.schema.config import AdapterShape, EngineConfig
+from archon.schema.config import EngineConfig, LoRASpec
 from archon.schema.errors import ConfigError, LayoutError
 
 FP8_CAPABILITY = (9, 0)
@@ -37,10 +37,10 @@ FP8_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
-class Build:
+class ModelBuilder:
     """Builds a model from its configuration and resolved layout.
 
-    `adapters` has the sizes of each adapter by name; None names the only one of a model without several.
+    `loras` has the sizes of each adapter by name; None names the only one of a model without several.
     """
 
     config: EngineConfig
@@ -48,41 +48,41 @@ class Build:
     args: BaseModelArgs
     layout: ResolvedLayout
     device: torch.device
-    adapters: Mapping[str | None, Mapping[str, AdapterSize]] = field(default_factory=dict)
+    loras: Mapping[str | None, Mapping[str, LoRASize]] = field(default_factory=dict)
 
     @property
-    def compute(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The dtype of the computation."""
         return getattr(torch, self.config.dtype)
 
     @property
-    def masters(self) -> torch.dtype:
+    def master_dtype(self) -> torch.dtype:
         """The dtype of the weights: float32 or wider for training, else the computation's."""
-        trained = self.config.optimizer and not self.adapters
-        return torch.promote_types(self.compute, torch.float32) if trained else self.compute
+        trained = self.config.optimizer and not self.loras
+        return torch.promote_types(self.compute_dtype, torch.float32) if trained else self.compute_dtype
 
-    def whole_model(self) -> BaseArchonModel:
+    def full_model(self) -> BaseArchonModel:
         """Returns the model with all layers, unparallelized, on the meta device: weights frozen if it has adapters."""
         with torch.device("meta"):
-            model = self.spec.model_class(self.args).to(self.masters)
+            model = self.spec.model_class(self.args).to(self.master_dtype)
             if self.args.image_format is not None and self.config.vision == "frozen":
                 model.visual.requires_grad_(False)
-            for named, sizes in self.adapters.items():
-                add_adapters(model, sizes, torch.promote_types(self.compute, torch.float32), named)
+            for lora_name, sizes in self.loras.items():
+                add_lora(model, sizes, torch.promote_types(self.compute_dtype, torch.float32), lora_name)
         return model
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
         """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
         config, blocks = self.config, self.config.fp8_blocks(self.args.n_layers)
         if config.deterministic or compile_enabled(config.compile, self.device.type):  # which is for a number of them
-            keep_threads()
-        model = self.whole_model()
+            use_all_threads()
+        model = self.full_model()
         remove(model)
         self.spec.parallelize_fn(
             model,
             self.layout.dims,
-            param_dtype=self.compute,
-            reduce_dtype=torch.promote_types(self.compute, torch.float32),
+            param_dtype=self.compute_dtype,
+            reduce_dtype=torch.promote_types(self.compute_dtype, torch.float32),
             cpu_offload=config.cpu_offload,
             reshard_after_forward_policy=config.reshard_after_forward,
             ac_config=config.activation_checkpoint,
@@ -102,7 +102,7 @@ class Build:
         plan, remove = self.layout.stages, self.spec.pipelining_fn or prune
         assert plan is not None
         return StagedModel(
-            plan, {stage: self.build_model(partial(remove, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
+            plan, {stage: self.build_model(partial(remove, plan=plan, stage=stage)) for stage in plan.rank_stages(rank)}
         )
 
     def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
@@ -113,35 +113,35 @@ class Build:
                 # DTensor warns that random numbers on CPU meshes may differ between ranks; each rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
-                self._init_weights(model, self.whole_model().initializers(), adapter.is_tied)
+                self._init_weights(model, self.full_model().initializers(), adapter.is_tied)
         if not self.config.init_from_scratch:
             load_hf_weights(model, adapter, self.config.path)
-        for named, shape in adapter_shapes(self.config).items():
+        for lora_name, shape in lora_specs(self.config).items():
             with torch.random.fork_rng(devices=gpus):
                 torch.manual_seed(shape.seed)
-                self._init_weights(model, initializers(self.whole_model(), shape.init, named), tied=False)
+                self._init_weights(model, initializers(self.full_model(), shape.init, lora_name), tied=False)
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, fills: Iterable[Fill], tied: bool) -> None:
         """Initialize weights independently of the layout: every rank draws all of them and keeps its parts."""
-        shapes = dict(self.whole_model().named_parameters(remove_duplicate=False))
+        shapes = dict(self.full_model().named_parameters(remove_duplicate=False))
         own = dict(model.named_parameters())
         for name, fill in fills:
             drawn = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
             fill(drawn)
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
             for parameter in (own[alias].detach() for alias in aliases & own.keys()):
-                local_tensor(parameter).copy_(drawn[own_part(parameter)])
+                local_tensor(parameter).copy_(drawn[local_region(parameter)])
 
 
-def adapter_shapes(config: EngineConfig) -> Mapping[str | None, AdapterShape]:
+def lora_specs(config: EngineConfig) -> Mapping[str | None, LoRASpec]:
     """Returns the adapters that are configured by name; None names the only one of a model without several."""
     if config.lora is None:
         return {}
-    return {None: config.lora} if config.lora.adapters is None else dict(config.lora.adapters.items())
+    return {None: config.lora} if config.lora.loras is None else dict(config.lora.loras.items())
 
 
-def balancing(config: EngineConfig) -> dict[str, bool]:
+def balancing_args(config: EngineConfig) -> dict[str, bool]:
     """Returns the model argument that adds a balancing bias to routers, if the config needs one."""
     return {"balance_by_bias": True} if config.router_bias_update_rate else {}
 
@@ -210,12 +210,12 @@ def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -
         )
 
 
-def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) -> None:
+def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize]) -> None:
     """Raise LayoutError for a pipeline's stage without an adapter, which would have nothing to train."""
-    if not adapters or layout.stages is None:
+    if not loras or layout.stages is None:
         return
     # layers.3.attention.wq.weight; a tower's matrices are on the first stage
-    adapted = {0 if name.startswith(TOWER) else int(name.split(".")[1]) for name in adapters}
+    adapted = {0 if name.startswith(VISION_PREFIX) else int(name.split(".")[1]) for name in loras}
     for stage, (first, after) in enumerate(layout.stages.layers):
         if not adapted & {*range(first, after)}:
             raise LayoutError(
@@ -224,9 +224,9 @@ def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) ->
             )
 
 
-def lora_sizes(adapter: BaseStateDictAdapter, config: AdapterShape) -> dict[str, AdapterSize]:
+def lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
     """Returns the adapters of a fresh configuration, or those of the folder that it names."""
-    return adapter_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
+    return resolve_lora_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
 
 
 def require_exportable(config: EngineConfig, name: str) -> None:
@@ -240,7 +240,7 @@ def require_exportable(config: EngineConfig, name: str) -> None:
     hf_config = read_hf_config(config.path)
     spec = get_model_spec(hf_config["model_type"], text_only=config.vision == "off")
     adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
-    for shape in adapter_shapes(config).values():
+    for shape in lora_specs(config).values():
         require_writable(adapter, lora_sizes(adapter, shape), shape.export_experts)
     if not config.router_bias_update_rate:
         return
@@ -257,16 +257,16 @@ def require_exportable(config: EngineConfig, name: str) -> None:
 def resolve_device(name: str) -> torch.device:
     """Returns the named device; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing one."""
     if name == "auto":
-        return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
+        return assign_gpu() if torch.cuda.is_available() else torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name) is None:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} was requested, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cuda" and started_processes() > 1:
+    if device.type == "cuda" and torchrun_world_size() > 1:
         if name != "cuda":
             raise ConfigError(f"device {name!r} is one GPU, and there are several processes; set device to cuda")
-        return own_gpu()
+        return assign_gpu()
     return device
 
 

@@ -24,10 +24,17 @@ from torch.distributed.tensor import DTensor
 
 from archon.engine.batch import PackedBatch, pack
 from archon.engine.engine import ArchonEngine
+from archon.engine.forkserver import forkserver_context, replace_environment
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.warm_processes import adopt_environment, warm_context
 from archon.models.layers.moe import Router
-from archon.parallel.collectives import CollectiveRecorder, Sum, Traffic, collective_group, collective_kind, group_names
+from archon.parallel.collectives import (
+    CollectiveRecorder,
+    CollectiveStats,
+    CollectiveType,
+    collective_group,
+    collective_kind,
+    group_names,
+)
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel
@@ -56,7 +63,7 @@ class RankReport:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    step: dict[Traffic, Sum]
+    step: dict[CollectiveType, CollectiveStats]
 
 
 def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> RankReport:
@@ -71,7 +78,7 @@ def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1
     if config.optimizer is None:
         raise ConfigError("a dry run takes a training step, and optimizer is null; leave it out")
     # torch caches meshes for the life of a process, and this one may have a process group already.
-    with ProcessPoolExecutor(1, warm_context(), adopt_environment, (dict(os.environ),)) as process:
+    with ProcessPoolExecutor(1, forkserver_context(), replace_environment, (dict(os.environ),)) as process:
         return process.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
@@ -122,7 +129,7 @@ def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBat
     return pack({"input_ids": ids * mask, "attention_mask": mask, "loss_mask": mask.long()})
 
 
-def rank_report(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> RankReport:
+def rank_report(engine: ArchonEngine, rank: int, step: Mapping[CollectiveType, CollectiveStats]) -> RankReport:
     """Returns what an engine that has taken a step holds on this rank."""
     own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
     assert engine.optimizer is not None
@@ -171,7 +178,7 @@ class FakeExecution(CollectiveRecorder):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             if kind := collective_kind(func.namespace, func._opname):
-                return _mirror(kind, func, args, kwargs)
+                return _fake_collective(kind, func, args, kwargs)
             return func(*args, **kwargs)
 
 
@@ -185,7 +192,7 @@ def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return not dtype.is_floating_point
 
 
-def _mirror(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _fake_collective(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the result of a collective of a real tensor among ranks that all hold the same."""
     if func.namespace == "c10d":
         result = func(*args, **kwargs)  # sends nothing

@@ -18,24 +18,25 @@ from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_dist
 from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
-from archon.checkpoint.peft_adapter import load_adapter, read_sizes
-from archon.checkpoint.peft_export import save_adapter
+from archon.checkpoint.peft.reader import load_lora, read_sizes
+from archon.checkpoint.peft.writer import save_lora
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
-from archon.engine.adapters import AdapterTraining, check_several_adapters
 from archon.engine.batch import PackedBatch, merge, unpack
 from archon.engine.build import (
-    Build,
-    adapter_shapes,
-    balancing,
+    ModelBuilder,
+    balancing_args,
     check_model,
     check_stages,
     delta_rule,
     lora_sizes,
+    lora_specs,
     resolve_device,
     use_deterministic_algorithms,
 )
+from archon.engine.full_weights import WeightGatherer
+from archon.engine.lora import LoRATrainer, check_multi_lora
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.optim import (
     LRSchedule,
@@ -56,33 +57,32 @@ from archon.engine.state import (
     rng_state,
     set_rng_state,
 )
-from archon.engine.threads import fit_threads
+from archon.engine.threads import adjust_threads
 from archon.engine.train_step import (
     Batch,
     BatchLoss,
+    ContextSharding,
     MicroBatchRunner,
-    TokenSplit,
-    adapter_shares,
+    lora_totals,
     micro_batches,
     total_weight,
 )
-from archon.engine.watchdog import StallWatch
-from archon.engine.whole_weights import WholeWeights
+from archon.engine.watchdog import StallWatchdog
 from archon.models import get_model_spec
-from archon.models.adapter_rows import NO_ADAPTER
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import adapters_off, is_adapter, share_frozen, with_adapters
-from archon.models.lora_targets import AdapterSize
-from archon.models.routed_experts import check_replay
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.layers.routed_experts import check_replay
+from archon.models.lora.mapping import NO_LORA
+from archon.models.lora.model import disable_lora, is_lora, merge_lora_weights, share_frozen
+from archon.models.lora.targets import LoRASize
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded, local_tensor
-from archon.parallel.gather import BUCKET_BYTES, whole_tensors
+from archon.parallel.gather import BUCKET_BYTES, full_tensors
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
@@ -115,9 +115,9 @@ class ArchonEngine:
     device: torch.device
     layout: ResolvedLayout
     ranks: Ranks
-    lora: Mapping[str, AdapterSize]
-    """The sizes of the only adapter, by matrix; empty without adapters, and with several, which are in `adapters`."""
-    adapters: dict[str, AdapterTraining]
+    lora: Mapping[str, LoRASize]
+    """The sizes of the only adapter, by matrix; empty without adapters, and with several, which are in `loras`."""
+    loras: dict[str, LoRATrainer]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
 
@@ -128,7 +128,7 @@ class ArchonEngine:
         self.step = 0
         """Calls of `train_batch` so far."""
         self.saver = Saver()
-        self.stall_watch = StallWatch(None)
+        self.stall_watch = StallWatchdog(None)
         """Writes every rank's stacks to its `folder` when a step takes longer than `config.stall_s`."""
         self._loaded_from: str | os.PathLike[str] | None = None if config.init_from_scratch else config.path
         """The Hugging Face checkpoint of the weights, from which an export copies what the model does not compute."""
@@ -160,7 +160,7 @@ class ArchonEngine:
             hf_config,
             is_critic=config.is_critic,
             attn_type=config.attn_type,
-            **balancing(config),
+            **balancing_args(config),
             **delta_rule(config, spec),
         )
         check_model(config, spec, args, self.device)
@@ -171,22 +171,22 @@ class ArchonEngine:
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
-        sizes = {name: lora_sizes(self.adapter, shape) for name, shape in adapter_shapes(config).items()}
+        sizes = {name: lora_sizes(self.adapter, shape) for name, shape in lora_specs(config).items()}
         for own in sizes.values():
             check_stages(self.layout, own)
         self.lora = sizes.get(None, {})
-        named = self._adapter_names = tuple(name for name in sizes if name is not None)
-        check_several_adapters(config, self.layout, total_steps, sizes)
-        build = self._build = Build(config, spec, args, self.layout, self.device, sizes)
-        backend = resolve_backend(config.attn_type, self.device, build.compute)
-        require_delta_rule(config.delta_rule, self.device, build.compute)
-        if config.optimizer and not named:
+        lora_names = self._lora_names = tuple(name for name in sizes if name is not None)
+        check_multi_lora(config, self.layout, total_steps, sizes)
+        build = self._builder = ModelBuilder(config, spec, args, self.layout, self.device, sizes)
+        backend = resolve_backend(config.attn_type, self.device, build.compute_dtype)
+        require_delta_rule(config.delta_rule, self.device, build.compute_dtype)
+        if config.optimizer and not lora_names:
             check_schedule(config.scheduler, total_steps)
         join_process_group(dims.world_size, self.device.type, config.timeout_s)
         if config.deterministic:
             use_deterministic_algorithms(self.device)
-        self.ranks = Ranks.of(dims)
-        tokens = TokenSplit(
+        self.ranks = Ranks.from_dims(dims)
+        tokens = ContextSharding(
             self.ranks, self.layout.context_parallel, config.attn_type, config.fp8_recipe == "tensorwise"
         )
         self.spec, self.args = spec, args
@@ -200,41 +200,47 @@ class ArchonEngine:
         self._runner: MicroBatchRunner | PipelineRunner
         if dims.pp_enabled:
             self.model = staged = build.build_stages(self.ranks.pp.rank)
-            pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
-            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline, named)
+            pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute_dtype, args.dim)
+            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline, lora_names)
         else:
             self.model = build.build_model()
             load = RouterLoad(self.model)
             self._runner = MicroBatchRunner(
-                self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef, adapters=named
+                self.model,
+                self.device,
+                tokens,
+                config.is_critic,
+                load,
+                config.router_aux_loss_coef,
+                lora_names=lora_names,
             )
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
             if not config.init_from_scratch:
-                ControlPlane.of_run().require_same(config.path, checkpoint_digest(config.path))
-        self.stall_watch = StallWatch(config.stall_s)
+                ControlPlane.world().require_same(config.path, checkpoint_digest(config.path))
+        self.stall_watch = StallWatchdog(config.stall_s)
         weakref.finalize(self, self.stall_watch.end)
         self._load_weights(sizes)
         self._is_sharded = is_sharded(self.model)
         self._make_optimizers(sizes, total_steps)
 
-    def _load_weights(self, sizes: Mapping[str | None, dict[str, AdapterSize]]) -> None:
+    def _load_weights(self, sizes: Mapping[str | None, dict[str, LoRASize]]) -> None:
         config = self.config
-        self._build.load_weights(self.model, self.adapter)
-        for name, shape in adapter_shapes(config).items():
+        self._builder.load_weights(self.model, self.adapter)
+        for name, shape in lora_specs(config).items():
             # A dry run, whose weights are not read, has the sizes of the folder's adapters alone.
             if shape.path is not None and not config.init_from_scratch:
-                load_adapter(shape.path, self.model, self.adapter, sizes[name], name)
+                load_lora(shape.path, self.model, self.adapter, sizes[name], name)
 
-    def _make_optimizers(self, sizes: Mapping[str | None, dict[str, AdapterSize]], total_steps: int | None) -> None:
+    def _make_optimizers(self, sizes: Mapping[str | None, dict[str, LoRASize]], total_steps: int | None) -> None:
         config = self.config
-        self.adapters = {
-            name: AdapterTraining(name, self.model, sizes[name], config, total_steps) for name in self._adapter_names
+        self.loras = {
+            name: LoRATrainer(name, self.model, sizes[name], config, total_steps) for name in self._lora_names
         }
         self._stepped: tuple[str, ...] = ()
         """The adapters that the last `train_batch` trained, until `step_lr_scheduler`."""
         self.optimizer = self.scheduler = None
-        if config.optimizer is not None and not self.adapters:
+        if config.optimizer is not None and not self.loras:
             self.optimizer = build_optimizer(self.model, config.optimizer)
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
@@ -247,7 +253,7 @@ class ArchonEngine:
 
     def meta_model(self) -> BaseArchonModel:
         """Returns the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
-        return self._build.whole_model()
+        return self._builder.full_model()
 
     @property
     def parallel_dims(self) -> ArchonParallelDims:
@@ -261,12 +267,12 @@ class ArchonEngine:
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `tokens_computed` (fewer where documents begin
         alike), `micro_batches`, `loss_weight` (the denominator), `skipped` (1 when the gradient was not finite: then no
-        weight or moment changed) and the loss function's metrics. With several adapters see `archon.engine.adapters`:
+        weight or moment changed) and the loss function's metrics. With several adapters see `archon.engine.lora`:
         `loss` is the sum of theirs, `lr` the largest, `skipped` how many were, and each has its own as `NAME/loss` and
         so on.
         """
-        if self.adapters:
-            return self._train_adapters(batch, loss_fn, loss_weight_fn, temperature)
+        if self.loras:
+            return self._train_loras(batch, loss_fn, loss_weight_fn, temperature)
         optimizer, scheduler, config = self._require_optimizer()
         with self.stall_watch.block():
             metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
@@ -281,10 +287,10 @@ class ArchonEngine:
             optimizer.zero_grad(set_to_none=True)
             self.step += 1
             self._skips.count(not finite, self.step, config.max_skipped_in_a_row)
-            heap.trim_if_grown("training")
+            heap.trim_heap_if_grown("training")
             return metrics | {"lr": scheduler.lr, "skipped": float(not finite)}
 
-    def _train_adapters(
+    def _train_loras(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> dict[str, float]:
         """Same as `train_batch`, of several adapters: each that has documents takes a step of its own."""
@@ -292,14 +298,14 @@ class ArchonEngine:
             self._require_optimizer()
         with self.stall_watch.block():
             metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
-            trained = [name for name in self.adapters if f"{name}/grad_norm" in metrics]
+            trained = [name for name in self.loras if f"{name}/grad_norm" in metrics]
             self.step += 1
             with phase("optimizer"):
                 for name in trained:
-                    metrics |= self.adapters[name].step(metrics[f"{name}/grad_norm"])
+                    metrics |= self.loras[name].step(metrics[f"{name}/grad_norm"])
             self._clear_gradients()
             self._stepped = tuple(trained)
-            heap.trim_if_grown("training")
+            heap.trim_heap_if_grown("training")
             of_all = {key: [metrics[f"{name}/{key}"] for name in trained] for key in ("lr", "skipped")}
             return metrics | {"lr": max(of_all["lr"]), "skipped": sum(of_all["skipped"])}
 
@@ -310,19 +316,19 @@ class ArchonEngine:
         loss_weight_fn: LossWeightFn,
         temperature: float = 1.0,
         *,
-        whole: bool = True,
+        full: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Computes the gradients of `train_batch`, before clipping; no weight changes. Every rank calls it.
 
         Returns the gradients of the parameters in this rank's pipeline stages by name, tied ones once, in the masters'
-        dtype: whole tensors, gathered from the ranks that share them, or with `whole=False` this rank's, as DTensors
+        dtype: whole tensors, gathered from the ranks that share them, or with `full=False` this rank's, as DTensors
         where they are sharded. Also returns `loss`, `grad_norm`, `tokens`, `micro_batches`, `loss_weight` and the loss
         function's metrics.
         """
         metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
-        return dict(whole_tensors(grads.items())) if whole else grads, metrics
+        return dict(full_tensors(grads.items())) if full else grads, metrics
 
     def _accumulate(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
@@ -330,7 +336,7 @@ class ArchonEngine:
         """Accumulate the batch's gradients in the parameters. Returns the metrics before the optimizer's step."""
         packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
-        shares = batch_loss.of_adapters or {}
+        shares = batch_loss.per_lora or {}
         if not self.model.training:
             self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
@@ -343,7 +349,7 @@ class ArchonEngine:
         with phase("optimizer"):
             norms = self._gradient_norms([share.name for share in shares.values()])
         replay = replay_metrics(self._runner.loads, self.ranks, self.device) if self.args.expert_layers else {}
-        counts = {"tokens": packed.n_tokens, "tokens_computed": sum(mb.n_computed for mb in parts)}
+        counts = {"tokens": packed.n_tokens, "tokens_computed": sum(mb.n_computed_tokens for mb in parts)}
         scalars = {name: torch.tensor(count) for name, count in counts.items()}
         metrics = self._runner.read(sums, norms | replay, **scalars)
         if replay and math.isnan(metrics["router_replay/share"]):
@@ -356,18 +362,18 @@ class ArchonEngine:
         self, parts: list[PackedBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> BatchLoss:
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
-        if not self.adapters:
+        if not self.loras:
             return BatchLoss(loss_fn, loss_weight_fn, weight, temperature)
 
-        def require_adapters() -> None:
-            if any(NO_ADAPTER in (mb.adapters or ()) for mb in parts):
+        def require_loras() -> None:
+            if any(NO_LORA in (mb.lora_ids or ()) for mb in parts):
                 raise BatchError(
-                    f"a document has adapter {NO_ADAPTER}, the base alone, whose weights are frozen, so that it has no "
+                    f"a document has adapter {NO_LORA}, the base alone, whose weights are frozen, so that it has no "
                     "loss; leave it out of the batch"
                 )
 
-        self.ranks.require_on_all(require_adapters, self.device)
-        shares = adapter_shares(parts, self._adapter_names, loss_weight_fn, self.ranks, self.device)
+        self.ranks.require_on_all(require_loras, self.device)
+        shares = lora_totals(parts, self._lora_names, loss_weight_fn, self.ranks, self.device)
         return BatchLoss(loss_fn, loss_weight_fn, weight, temperature, shares)
 
     def eval_batch(
@@ -379,7 +385,7 @@ class ArchonEngine:
         self.model.eval()
         sums = self._runner.evaluate(parts, batch_loss)
         metrics = self._runner.read(sums, {}, tokens=torch.tensor(packed.n_tokens))
-        for share in (batch_loss.of_adapters or {}).values():
+        for share in (batch_loss.per_lora or {}).values():
             metrics[f"{share.name}/loss_weight"] = share.weight
         return metrics | {"loss_weight": batch_loss.denominator}
 
@@ -400,18 +406,18 @@ class ArchonEngine:
         return logprobs, entropy
 
     @contextmanager
-    def without_adapters(self) -> Iterator[None]:
+    def without_lora(self) -> Iterator[None]:
         """Makes the engine score with the frozen weights alone, until the end of the block."""
-        with adapters_off(self.model):
+        with disable_lora(self.model):
             yield
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next optimizer step: of several adapters that of each that has taken one."""
-        if not self.adapters:
+        if not self.loras:
             self._require_optimizer()[1].step()
             return
         for name in self._stepped:
-            schedule = self.adapters[name].schedule
+            schedule = self.loras[name].schedule
             assert schedule is not None
             schedule.step()
         self._stepped = ()
@@ -432,48 +438,48 @@ class ArchonEngine:
         if dtype is not None:
             biases, wide = self.adapter.buffer_shapes, dtype
             weights = ((name, x if name in biases else x.to(torch.promote_types(x.dtype, wide))) for name, x in weights)
-        yield from with_adapters(weights, dict(self.adapter_weights()), self.lora)
+        yield from merge_lora_weights(weights, dict(self.lora_weights()), self.lora)
 
-    def adapter_weights(self, named: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def lora_weights(self, lora_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters.
 
-        Of several adapters one that is `named` is yielded with the names that it has where it is the only one.
+        Of several adapters one that is `lora_name` is yielded with the names that it has where it is the only one.
         """
-        if named is None:
-            yield from self._whole.adapters(is_adapter)
+        if lora_name is None:
+            yield from self._weight_gatherer.lora_weights(is_lora)
             return
-        names = self._adapter(named).names
-        for name, tensor in self._whole.adapters(names.__contains__):
+        names = self._lora_trainer(lora_name).names
+        for name, tensor in self._weight_gatherer.lora_weights(names.__contains__):
             yield names[name], tensor
 
-    def load_adapter(self, named: str, path: str | os.PathLike[str]) -> None:
+    def load_lora(self, lora_name: str, path: str | os.PathLike[str]) -> None:
         """Load one of several adapters from a folder in PEFT's format; its optimizer and schedule stay.
 
         Every rank calls it. Raises CheckpointError for an adapter of other sizes.
         """
-        own = self._adapter(named)
+        own = self._lora_trainer(lora_name)
         if read_sizes(path, self.adapter) != own.sizes:
             raise CheckpointError(
-                f"{os.fspath(path)} has other matrices, ranks or alphas than adapter {named!r} of this run; expected "
-                f"those of lora.adapters.{named}"
+                f"{os.fspath(path)} has other matrices, ranks or alphas than adapter {lora_name!r} of this run; "
+                f"expected those of lora.loras.{lora_name}"
             )
-        load_adapter(path, self.model, self.adapter, own.sizes, named)
+        load_lora(path, self.model, self.adapter, own.sizes, lora_name)
 
-    def _adapter(self, named: str) -> AdapterTraining:
-        if named not in self.adapters:
+    def _lora_trainer(self, lora_name: str) -> LoRATrainer:
+        if lora_name not in self.loras:
             raise ConfigError(
-                f"there is no adapter {named!r}; this model has {', '.join(self.adapters) or 'none with a name'}"
+                f"there is no adapter {lora_name!r}; this model has {', '.join(self.loras) or 'none with a name'}"
             )
-        return self.adapters[named]
+        return self.loras[lora_name]
 
     @property
-    def _whole(self) -> WholeWeights:
-        return WholeWeights(self.model, self._build, self.adapter.native_shapes, self.ranks.pp)
+    def _weight_gatherer(self) -> WeightGatherer:
+        return WeightGatherer(self.model, self._builder, self.adapter.native_shapes, self.ranks.pp)
 
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Same as `weights`, without adapters: of a model that has them, its frozen weights, not copied where this rank
         holds them whole."""
-        return self._whole.base(bucket_bytes)
+        return self._weight_gatherer.base(bucket_bytes)
 
     def hf_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor) for exports in `dtype`, see `weights`; by default gathered one by one.
@@ -508,7 +514,7 @@ class ArchonEngine:
         model = model_fingerprint(self.args)
         described: dict[str | None, Any] = {
             name: {matrix: asdict(size) for matrix, size in sizes.items()}
-            for name, sizes in self._build.adapters.items()
+            for name, sizes in self._builder.loras.items()
         }
         if not described:
             return model
@@ -521,7 +527,7 @@ class ArchonEngine:
         format: SaveFormat = "hf",
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
-        adapter: str | None = None,
+        lora: str | None = None,
     ) -> None:
         """Write the weights, or the whole state; every rank calls it.
 
@@ -533,10 +539,10 @@ class ArchonEngine:
             asynchronous: for `native`: copy to the CPU, and write in the background. Errors are raised by the next save
                 or by `wait_for_saves`.
             dtype: of an `hf` export, by default the masters'.
-            adapter: which of several adapters a `peft` export holds, in `path` itself.
+            lora: which of several adapters a `peft` export holds, in `path` itself.
         """
-        if adapter is not None and format != "peft":
-            raise ConfigError(f"adapter={adapter!r} names what format='peft' exports, and format is {format!r}")
+        if lora is not None and format != "peft":
+            raise ConfigError(f"lora={lora!r} names what format='peft' exports, and format is {format!r}")
         if format == "native":
             if dtype is not None:
                 raise ConfigError(f"format='native' keeps every dtype; dtype={dtype} belongs to format='hf'")
@@ -548,30 +554,35 @@ class ArchonEngine:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
-            self._save_adapters(path, adapter)
+            self._save_loras(path, lora)
             return
-        if self.adapters:
+        if self.loras:
             raise ConfigError(
-                f"format='hf' merges an adapter into the weights, and this model has {len(self.adapters)}; export them "
+                f"format='hf' merges an adapter into the weights, and this model has {len(self.loras)}; export them "
                 "with format='peft', and merge one by archon export"
             )
-        carry = False if self._loaded_from is None else self._loaded_from
+        passthrough = False if self._loaded_from is None else self._loaded_from
         text_only = self.config.vision == "off"
         save_hf_distributed(
-            path, self.hf_weights(dtype), like=self.config.path, dtype=dtype, carry=carry, text_only=text_only
+            path,
+            self.hf_weights(dtype),
+            like=self.config.path,
+            dtype=dtype,
+            passthrough=passthrough,
+            text_only=text_only,
         )
 
-    def _save_adapters(self, path: str | os.PathLike[str], named: str | None) -> None:
+    def _save_loras(self, path: str | os.PathLike[str], lora_name: str | None) -> None:
         if self.config.is_critic:
             raise ConfigError("format='peft' holds adapters and no value head; set format to 'native' or 'hf'")
-        shapes = adapter_shapes(self.config)
+        shapes = lora_specs(self.config)
         if not shapes:
             raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
-        for name in shapes if named is None else [self._adapter(named).name]:
-            folder = path if name is None or named is not None else os.path.join(path, name)
-            sizes, experts = self._build.adapters[name], shapes[name].export_experts
-            weights = dict(self.adapter_weights(name))
-            save_adapter(folder, self.adapter, sizes, weights, base=self._base, experts=experts)
+        for name in shapes if lora_name is None else [self._lora_trainer(lora_name).name]:
+            folder = path if name is None or lora_name is not None else os.path.join(path, name)
+            sizes, experts = self._builder.loras[name], shapes[name].export_experts
+            weights = dict(self.lora_weights(name))
+            save_lora(folder, self.adapter, sizes, weights, base=self._base, experts=experts)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""
@@ -612,8 +623,8 @@ class ArchonEngine:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
             state["scheduler"] = self.scheduler.state_dict()
             state["skipped_steps"] = self.skipped_steps
-        if self.adapters:
-            state["adapters"] = {name: own.state_dict(self.model) for name, own in self.adapters.items()}
+        if self.loras:
+            state["adapters"] = {name: own.state_dict(self.model) for name, own in self.loras.items()}
             state["stepped"] = list(self._stepped)
         return state
 
@@ -634,7 +645,7 @@ class ArchonEngine:
             load_optimizer_state(self.model, self.optimizer, state["optimizer"], self._known_names())
             self.scheduler.load_state_dict(state["scheduler"])
             self._skips.total = int(state["skipped_steps"])
-        for name, own in self.adapters.items():
+        for name, own in self.loras.items():
             own.load_state_dict(self.model, state["adapters"][name], self._known_names())
         self._stepped = tuple(state.get("stepped", ()))
         self.step, self.version = int(state["step"]), int(state["version"])
@@ -648,7 +659,7 @@ class ArchonEngine:
         """Returns the names in a state of the whole model; none where this rank holds all layers."""
         if isinstance(self.model, BaseArchonModel):
             return []
-        return list(model_state(self._build.whole_model()))
+        return list(model_state(self._builder.full_model()))
 
     def offload(self) -> None:
         """Free the device: drop gradients, move parameters and optimizer state to the CPU.
@@ -668,27 +679,27 @@ class ArchonEngine:
         if not self.config.cpu_offload:  # else the parameters are on the CPU anyway
             self.model.to(device)
         self.model.tie_weights()
-        for optimizer in (self.optimizer, *(own.optimizer for own in self.adapters.values())):
+        for optimizer in (self.optimizer, *(own.optimizer for own in self.loras.values())):
             for parameter, moments in optimizer.state.items() if optimizer is not None else ():
                 moments.update({key: x.to(local_tensor(parameter).device) for key, x in moments.items()})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        if not self.adapters:
+        if not self.loras:
             self.model.zero_grad(set_to_none=True)
             return
         # Nothing else is trained, and finding the many parameters takes longer than freeing their gradients.
-        for own in self.adapters.values():
+        for own in self.loras.values():
             for parameter in own.parameters:
                 parameter.grad = None
 
-    def _gradient_norms(self, adapters: Sequence[str]) -> dict[str, Tensor]:
-        """Returns `grad_norm`, that of the whole model's gradient, and `NAME/grad_norm` of several `adapters`: scalars
+    def _gradient_norms(self, loras: Sequence[str]) -> dict[str, Tensor]:
+        """Returns `grad_norm`, that of the whole model's gradient, and `NAME/grad_norm` of several `loras`: scalars
         on the device, the same on every rank."""
-        if adapters:  # nothing else is trained
-            norms = gradient_norms([self.adapters[name].parameters for name in adapters], self.ranks.pp)
-            of_each = {f"{name}/grad_norm": norm for name, norm in zip(adapters, norms.unbind(), strict=True)}
+        if loras:  # nothing else is trained
+            norms = gradient_norms([self.loras[name].parameters for name in loras], self.ranks.pp)
+            of_each = {f"{name}/grad_norm": norm for name, norm in zip(loras, norms.unbind(), strict=True)}
             return {"grad_norm": norms.square().sum().sqrt(), **of_each}
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
@@ -698,10 +709,10 @@ class ArchonEngine:
     @property
     def skipped_steps(self) -> int:
         """The number of steps so far that changed no weight, because their gradient was not finite."""
-        return self._skips.total + sum(own.skipped_steps for own in self.adapters.values())
+        return self._skips.total + sum(own.skipped_steps for own in self.loras.values())
 
     @property
-    def whole_model(self) -> BaseArchonModel:
+    def full_model(self) -> BaseArchonModel:
         """The model, if this rank holds all of its layers. Raises ConfigError in a pipeline."""
         if not isinstance(self.model, BaseArchonModel):
             raise ConfigError(f"layout {self.config.layout}: a pipeline's rank holds only a part of the model's layers")
@@ -709,7 +720,7 @@ class ArchonEngine:
 
     def _split(self, batch: Batch, temperature: float = 1.0) -> tuple[Any, list[Any]]:
         if self.device.type == "cpu":
-            fit_threads()
+            adjust_threads()
 
         def prepare() -> tuple[Any, list[Any]]:
             self._check_usable()
@@ -720,7 +731,7 @@ class ArchonEngine:
                 share_prefixes=self._share_prefixes,
                 every_token=bool(self.args.expert_layers) or self.config.is_critic,
                 sort=self._sort_documents,
-                n_adapters=len(self.adapters) or None,
+                n_loras=len(self.loras) or None,
                 image_format=self.args.image_format,
             )
             if packed.routed_experts is not None:

@@ -18,32 +18,32 @@ from pathlib import Path
 GROWTH, EXTRA_BYTES = 1.25, 64 << 20
 
 # The bytes that may be held now; and by kind of work, the bytes held before its last trim, until its next step.
-_allowed = 0.0
-_held_before: dict[str, int] = {}
+_trim_threshold = 0.0
+_bytes_before_trim: dict[str, int] = {}
 
 
-def trim_if_grown(work: str) -> bool:
+def trim_heap_if_grown(work: str) -> bool:
     """Return the heap's free pages to the system if this process holds a quarter more than its steps need.
 
     Called after a step of `work`; no effect without glibc. A step needs what is held both after the step that trimmed
     the heap and after the next one of the same work. Returns whether the heap was trimmed.
     """
-    global _allowed
+    global _trim_threshold
     trim = _malloc_trim()
     if trim is None:
         return False
     held = _resident_bytes()
-    before = _held_before.pop(work, None)
+    before = _bytes_before_trim.pop(work, None)
     if before is not None:
-        _allowed = max(_allowed, _with_growth(min(held, before)))
-    if held <= _allowed:
+        _trim_threshold = max(_trim_threshold, _threshold_for(min(held, before)))
+    if held <= _trim_threshold:
         return False
     trim(0)
-    _allowed, _held_before[work] = _with_growth(_resident_bytes()), held
+    _trim_threshold, _bytes_before_trim[work] = _threshold_for(_resident_bytes()), held
     return True
 
 
-def _with_growth(held: int) -> float:
+def _threshold_for(held: int) -> float:
     return GROWTH * held + EXTRA_BYTES
 
 

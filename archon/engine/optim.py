@@ -15,12 +15,12 @@ from torch.optim import AdamW, Optimizer
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
-from archon.parallel.torch_parts import require_parts
+from archon.parallel.torch_parts import require_private_apis
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError, UserError
 
-PARTS = ("torch._foreach_norm", "torch._foreach_mul_")
-require_parts("gradient clipping", PARTS)
+PRIVATE_APIS = ("torch._foreach_norm", "torch._foreach_mul_")
+require_private_apis("gradient clipping", PRIVATE_APIS)
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | Non
     ranks_of = cache(lambda group: group.ranks)
     by_ranks: dict[tuple[tuple[int, ...], ...], tuple[list[Group], list[list[Tensor]]]] = {}
     for owner, grad in grads:
-        groups = [group for group in _holders(grad) if group.size > 1]
+        groups = [group for group in _shard_groups(grad) if group.size > 1]
         _, parts = by_ranks.setdefault(tuple(map(ranks_of, groups)), (groups, [[] for _ in owners]))
         parts[owner] += _chunks(local_tensor(grad))
     # 2. Sum their squares, with one collective per group.
@@ -108,13 +108,13 @@ def _chunks(grad: Tensor) -> Sequence[Tensor]:
     return grad.flatten().split(NORM_CHUNK) if grad.is_cpu and grad.numel() > NORM_CHUNK else (grad,)
 
 
-def _holders(grad: Tensor) -> tuple[Group, ...]:
+def _shard_groups(grad: Tensor) -> tuple[Group, ...]:
     """Returns the groups over which a gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
     sharded = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    return tuple(Group.of_process_group(mesh.get_group(dim)) for dim in sharded)
+    return tuple(Group.from_process_group(mesh.get_group(dim)) for dim in sharded)
 
 
 @torch.no_grad()

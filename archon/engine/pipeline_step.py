@@ -12,7 +12,7 @@ from torch import Tensor
 
 from archon.engine.batch import PackedBatch
 from archon.engine.router_balance import RouterLoad
-from archon.engine.train_step import BatchLoss, MetricSums, MicroBatchRunner, TokenSplit
+from archon.engine.train_step import BatchLoss, ContextSharding, MetricSums, MicroBatchRunner
 from archon.parallel.comm import Group
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor, reshard
@@ -34,34 +34,34 @@ class PipelineRunner:
         self,
         model: StagedModel,
         device: torch.device,
-        tokens: TokenSplit,
+        tokens: ContextSharding,
         is_critic: bool,
         pipeline: Pipeline,
-        adapters: tuple[str, ...] = (),
+        lora_names: tuple[str, ...] = (),
     ) -> None:
         self.model, self.device, self.tokens, self.pipeline = model, device, tokens, pipeline
         self.ranks = tokens.ranks
         self.stages = {
-            number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage), adapters=adapters)  # type: ignore[arg-type]
+            number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage), lora_names=lora_names)  # type: ignore[arg-type]
             for number, stage in zip(model.numbers, model.stages, strict=True)
         }
         self.loads = [stage.load for stage in self.stages.values()]
         self.last_stage = model.plan.n_stages - 1
-        self.last_rank = model.plan.rank_of(self.last_stage)
+        self.last_rank = model.plan.stage_rank(self.last_stage)
         self.is_last = self.last_stage in self.stages
-        self._plane = ControlPlane.of_group(self.ranks.pp, device)
+        self._plane = ControlPlane.from_group(self.ranks.pp, device)
         self._tied_ranks = _tied_group(model, self.ranks, device)
 
     def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
         """Same as `MicroBatchRunner.accumulate`; the sums are empty except on the last stage's ranks."""
-        sums, fuse = MetricSums.of(loss, self.device), self.model.plan.schedule not in SPLIT_BACKWARD
+        sums, fuse = MetricSums.empty(loss, self.device), self.model.plan.schedule not in SPLIT_BACKWARD
         self._run(self.pipeline.backward, parts, lambda runner, mb: runner.loss(mb, loss, sums, fuse=fuse))
         self._reduce_tied()
         return sums
 
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
         """Same as `MicroBatchRunner.evaluate`; the sums are empty except on the last stage's ranks."""
-        sums = MetricSums.of(loss, self.device)
+        sums = MetricSums.empty(loss, self.device)
         self._run(self.pipeline.forward, parts, lambda runner, mb: runner.loss(mb, loss, sums))
         return sums
 
@@ -117,7 +117,7 @@ class PipelineRunner:
         count = self.model.plan.micro_batches(count) if trains else count
         min_tokens = max(self.tokens.rows(mb) for mb in parts)
         first = next(iter(self.stages.values()))
-        batches = [mb.to(self.device) for mb in first.with_towers(parts, count)]
+        batches = [mb.to(self.device) for mb in first.with_vision_flags(parts, count)]
 
         def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             idle, mb = index >= len(parts), batches[index]
@@ -126,7 +126,7 @@ class PipelineRunner:
                 if stage < self.last_stage:
                     out = runner.hidden(mb)
                 else:
-                    out = runner.idle(mb) if idle else finish(runner, mb)
+                    out = runner.run_idle(mb) if idle else finish(runner, mb)
             if not idle:
                 runner.load.add()
             return out
@@ -158,7 +158,7 @@ def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group
     args: Any = model.stages[0].args
     if not args.tie_word_embeddings or args.is_critic:
         return None
-    ends = sorted({model.plan.rank_of(0), model.plan.rank_of(model.plan.n_stages - 1)})
+    ends = sorted({model.plan.stage_rank(0), model.plan.stage_rank(model.plan.n_stages - 1)})
     if len(ends) == 1:
         return SOLO
     if len(ends) == ranks.pp.size:
@@ -169,4 +169,4 @@ def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group
     dist.all_gather(everyone, mine)
     pairs = tuple(sorted({tuple(pair.tolist()) for pair in everyone}))
     own = shared_group(default_group(), "tied_ends", pairs)
-    return SOLO if own is None else Group.of_process_group(own)
+    return SOLO if own is None else Group.from_process_group(own)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.train_step import Batch
-from archon.schema.config import EngineConfig, derived_reference
+from archon.schema.config import EngineConfig, derive_reference
 
 
 class FrozenBase:
@@ -18,7 +18,7 @@ class FrozenBase:
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
         """See `ArchonEngine.forward_batch`."""
-        with self.engine.without_adapters():
+        with self.engine.without_lora():
             return self.engine.forward_batch(batch, temperature, only_trained=only_trained)
 
 
@@ -31,7 +31,7 @@ def open_reference(engine: ArchonEngine, config: EngineConfig) -> Reference:
     It is the engine's base, without a second copy of the weights, where the engine has adapters and the reference
     differs from it in nothing else; otherwise an engine of its own, which is loaded.
     """
-    if engine.lora and config == derived_reference(engine.config, {}, "ref"):
+    if engine.lora and config == derive_reference(engine.config, {}, "ref"):
         return FrozenBase(engine)
     reference = ArchonEngine(config)
     reference.initialize()

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from archon.checkpoint.safetensors_file import LazyTensor, full_region
 from archon.checkpoint.state_tree import Shard, select_region
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import is_adapter
-from archon.parallel.fsdp import local_tensor, own_part
+from archon.models.lora.model import is_lora
+from archon.parallel.fsdp import local_region, local_tensor
 from archon.parallel.pipeline import StagedModel
 from archon.schema.errors import CheckpointError
 
@@ -24,16 +24,16 @@ EMBEDDING = "tok_embeddings.weight"
 NUMPY_STATE = ("kind", "keys", "position", "has_gauss", "cached")
 
 
-def held(tensor: Tensor) -> Tensor | Shard:
+def local_shard(tensor: Tensor) -> Tensor | Shard:
     """Returns this rank's part of a parameter or a moment, with its region of the whole; not a copy."""
-    region = own_part(tensor)
+    region = local_region(tensor)
     local = local_tensor(tensor.detach())
     return local if region == full_region(tensor.shape) else Shard(local, tuple(tensor.shape), region)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor | Shard]:
     """Returns this rank's part of parameters, tied ones once as the embedding, and of balancing biases; not copies."""
-    return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
+    return {_source(model, name): local_shard(tensor) for name, tensor in _tensors(model).items()}
 
 
 @torch.no_grad()
@@ -60,14 +60,14 @@ def load_model_state(
                 f"expected {tensor.dtype} {tuple(tensor.shape)}; it belongs to another model or dtype"
             )
     for name, tensor in own.items():
-        local_tensor(tensor).copy_(select_region(state[sources[name]], own_part(tensor), f"parameter {name!r}"))
+        local_tensor(tensor).copy_(select_region(state[sources[name]], local_region(tensor), f"parameter {name!r}"))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Shard]]:
     """Returns moments and step count by parameter name, not copies; empty before the first step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        _source(model, names[id(parameter)]): {key: held(value) for key, value in values.items()}
+        _source(model, names[id(parameter)]): {key: local_shard(value) for key, value in values.items()}
         for parameter, values in optimizer.state.items()
     }
 
@@ -101,16 +101,16 @@ def load_optimizer_state(
                     f"expected {tuple(parameter.shape)}; it belongs to another model"
                 )
             own[key] = torch.empty_like(parameter)
-            local_tensor(own[key]).copy_(select_region(value, own_part(parameter), what))
+            local_tensor(own[key]).copy_(select_region(value, local_region(parameter), what))
         optimizer.state[parameter] = own
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of a model's state by name: of a model with adapters those that are not frozen."""
     parameters = dict(model.named_parameters())
-    has_adapters = any(map(is_adapter, parameters))
-    held = {name: p.detach() for name, p in parameters.items() if p.requires_grad or not has_adapters}
-    return held if has_adapters else held | expert_biases(model)
+    has_lora = any(map(is_lora, parameters))
+    held = {name: p.detach() for name, p in parameters.items() if p.requires_grad or not has_lora}
+    return held if has_lora else held | expert_biases(model)
 
 
 def _source(model: nn.Module, name: str) -> str:
@@ -159,8 +159,8 @@ def _devices() -> list[int]:
     return [torch.cuda.current_device()] if several else [*range(torch.cuda.device_count())]
 
 
-def _check_names(what: str, expected: Collection[str], given: Collection[str], known: Collection[str]) -> None:
-    missing, extra = sorted({*expected} - {*given}), sorted({*given} - {*expected, *known})
+def _check_names(what: str, expected: Collection[str], actual: Collection[str], known: Collection[str]) -> None:
+    missing, extra = sorted({*expected} - {*actual}), sorted({*actual} - {*expected, *known})
     if missing or extra:
         lacks = [f"lacks {', '.join(missing[:3])}"] if missing else []
         differences = [*lacks, f"has {', '.join(extra[:3])} in addition"] if extra else lacks

@@ -29,97 +29,97 @@ class Load(NamedTuple):
     Attributes:
         processors: on how many it may run.
         busy: seconds in which they were, in total.
-        own: seconds of the process.
+        process: seconds of the process.
     """
 
     processors: int
     busy: float
-    own: float
+    process: float
 
 
-def fit_threads() -> None:
+def adjust_threads() -> None:
     """Lets the calling thread compute with as many of torch's threads as there are processors free for them.
 
     At least one, and at most as many as torch had at the first call. What else runs is looked up at a call, every 2 s
     at most, and the larger number of two looks holds: many programs only start. No effect where the environment has
-    `OMP_NUM_THREADS`, after `torch.set_num_threads` or `keep_threads`, nor elsewhere than on Linux.
+    `OMP_NUM_THREADS`, after `torch.set_num_threads` or `use_all_threads`, nor elsewhere than on Linux.
     """
-    _PROCESS.fit()
+    _PROCESS.adjust()
 
 
-def keep_threads() -> None:
+def use_all_threads() -> None:
     """Lets this process compute with all of torch's threads from now on, whatever else runs."""
-    _PROCESS.keep()
+    _PROCESS.use_all()
 
 
-class FittingThreads:
+class ThreadController:
     """The number of threads of a process.
 
     Args:
-        look: returns the load now. Raises OSError, ValueError or AttributeError where nothing tells it.
+        measure_load: returns the load now. Raises OSError, ValueError or AttributeError where nothing tells it.
         clock: returns the time in seconds.
     """
 
-    def __init__(self, look: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
-        self._look_up, self._clock = look, clock
+    def __init__(self, measure_load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
+        self._measure_load, self._clock = measure_load, clock
         self._lock = threading.Lock()
         self._set = threading.local()  # .count: the number that this class has given the thread
-        self._most = self._count = self._free = 0  # 0: not asked yet
-        self._looks = True
-        self._chosen = False  # by somebody else
+        self._max_threads = self._count = self._free = 0  # 0: not asked yet
+        self._can_measure = True
+        self._is_overridden = False  # by somebody else
         self._last, self._last_load = 0.0, Load(0, 0.0, 0.0)
 
-    def fit(self) -> None:
-        """Same as `fit_threads`."""
+    def adjust(self) -> None:
+        """Same as `adjust_threads`."""
         with self._lock:
-            if self._chosen:
+            if self._is_overridden:
                 return
             found = torch.get_num_threads()
-            if not self._most:
-                self._begin(found)
-            elif found != getattr(self._set, "count", found) or found > self._most:
-                self._chosen = True
-            elif self._looks and self._clock() - self._last >= SECONDS:
-                self._look()
-            if not self._chosen:
-                self._give(found)
+            if not self._max_threads:
+                self._initialize(found)
+            elif found != getattr(self._set, "count", found) or found > self._max_threads:
+                self._is_overridden = True
+            elif self._can_measure and self._clock() - self._last >= SECONDS:
+                self._update_load()
+            if not self._is_overridden:
+                self._set_threads(found)
 
-    def keep(self) -> None:
-        """Same as `keep_threads`."""
+    def use_all(self) -> None:
+        """Same as `use_all_threads`."""
         with self._lock:
-            self._looks, self._count = False, self._most
-            if self._most and not self._chosen:
-                self._give(torch.get_num_threads())
+            self._can_measure, self._count = False, self._max_threads
+            if self._max_threads and not self._is_overridden:
+                self._set_threads(torch.get_num_threads())
 
-    def _give(self, found: int) -> None:
+    def _set_threads(self, found: int) -> None:
         if found != self._count:
             torch.set_num_threads(self._count)
         self._set.count = self._count
 
-    def _begin(self, threads: int) -> None:
-        self._most = self._count = self._free = threads
-        self._chosen = "OMP_NUM_THREADS" in os.environ
+    def _initialize(self, threads: int) -> None:
+        self._max_threads = self._count = self._free = threads
+        self._is_overridden = "OMP_NUM_THREADS" in os.environ
         try:
-            self._last, self._last_load = self._clock(), self._look_up()
+            self._last, self._last_load = self._clock(), self._measure_load()
         except (OSError, ValueError, AttributeError):  # not Linux, or /proc is hidden
-            self._looks = False
+            self._can_measure = False
 
-    def _look(self) -> None:
+    def _update_load(self) -> None:
         then, before, free_before = self._last, self._last_load, self._free
         try:
-            now, load = self._clock(), self._look_up()
+            now, load = self._clock(), self._measure_load()
         except (OSError, ValueError):
             return
-        others = max(0.0, (load.busy - before.busy) - (load.own - before.own)) / (now - then)
+        others = max(0.0, (load.busy - before.busy) - (load.process - before.process)) / (now - then)
         self._last, self._last_load = now, load
-        self._free = min(max(round(load.processors - others), 1), self._most)
+        self._free = min(max(round(load.processors - others), 1), self._max_threads)
         count = max(free_before, self._free)
         if count != self._count:
             logger.info("%d threads instead of %d: others use %.1f processors", count, self._count, others)
             self._count = count
 
 
-def load_of_process() -> Load:
+def process_load() -> Load:
     """Returns the load of this process's processors, without what runs niced unless it is so itself: that gives way.
 
     Raises OSError or ValueError where /proc/stat does not tell, AttributeError elsewhere than on Linux.
@@ -134,8 +134,8 @@ def load_of_process() -> Load:
             ticks += user + system + interrupts + soft + niced * nice
     if mine:
         raise ValueError(f"/proc/stat has no {' '.join(sorted(mine))}")
-    own = os.times()
-    return Load(processors, ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system)
+    process = os.times()
+    return Load(processors, ticks / os.sysconf("SC_CLK_TCK"), process.user + process.system)
 
 
-_PROCESS = FittingThreads(load_of_process)
+_PROCESS = ThreadController(process_load)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from archon.parallel.torch_groups import store_of_run
+from archon.parallel.torch_groups import run_store
 
 POLL_S = 1.0
 """Seconds between a rank's looks at whether another has reported a stall."""
@@ -23,7 +23,7 @@ POLL_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class StallWatch:
+class StallWatchdog:
     """Writes stacks to rankN.txt in a folder: this rank's when its own block takes longer than `seconds`, and those of
     all ranks then, the one that is busy or asleep elsewhere included.
 
@@ -50,8 +50,8 @@ class StallWatch:
         self._thread: threading.Thread | None = None
         if seconds is not None and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
-            self._reports = dist.PrefixStore(f"archon stalls {next(self._numbers)}", store_of_run())
-            self._thread = threading.Thread(target=self._look, name="archon stall watch", daemon=True)
+            self._reports = dist.PrefixStore(f"archon stalls {next(self._numbers)}", run_store())
+            self._thread = threading.Thread(target=self._watch_reports, name="archon stall watch", daemon=True)
             self._thread.start()
 
     @property
@@ -84,7 +84,7 @@ class StallWatch:
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout=2 * POLL_S)
 
-    def _look(self) -> None:
+    def _watch_reports(self) -> None:
         """Report this rank's stall and write its stacks at each report, until `end` or the run's store is gone."""
         stalls = 0
         try:

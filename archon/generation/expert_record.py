@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
-from archon.models.routed_experts import record_sizes, stored_dtype, unknown
+from archon.models.layers.routed_experts import routed_experts_dtype, routed_experts_sizes, unknown_expert_id
 from archon.schema.errors import RolloutError
 
 Experts = np.ndarray
@@ -43,7 +43,7 @@ class Recorder:
     """Reads the experts that the model's last forward chose, for a generator."""
 
     def __init__(self, model: BaseArchonModel) -> None:
-        self._model, self._dtype = model, stored_dtype(model.args)
+        self._model, self._dtype = model, routed_experts_dtype(model.args)
 
     def experts(self, rows: int) -> Experts:
         """Returns those of the first `rows` tokens."""
@@ -52,10 +52,10 @@ class Recorder:
         return experts
 
 
-def of_server(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
+def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
     """Returns the experts of the first `count` tokens as they are stored, from what a server reported: integers
     [n, L, k], of all layers or of those with experts. Raises RolloutError where they are not of this model."""
-    layers, top_k, n_experts = record_sizes(args)
+    layers, top_k, n_experts = routed_experts_sizes(args)
     if reported.ndim == 3 and reported.shape[1] == args.n_layers:
         reported = reported[:, list(args.expert_layers)]
     shape = "×".join(map(str, reported.shape))
@@ -66,11 +66,11 @@ def of_server(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
         )
     if reported.dtype.kind not in "iu" or (reported.size and not 0 <= reported.min() <= reported.max() < n_experts):
         raise RolloutError(f"the reported experts are no numbers from 0 to {n_experts - 1}")
-    stored: Experts = torch.from_numpy(reported[:count].astype(np.int32)).to(stored_dtype(args)).numpy()
+    stored: Experts = torch.from_numpy(reported[:count].astype(np.int32)).to(routed_experts_dtype(args)).numpy()
     return stored
 
 
-def joined(known: Experts | None, answer: Experts | None) -> Experts | None:
+def join_records(known: Experts | None, answer: Experts | None) -> Experts | None:
     """Returns the experts of the first tokens that are known, then those that another answer, of the same tokens and
     more, adds."""
     if known is None or answer is None:
@@ -78,14 +78,14 @@ def joined(known: Experts | None, answer: Experts | None) -> Experts | None:
     return np.concatenate((known, answer[len(known) :]))
 
 
-def padded(records: list[Experts | None], length: int) -> torch.Tensor | None:
+def pad_records(records: list[Experts | None], length: int) -> torch.Tensor | None:
     """Returns records of documents as a column [B, length, L, k], with the number for unknown tokens after each; None
     where there is none."""
     given = [record for record in records if record is not None]
     if not given:
         return None
     dtype = torch.from_numpy(given[0]).dtype
-    column = np.full((len(records), length, *given[0].shape[1:]), unknown(dtype), given[0].dtype)
+    column = np.full((len(records), length, *given[0].shape[1:]), unknown_expert_id(dtype), given[0].dtype)
     for row, record in zip(column, records, strict=True):
         if record is not None:
             row[: len(record)] = record

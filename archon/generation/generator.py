@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.checkpoint.adapter_export import Adapters
+from archon.checkpoint.peft.export import LoRAWeights
 from archon.engine import heap
-from archon.engine.threads import fit_threads
-from archon.generation.adapters import AdapterTable
+from archon.engine.threads import adjust_threads
 from archon.generation.expert_record import ExpertRecord, Experts, Recorder
-from archon.generation.pictures import PictureRows, PromptPictures
-from archon.generation.requests import answer_limit, stop_ids
+from archon.generation.images import ImageFeatureCache, PromptImages
+from archon.generation.lora import LoRAManager
+from archon.generation.requests import max_answer_tokens, stop_ids
 from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.seeds import request_seed
 from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
-from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
-from archon.models.attention.paged_cache import PagedCache
-from archon.models.base import BaseArchonModel, given_inputs
-from archon.models.vision.images import Picture
+from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.decode.paged_cache import PagedCache
+from archon.models.base import BaseArchonModel, drop_none
+from archon.models.vision.images import ProcessedImage
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError, RolloutError
 
@@ -65,9 +65,9 @@ def _round_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _adapter_key(sequence: Sequence) -> int:
+def _lora_key(sequence: Sequence) -> int:
     """Returns a key by which sequences of one adapter lie together, and those without one are last."""
-    return sys.maxsize if sequence.adapter is None else sequence.adapter.key
+    return sys.maxsize if sequence.lora is None else sequence.lora.key
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
@@ -85,7 +85,9 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
     return distinct, duplicates, duplicate_rows
 
 
-def _broken_sequences(spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None) -> list[Sequence]:
+def _nonfinite_sequences(
+    spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None
+) -> list[Sequence]:
     """Returns the sequences for whose tokens their adapters compute what is not finite.
 
     Args:
@@ -100,7 +102,7 @@ def _broken_sequences(spans: list[tuple[Sequence, int]], hidden: Tensor, overflo
     if overflowed is not None:
         wrong |= overflowed
     broken = list(dict.fromkeys(owners[row] for row in wrong.nonzero()[:, 0].tolist()))
-    if any(sequence.adapter is None for sequence in broken):
+    if any(sequence.lora is None for sequence in broken):
         raise NotFiniteError("hidden states of the model are not finite; check the model's weights")
     return broken
 
@@ -187,11 +189,11 @@ class Generator:
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
-        self.adapters = AdapterTable(model)
+        self.lora_manager = LoRAManager(model)
         self.recorder: Recorder | None = None
-        self.picture_rows = PictureRows(model, cache.device)
-        self._last_pictures: PromptPictures | None = None
-        self._growing_ropes = [rope for rope in model.args.ropes if rope.scaling.depends_on_length]
+        self.image_cache = ImageFeatureCache(model, cache.device)
+        self._last_images: PromptImages | None = None
+        self._length_dependent_ropes = [rope for rope in model.args.ropes if rope.scaling.depends_on_length]
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -210,13 +212,13 @@ class Generator:
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
 
-        Raises RolloutError for a request that can never be answered, UnknownAdapterError for one that names an adapter
+        Raises RolloutError for a request that can never be answered, UnknownLoRAError for one that names an adapter
         that is not loaded.
         """
         g, prompt = request.gconfig, request.input_ids
-        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
+        lora = None if request.lora is None else self.lora_manager.find(request.lora)
         vocab_size = self.model.args.vocab_size
-        limit = answer_limit(request, vocab_size, self.max_seq_len, "the engine's max_seq_len")
+        limit = max_answer_tokens(request, vocab_size, self.max_seq_len, "the engine's max_seq_len")
         sequence = Sequence(
             request=request,
             limit=limit,
@@ -224,9 +226,9 @@ class Generator:
             stop_ids=frozenset(stop_ids(g, self.eos_token_ids, vocab_size)),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
-            adapter=adapter,
+            lora=lora,
             experts=None if self.recorder is None else ExpertRecord(),
-            pictures=self.pictures_of(prompt, request.image_data or (), f"request {request.rid}"),
+            images=self.prompt_images(prompt, request.image_data or (), f"request {request.rid}"),
         )
         pages = self.scheduler.pages_for(sequence.max_cached)
         if pages > self.cache.n_pages:
@@ -237,14 +239,14 @@ class Generator:
             )
         self._check_rope(sequence)
         self.submitted += 1
-        if adapter is not None:
-            self.adapters.begin(adapter, len(prompt))
-        if sequence.pictures is not None:
-            self.picture_rows.begin(sequence.pictures.pictures)
+        if lora is not None:
+            self.lora_manager.begin(lora, len(prompt))
+        if sequence.images is not None:
+            self.image_cache.begin(sequence.images.images)
         self.scheduler.submit(sequence)
         return sequence
 
-    def pictures_of(self, tokens: list[int], pictures: Collection[Picture], what: str) -> PromptPictures | None:
+    def prompt_images(self, tokens: list[int], images: Collection[ProcessedImage], what: str) -> PromptImages | None:
         """Returns the pictures of a prompt; None for one of text.
 
         Raises RolloutError, which begins with `what`, for pictures that are not those of its placeholders or of this
@@ -252,14 +254,14 @@ class Generator:
         """
         image = self.model.args.image_format
         if image is None:
-            if pictures:
+            if images:
                 raise RolloutError(f"{what}: image_data was given to a text model")
             return None
-        if not pictures and image.token not in tokens:
+        if not images and image.token not in tokens:
             return None
         # The n answers to a prompt are asked for one after another.
-        if (last := self._last_pictures) is None or not last.are_of(tokens, pictures):
-            last = self._last_pictures = PromptPictures.of(tokens, [*pictures], image, what)
+        if (last := self._last_images) is None or not last.matches_prompt(tokens, images):
+            last = self._last_images = PromptImages.of(tokens, [*images], image, what)
         return last
 
     def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
@@ -276,7 +278,7 @@ class Generator:
     def _check_rope(self, sequence: Sequence) -> None:
         """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
         longest = len(sequence.prompt) + sequence.limit
-        for rope in self._growing_ropes:
+        for rope in self._length_dependent_ropes:
             scaling = rope.scaling
             bound = scaling.original_max_seq_len if scaling.kind == "longrope" else rope.max_seq_len
             assert bound is not None
@@ -292,7 +294,7 @@ class Generator:
         """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
         started = time.perf_counter()
         if self.device.type == "cpu":
-            fit_threads()
+            adjust_threads()
         step = self.scheduler.plan()
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)
@@ -303,24 +305,24 @@ class Generator:
             self._sample(sampled)
         self.stats.steps += 1
         if self.stats.steps % _STEPS_BETWEEN_TRIMS == 0:
-            heap.trim_if_grown("generation")
+            heap.trim_heap_if_grown("generation")
         self.stats.seconds += time.perf_counter() - started
 
     def _forward(self, step: Step, sampled: _SampleBatch) -> None:
         chunks = step.chunks
-        decode, duplicates, duplicate_rows = _dedupe_rows(sorted(step.decode, key=_adapter_key))
+        decode, duplicates, duplicate_rows = _dedupe_rows(sorted(step.decode, key=_lora_key))
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
-        prefill_chunks, pictured = [], []
+        prefill_chunks, image_chunks = [], []
         for chunk in chunks:
             sequence = chunk.sequence
-            pictured.append((sequence.pictures, chunk.start, chunk.stop, len(tokens)))
+            image_chunks.append((sequence.images, chunk.start, chunk.stop, len(tokens)))
             tokens += sequence.tokens(chunk.start, chunk.stop)
             prefill_chunks.append(
                 PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total, sequence.state)
             )
-            if sequence.pictures is not None:
-                prefill_chunks[-1].positions = sequence.pictures.positions_of(chunk.start, chunk.stop)
+            if sequence.images is not None:
+                prefill_chunks[-1].positions = sequence.images.positions_between(chunk.start, chunk.stop)
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
         width = self.scheduler.pages_for(int(lengths.max(initial=1)))
@@ -332,19 +334,19 @@ class Generator:
             np.array(duplicate_rows),
             states[0],
             states[1],
-            np.array([0 if s.pictures is None else s.pictures.offset for s in decode], dtype=np.int64),
+            np.array([0 if s.images is None else s.images.offset for s in decode], dtype=np.int64),
         )
         meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
         spans = [(sequence, 1) for sequence in decode]
         spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
-        meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
-        ids, images = to_device_async(torch.tensor(tokens), self.device), self.picture_rows.packed(pictured)
-        hidden = self.model.hidden_states(ids, meta.positions, meta, **given_inputs(images=images))
+        meta.lora_mapping = self.lora_manager.rows([(sequence.lora, count) for sequence, count in spans], rows)
+        ids, images = to_device_async(torch.tensor(tokens), self.device), self.image_cache.packed(image_chunks)
+        hidden = self.model.hidden_states(ids, meta.positions, meta, **drop_none(images=images))
 
         if self.recorder is not None:
             read = [*zip(range(len(decode)), decode, strict=True), *zip(duplicate_rows, duplicates, strict=True)]
             _record(self.recorder.experts(sum(count for _, count in spans)), read, len(decode), chunks)
-        broken = [] if meta.adapters is None else _broken_sequences(spans, hidden, meta.overflowed)
+        broken = [] if meta.lora_mapping is None else _nonfinite_sequences(spans, hidden, meta.overflowed)
         for sequence in step.decode:
             sequence.computed += 1
         first = len(decode)
@@ -358,7 +360,7 @@ class Generator:
             first += chunk.stop - chunk.start
         self._copy_forked(forks)
         for sequence in [*broken, *(sequence for row, sequence in owners[len(decode) :] if decode[row] in broken)]:
-            self._refuse_adapter(sequence)
+            self._refuse_lora(sequence)
         self.stats.decode_tokens += len(step.decode)
         self.stats.duplicate_tokens += len(duplicates)
         self.stats.prefill_tokens += first - len(decode)
@@ -410,18 +412,18 @@ class Generator:
             rows = sampled.rows[first * block : first * block + block]
             drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
             for sequence, row, token, logprob in drawn:
-                sequence.append(token, logprob, (sequence.adapter or self).version)
+                sequence.append(token, logprob, (sequence.lora or self).version)
                 sequence.drawn = (self.stats.steps, row, token)
                 if image is not None and token == image.token:  # of no picture: nothing can be computed after it
                     sequence.stop_reason = "abort"
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
 
-    def _refuse_adapter(self, sequence: Sequence) -> None:
-        assert sequence.adapter is not None
+    def _refuse_lora(self, sequence: Sequence) -> None:
+        assert sequence.lora is not None
         sequence.stop_reason = "abort"
         sequence.error = NotFiniteError(
-            f"adapter {sequence.adapter.name!r:.200} computes numbers that are not finite; check its weights"
+            f"adapter {sequence.lora.name!r:.200} computes numbers that are not finite; check its weights"
         )
         self._finish(sequence)
 
@@ -431,11 +433,11 @@ class Generator:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.ended = time.perf_counter()
-        if sequence.adapter is not None:
-            sequence.adapter.answer_tokens += len(sequence.output)
-            self.adapters.end(sequence.adapter)
-        if sequence.pictures is not None:
-            self.picture_rows.end(sequence.pictures.pictures)
+        if sequence.lora is not None:
+            sequence.lora.answer_tokens += len(sequence.output)
+            self.lora_manager.end(sequence.lora)
+        if sequence.images is not None:
+            self.image_cache.end(sequence.images.images)
         sequence.on_done(sequence)
 
     @property
@@ -461,10 +463,10 @@ class Generator:
             sequence.stop_reason, sequence.error = "abort", error
             self._end(sequence)
 
-    def replace_adapter(self, name: str, weights: Adapters, version: int | None) -> None:
-        """Replace an adapter's weights in place, see `AdapterTable.replace`; its unfinished sequences go on as those of
+    def replace_lora(self, name: str, weights: LoRAWeights, version: int | None) -> None:
+        """Replace an adapter's weights in place, see `LoRAManager.replace`; its unfinished sequences go on as those of
         `restart` do, and nothing happens to others."""
-        self.scheduler.restart(self.adapters.replace(name, weights, version))
+        self.scheduler.restart(self.lora_manager.replace(name, weights, version))
 
     def restart(self, version: int) -> None:
         """Invalidate the cache after the weights have changed; tokens sampled from now on have `version`.
@@ -473,5 +475,5 @@ class Generator:
         weights, so that the following tokens are sampled from exactly the new policy.
         """
         self.scheduler.restart()
-        self.picture_rows.forget()
+        self.image_cache.clear()
         self.version = version

@@ -11,32 +11,32 @@ from typing import Any, get_args
 
 import torch
 
-from archon.checkpoint.adapter_export import Adapters
-from archon.generation.adapters import ServedAdapter
+from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation.generator import Generator, GeneratorStats
+from archon.generation.lora import ServedLoRA
 from archon.generation.prompt_scores import PromptScores, score_prompt
 from archon.generation.replica import (
     WeightMode,
     WeightSource,
+    allocate_weights,
     build_replica,
     copy_weights,
     fingerprint,
-    own_weights,
     pushed_tensors,
     share_weights,
 )
 from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
-from archon.models.attention.paged_cache import PagedCache
+from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
-from archon.models.vision.images import Picture
-from archon.schema.errors import ContextOverflowError, ExhaustedError, RolloutError, UserError
+from archon.models.vision.images import ProcessedImage
+from archon.schema.errors import ContextOverflowError, ResourceExhaustedError, RolloutError, UserError
 from archon.schema.exhausted import resource_error_message
 
 logger = logging.getLogger(__name__)
 
 REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_DEFAULT_SHARE = 0.25  # maximum share of the free memory for a cache of unspecified size
+_DEFAULT_MEMORY_FRACTION = 0.25  # maximum share of the free memory for a cache of unspecified size
 
 
 def free_memory(device: torch.device) -> int:
@@ -49,7 +49,7 @@ def free_memory(device: torch.device) -> int:
     raise RolloutError("/proc/meminfo has no MemAvailable line; expected one, to size the generator's cache")
 
 
-def state_count(max_slots: int) -> int:
+def n_state_slots(max_slots: int) -> int:
     """Returns the slots for states, in models that have them: one more than sequences, for a shared prompt."""
     return max_slots + 1
 
@@ -70,11 +70,11 @@ def choose_page_count(
     """
     caches = [layer.mixer.cache for layer in model.layer_specs]
     page_bytes = sum(cache.token_features for cache in caches) * page_size * dtype.itemsize
-    state_bytes = sum(cache.sequence_bytes(dtype.itemsize) for cache in caches) * state_count(max_slots)
+    state_bytes = sum(cache.sequence_bytes(dtype.itemsize) for cache in caches) * n_state_slots(max_slots)
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = free_memory(device)
     if n_pages is None:
-        budget = int(free * _DEFAULT_SHARE) if cache_bytes is None else cache_bytes
+        budget = int(free * _DEFAULT_MEMORY_FRACTION) if cache_bytes is None else cache_bytes
         n_pages = min(max_slots * -(-max_seq_len // page_size), (budget - state_bytes) // max(page_bytes, 1))
     if n_pages < 1:
         raise RolloutError(
@@ -174,7 +174,7 @@ class InProcessEngine:
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         device = next(replica.parameters()).device
         specs = [spec.mixer.cache for spec in model.layer_specs]
-        cache = PagedCache(specs, n_pages, page_size, cache_dtype, device, n_states=state_count(max_slots))
+        cache = PagedCache(specs, n_pages, page_size, cache_dtype, device, n_states=n_state_slots(max_slots))
         generator = Generator(
             replica,
             cache,
@@ -241,7 +241,7 @@ class InProcessEngine:
         done: asyncio.Future[None] = loop.create_future()
         left = len(requests)
 
-        def count_down(_: Sequence) -> None:
+        def on_done(_: Sequence) -> None:
             nonlocal left
             left -= 1
             if left == 0 and not done.done():
@@ -250,7 +250,7 @@ class InProcessEngine:
         sequences = list[Sequence]()
         try:
             for request in requests:
-                sequences.append(self._generator.submit(request, count_down))
+                sequences.append(self._generator.submit(request, on_done))
             self._loop = loop
             self._start()
             if requests:
@@ -267,13 +267,13 @@ class InProcessEngine:
         sequences: list[Sequence] = []
         left = len(requests)
 
-        def count_down(_: Sequence) -> None:
+        def on_done(_: Sequence) -> None:
             nonlocal left
             left -= 1
 
         try:
             for request in requests:
-                sequences.append(self._generator.submit(request, count_down))
+                sequences.append(self._generator.submit(request, on_done))
         except RolloutError:
             self._generator.abort(sequences)
             raise
@@ -289,8 +289,8 @@ class InProcessEngine:
         self,
         ids: SequenceOf[int],
         temperature: float = 1.0,
-        adapter: str | None = None,
-        images: SequenceOf[Picture] = (),
+        lora: str | None = None,
+        images: SequenceOf[ProcessedImage] = (),
     ) -> list[float]:
         """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it and
         the pictures of its placeholders.
@@ -304,14 +304,14 @@ class InProcessEngine:
                 f"logprobs of {len(tokens)} tokens; expected 2 to {args.max_seq_len} ids from 0 to "
                 f"{args.vocab_size - 1}"
             )
-        return self.score_prompt(tokens, temperature, adapter, images).logprobs
+        return self.score_prompt(tokens, temperature, lora, images).logprobs
 
     def score_prompt(
         self,
         tokens: list[int],
         temperature: float = 1.0,
-        adapter: str | None = None,
-        images: SequenceOf[Picture] = (),
+        lora: str | None = None,
+        images: SequenceOf[ProcessedImage] = (),
     ) -> PromptScores:
         """Returns the scores of given tokens under the current weights, without sampling and without the cache.
 
@@ -330,10 +330,10 @@ class InProcessEngine:
         vocab_size = generator.model.args.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise RolloutError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
-        owner = None if adapter is None else generator.adapters.find(adapter)
-        adapters = generator.adapters.rows([(owner, len(tokens))], len(tokens))
-        pictures = generator.pictures_of(tokens, images, "the prompt")
-        return score_prompt(generator.model, tokens, temperature, adapters, pictures)
+        owner = None if lora is None else generator.lora_manager.find(lora)
+        lora_mapping = generator.lora_manager.rows([(owner, len(tokens))], len(tokens))
+        pictures = generator.prompt_images(tokens, images, "the prompt")
+        return score_prompt(generator.model, tokens, temperature, lora_mapping, pictures)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""
@@ -366,7 +366,7 @@ class InProcessEngine:
                 written, self._fingerprint = share_weights(self._generator.model, meta), None
             else:
                 if self._aliased:
-                    own_weights(self._generator.model)
+                    allocate_weights(self._generator.model)
                     self._aliased = False
                 self._fingerprint, written = copy_weights(self._generator.model, meta)
         except BaseException as error:
@@ -387,38 +387,38 @@ class InProcessEngine:
         self._generator.record_experts()
 
     @property
-    def adapters(self) -> dict[str, ServedAdapter]:
+    def loras(self) -> dict[str, ServedLoRA]:
         """The adapters that a request can name, by name."""
-        return self._generator.adapters.served
+        return self._generator.lora_manager.served
 
     @property
-    def max_adapters(self) -> int:
+    def max_loras(self) -> int:
         """How many adapters may be in memory at the same time, with those that are unloaded and still in use."""
-        return self._generator.adapters.limit
+        return self._generator.lora_manager.limit
 
-    @max_adapters.setter
-    def max_adapters(self, limit: int) -> None:
-        self._generator.adapters.limit = limit
+    @max_loras.setter
+    def max_loras(self, limit: int) -> None:
+        self._generator.lora_manager.limit = limit
 
-    def load_adapter(self, name: str, weights: Adapters, *, version: int = 0) -> None:
+    def load_lora(self, name: str, weights: LoRAWeights, *, version: int = 0) -> None:
         """Load an adapter next to the model's weights, which stay as they are; its weights are copied.
 
-        Requests name it by `ModelRequest.adapter`. Takes effect between two tokens. Raises RolloutError for a name that
-        is taken, for more than `max_adapters`, and for weights that are not of this model.
+        Requests name it by `ModelRequest.lora`. Takes effect between two tokens. Raises RolloutError for a name that
+        is taken, for more than `max_loras`, and for weights that are not of this model.
         """
-        self._generator.adapters.load(name, weights, version)
+        self._generator.lora_manager.load(name, weights, version)
 
-    def update_adapter(self, name: str, weights: Adapters, *, version: int | None = None) -> None:
+    def update_lora(self, name: str, weights: LoRAWeights, *, version: int | None = None) -> None:
         """Replace the weights of a loaded adapter, as `update_weights` does those of the model; nothing happens to
-        others. Raises as `load_adapter` does, before anything is changed."""
-        self._generator.replace_adapter(name, weights, version)
+        others. Raises as `load_lora` does, before anything is changed."""
+        self._generator.replace_lora(name, weights, version)
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_lora(self, name: str) -> None:
         """Take an adapter away. Unfinished answers end with it; its memory is freed after the last of them.
 
-        Raises UnknownAdapterError where none of this name is loaded.
+        Raises UnknownLoRAError where none of this name is loaded.
         """
-        self._generator.adapters.unload(name)
+        self._generator.lora_manager.unload(name)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the state from which a resumed run derives the same seeds for requests without one."""
@@ -450,7 +450,7 @@ class InProcessEngine:
             self._generator.fail(error)
         except Exception as error:
             if (line := resource_error_message(error)) is not None:
-                self._generator.fail(ExhaustedError(line))
+                self._generator.fail(ResourceExhaustedError(line))
                 return
             logger.exception("generation failed; every unfinished request fails with it")
             self._generator.fail(error)

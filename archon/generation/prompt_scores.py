@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from archon.generation.pictures import PromptPictures
-from archon.models.adapter_rows import AdapterRows
+from archon.generation.images import PromptImages
 from archon.models.attention.meta import PackedAttention
-from archon.models.base import BaseArchonModel, given_inputs
+from archon.models.base import BaseArchonModel, drop_none
+from archon.models.lora.mapping import LoRAMapping
 from archon.models.vision.images import PackedImages
 from archon.parallel.transfer import to_device_async
 
@@ -23,12 +23,12 @@ class PromptScores:
 
     Attributes:
         logprobs: log_softmax(logits / temperature) of each token, in at least float32.
-        best_tokens, best_logprobs: the most likely token in its place, and its logprob.
+        top_tokens, top_logprob_values: the most likely token in its place, and its logprob.
     """
 
     logprobs: list[float]
-    best_tokens: list[int]
-    best_logprobs: list[float]
+    top_tokens: list[int]
+    top_logprob_values: list[float]
 
 
 @torch.inference_mode()
@@ -36,10 +36,10 @@ def score_prompt(
     model: BaseArchonModel,
     tokens: list[int],
     temperature: float = 1.0,
-    adapters: AdapterRows | None = None,
-    pictures: PromptPictures | None = None,
+    lora_mapping: LoRAMapping | None = None,
+    prompt_images: PromptImages | None = None,
 ) -> PromptScores:
-    """Returns the scores of `tokens`, which may have `adapters` and pictures, as one document, without a cache."""
+    """Returns the scores of `tokens`, which may have `lora_mapping` and pictures, as one document, without a cache."""
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:
@@ -47,14 +47,14 @@ def score_prompt(
     ids = to_device_async(torch.tensor(tokens), device)
     boundaries = to_device_async(torch.tensor([0, n], dtype=torch.int32), device)
     attention = PackedAttention(boundaries, n, model.args.attn_type)
-    attention.adapters = adapters
+    attention.lora_mapping = lora_mapping
     positions, images = torch.arange(n, device=device), None
-    if pictures is not None:
-        positions = to_device_async(torch.from_numpy(pictures.positions), device)
+    if prompt_images is not None:
+        positions = to_device_async(torch.from_numpy(prompt_images.positions), device)
         image = model.args.image_format
         assert image is not None
-        images = PackedImages.of_pictures(torch.tensor(tokens), pictures.pictures, image).to(device)
-    hidden = model.hidden_states(ids, positions, attention, **given_inputs(images=images))[:-1]
+        images = PackedImages.from_images(torch.tensor(tokens), prompt_images.images, image).to(device)
+    hidden = model.hidden_states(ids, positions, attention, **drop_none(images=images))[:-1]
     assert model.output is not None, "an engine generates with an actor"
     block = max(1, _MAX_LOGITS // model.args.vocab_size)
     for rows, labels in zip(hidden.split(block), ids[1:].split(block), strict=True):
@@ -63,6 +63,6 @@ def score_prompt(
         logprobs = (wide / temperature).log_softmax(-1)
         best = logprobs.max(-1)
         scores.logprobs += logprobs.gather(1, labels.unsqueeze(1)).squeeze(1).tolist()
-        scores.best_tokens += best.indices.tolist()
-        scores.best_logprobs += best.values.tolist()
+        scores.top_tokens += best.indices.tolist()
+        scores.top_logprob_values += best.values.tolist()
     return scores

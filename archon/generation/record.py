@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from archon.generation.expert_record import Experts, joined
+from archon.generation.expert_record import Experts, join_records
 from archon.generation.types import ModelResponse
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.schema.errors import RolloutError
 
 
@@ -56,13 +56,13 @@ class TokenRecord:
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
-    images: list[Picture] = field(default_factory=list)
+    images: list[ProcessedImage] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
     routed_experts: Experts | None = None
 
     @classmethod
-    def of_answer(cls, response: ModelResponse, temperature: float = 0.0) -> TokenRecord:
+    def from_response(cls, response: ModelResponse, temperature: float = 0.0) -> TokenRecord:
         """Returns the record of a prompt and its answer, sampled at `temperature` (0: not known)."""
         record = cls()
         record.observe(response.input_tokens)
@@ -91,7 +91,7 @@ class TokenRecord:
                 f"turn {self.turns}: the engine answered a prompt of {len(response.input_tokens)} tokens; expected the "
                 f"{len(self.input_ids)} tokens of this trajectory so far",
             )
-        if not begins_with(response.images, self.images):
+        if not is_prefix(response.images, self.images):
             raise UnusableAnswerError(
                 "other_prompt",
                 f"turn {self.turns}: the engine answered a prompt with other pictures than those of this trajectory",
@@ -106,9 +106,9 @@ class TokenRecord:
         self.temperatures += [temperature] * n
         self.turns += 1
         self.truncated = response.stop_reason == "length"
-        self.routed_experts = joined(self.routed_experts, response.routed_experts)
+        self.routed_experts = join_records(self.routed_experts, response.routed_experts)
 
 
-def begins_with(pictures: Sequence[Picture], first: Sequence[Picture]) -> bool:
-    """Returns whether `first` are the first of `pictures`."""
-    return [each.digest for each in pictures[: len(first)]] == [each.digest for each in first]
+def is_prefix(images: Sequence[ProcessedImage], first: Sequence[ProcessedImage]) -> bool:
+    """Returns whether `first` are the first of `images`."""
+    return [each.digest for each in images[: len(first)]] == [each.digest for each in first]

@@ -9,18 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from archon.models.adapter_rows import AdapterRows
 from archon.models.base import BaseArchonModel
-from archon.models.head import LMHead
+from archon.models.cpu.linear import pack
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
+from archon.models.layers.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import is_adapter, mirror_adapters
-from archon.models.native.linear import pack
-from archon.models.token_scores import soft_capped
-from archon.parallel.gather import whole_tensors
+from archon.models.layers.token_scores import apply_soft_cap
+from archon.models.lora.mapping import LoRAMapping
+from archon.models.lora.model import add_lora_like, is_lora
+from archon.parallel.gather import full_tensors
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
@@ -29,7 +29,7 @@ WeightMode = Literal["auto", "alias", "snapshot"]
 Product = Callable[[Tensor], Tensor]
 
 # oneDNN packs weights for matrix products with about this many rows, as in a decoding step.
-_PACKED_FOR_ROWS = 32
+_PACKING_ROWS = 32
 
 # Prefixes that torch's wrappers (activation checkpointing, torch.compile, FSDP1) add to parameter names.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -41,7 +41,7 @@ def named_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
     Besides parameters these are the routers' balancing biases, without which the generator would choose other experts.
     """
     pairs = _tensors(source).items() if isinstance(source, nn.Module) else source
-    for name, tensor in whole_tensors(pairs):
+    for name, tensor in full_tensors(pairs):
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
         yield name, tensor
@@ -75,7 +75,7 @@ def build_replica(
     own = dict(model.named_parameters())
     with torch.device("meta"):
         replica = model.model_class(model.args)
-    mirror_adapters(replica, model)
+    add_lora_like(replica, model)
     dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
     shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
@@ -84,12 +84,10 @@ def build_replica(
     if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
     alias = source is None and shareable and mode != "snapshot"
-    frozen = not alias and any(map(is_adapter, own))
+    frozen = not alias and any(map(is_lora, own))
     if frozen:
         pairs = named_weights(weights.items() if source is None else source)
-        weights = {
-            name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_adapter(name)) for name, tensor in pairs
-        }
+        weights = {name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_lora(name)) for name, tensor in pairs}
     device = device or next(iter(weights.values())).device
     replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
@@ -130,14 +128,14 @@ def _pack_linears(replica: nn.Module) -> int:
     module: Any
     packed = set[nn.Module]()
     for module in replica.modules():
-        layers = module.same_input() if isinstance(module, Attention | FeedForward) else (module,)
-        if not packed.isdisjoint(layers) or not all(map(_packable, layers)):
+        layers = module.input_projections() if isinstance(module, Attention | FeedForward) else (module,)
+        if not packed.isdisjoint(layers) or not all(map(_can_pack, layers)):
             continue
         weight, bias = layers[0].weight.detach(), layers[0].bias
         if len(layers) > 1:
             weight = torch.cat([layer.weight.detach() for layer in layers])
             bias = None if bias is None else torch.cat([layer.bias for layer in layers])
-        product = _packed_product(weight, bias)
+        product = _pack_linear_weight(weight, bias)
         if product is None:
             return written
         if len(layers) == 1:
@@ -149,22 +147,22 @@ def _pack_linears(replica: nn.Module) -> int:
     return written
 
 
-def _packed_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
     """Returns the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
     if (product := pack(weight, bias)) is not None:
         return product
     if not has_onednn():
         return None
-    columns = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-    return partial(_onednn_product, columns, bias)
+    columns = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
+    return partial(_onednn_linear, columns, bias)
 
 
-def _onednn_product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def _onednn_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return out
 
 
-def _packable(module: nn.Module) -> bool:
+def _can_pack(module: nn.Module) -> bool:
     # A subclass with its own forward does more than a matrix product.
     if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
         return False
@@ -172,9 +170,11 @@ def _packable(module: nn.Module) -> bool:
     return all((x.dtype, x.device.type) == (torch.float32, "cpu") for x in parameters)
 
 
-def _packed_linear(module: Any, product: Product, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+def _packed_linear(module: Any, product: Product, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
     out = product(x)
-    return soft_capped(out, module.soft_cap) if isinstance(module, LMHead) else module.adapted(out, x, adapters)
+    return (
+        apply_soft_cap(out, module.soft_cap) if isinstance(module, LMHead) else module.apply_lora(out, x, lora_mapping)
+    )
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -202,7 +202,7 @@ def share_weights(replica: nn.Module, model: nn.Module) -> int:
     return _pack_linears(replica)
 
 
-def own_weights(replica: nn.Module) -> None:
+def allocate_weights(replica: nn.Module) -> None:
     """Allocate memory of the replica's own for what an update changes, uninitialized."""
     for tensor in pushed_tensors(replica).values():
         tensor.data = torch.empty_like(tensor.data)
@@ -218,12 +218,12 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
     differs from that of the sent weights.
     """
     parameters = pushed_tensors(replica)
-    has_adapters = len(parameters) < len(_tensors(replica))
+    has_lora = len(parameters) < len(_tensors(replica))
     missing = set(parameters)
     sent = written = 0
     for name, tensor in named_weights(source):
         if name not in missing:
-            state = "sent twice" if name in parameters else "frozen" if has_adapters else "unknown to the generator"
+            state = "sent twice" if name in parameters else "frozen" if has_lora else "unknown to the generator"
             raise RolloutError(f"weight update: {name!r} is {state}")
         target = parameters[name]
         if tensor.shape != target.shape:
@@ -234,7 +234,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
         missing.discard(name)
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights were not sent, such as {min(missing)!r}")
-    if not has_adapters:
+    if not has_lora:
         written += _pack_linears(replica)
     held = fingerprint(parameters.items())
     if held != (sent := sent % 2**64):
@@ -245,7 +245,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
 def pushed_tensors(replica: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors that an update changes, by name: of a model with adapters theirs alone."""
     tensors = _tensors(replica)
-    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+    return {name: tensor for name, tensor in tensors.items() if is_lora(name)} or tensors
 
 
 def fingerprint(source: WeightSource) -> int:

@@ -8,7 +8,7 @@ from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.schema.errors import ContextOverflowError, RolloutError
 
 
-def answer_limit(request: ModelRequest, vocab_size: int, max_seq_len: int, setting: str) -> int:
+def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, setting: str) -> int:
     """Returns the most tokens that the answer to a request may have.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archon.models.native import draw as kernel
+from archon.models.cpu import draw as kernel
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
 
@@ -61,7 +61,7 @@ class SamplingParams:
         partial[[row for row, _ in self.banned]] = True
         return partial
 
-    def of(self, rows: np.ndarray) -> SamplingParams:
+    def select(self, rows: np.ndarray) -> SamplingParams:
         """Returns the parameters of some rows."""
         names = ("temperature", "greedy", "top_p", "top_k", "seed", "index")
         place = {int(row): number for number, row in enumerate(rows)}
@@ -77,26 +77,26 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Raises NotFiniteError where logits are not finite.
     """
-    partial = params.partial if kernel.applies(logits) else np.ones(len(logits), dtype=bool)
+    partial = params.partial if kernel.can_use(logits) else np.ones(len(logits), dtype=bool)
     if partial.all() or not partial.any():
-        tokens, logprobs = (_sampled if partial.all() else _drawn)(logits, params)
+        tokens, logprobs = (_sample_torch if partial.all() else _sample_native)(logits, params)
     else:  # what a row draws must not depend on the others
         tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-        for how, rows in ((_drawn, np.flatnonzero(~partial)), (_sampled, np.flatnonzero(partial))):
+        for how, rows in ((_sample_native, np.flatnonzero(~partial)), (_sample_torch, np.flatnonzero(partial))):
             index = torch.from_numpy(rows)
-            tokens[index], logprobs[index] = how(logits[index], params.of(rows))
+            tokens[index], logprobs[index] = how(logits[index], params.select(rows))
     wrong = np.flatnonzero(~np.isfinite(logprobs.numpy())).tolist()
     if wrong:
         raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(tokens)} are not finite; check the model's weights")
     return tokens, logprobs
 
 
-def _drawn(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def _sample_native(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """See `sample`: of all of the vocabulary."""
     return kernel.draw(logits, params.temperature, params.greedy, counter_uniform(params.seed, params.index))
 
 
-def _sampled(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def _sample_torch(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """See `sample`: by PyTorch's operations."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (params.temperature != 1.0).any():
@@ -127,7 +127,7 @@ def _draw(choices: Tensor, logprobs: Tensor, params: SamplingParams) -> Tensor:
     if (filtered := np.flatnonzero(params.filtered)).size:
         rows, top_k, top_p = (_on_device(x, probs) for x in (filtered, params.top_k[filtered], params.top_p[filtered]))
         probs[rows] = filter_top_k_top_p(probs[rows], top_k, top_p)
-    tokens = invert_cumulative(probs, _on_device(counter_uniform(params.seed, params.index), probs))
+    tokens = inverse_cdf_sample(probs, _on_device(counter_uniform(params.seed, params.index), probs))
     if params.greedy.any():
         tokens = torch.where(_on_device(params.greedy, probs), choices.argmax(dim=-1), tokens)
     return tokens
@@ -150,7 +150,7 @@ def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
-def invert_cumulative(probs: Tensor, uniform: Tensor) -> Tensor:
+def inverse_cdf_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     """Returns the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
 
     probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned;

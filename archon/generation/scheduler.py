@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from archon.generation.adapters import ServedAdapter
+from archon.generation.lora import ServedLoRA
 from archon.generation.sequence import Sequence, SharedPrompt
 
 
@@ -64,7 +64,7 @@ class BlockPool:
             self._references[page] = 1
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to each of `pages`."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
@@ -98,7 +98,7 @@ class Scheduler:
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.prompts: dict[tuple[ServedAdapter | None, tuple[int | str, ...]], SharedPrompt] = {}
+        self.prompts: dict[tuple[ServedLoRA | None, tuple[int | str, ...]], SharedPrompt] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
         # Row `slot` starts with the pages of the sequence in that slot; columns are added for longer sequences.
         self.page_table = np.zeros((max_slots, 8), dtype=np.int64)
@@ -149,7 +149,7 @@ class Scheduler:
             return []
         prompt.leader, prompt.last_hidden = None, last_hidden
         prompt.pages = sequence.pages[: self.pages_for(len(sequence.prompt))]
-        self.pool.share(prompt.pages)
+        self.pool.retain(prompt.pages)
         followers, prompt.followers = prompt.followers, []
         forks = [self._fork(follower, prompt, sequence.state) for follower in followers]
         if self.states is not None:
@@ -173,14 +173,14 @@ class Scheduler:
                 self._drop_pages(prompt)
                 del self.prompts[sequence.prompt_key]
 
-    def restart(self, adapter: ServedAdapter | None = None) -> None:
+    def restart(self, lora: ServedLoRA | None = None) -> None:
         """Invalidate all cached keys and values, or those of an adapter: its running sequences return to the queue,
         with their tokens."""
         for sequence in self.running[::-1]:
-            if adapter in (None, sequence.adapter):
+            if lora in (None, sequence.lora):
                 self._requeue(sequence)
         for (owner, _), prompt in self.prompts.items():
-            if adapter in (None, owner):
+            if lora in (None, owner):
                 self._drop_pages(prompt)
 
     def _grow(self) -> None:
@@ -188,17 +188,17 @@ class Scheduler:
         short = [s for s in self.running if s.total > len(s.pages) * size and not s.waits_for_prompt]
         for sequence in short:
             missing = self.pages_for(sequence.total) - len(sequence.pages)
-            if sequence.slot >= 0 and self._make_room(missing, sequence):
-                self._own(sequence, sequence.pages + self.pool.take(missing))
+            if sequence.slot >= 0 and self._free_pages(missing, sequence):
+                self._set_pages(sequence, sequence.pages + self.pool.take(missing))
 
-    def _own(self, sequence: Sequence, pages: list[int]) -> None:
+    def _set_pages(self, sequence: Sequence, pages: list[int]) -> None:
         sequence.pages = pages
         width = self.page_table.shape[1]
         if len(pages) > width:
             self.page_table = np.pad(self.page_table, ((0, 0), (0, max(width, len(pages) - width))))
         self.page_table[sequence.slot, : len(pages)] = pages
 
-    def _make_room(self, count: int, sequence: Sequence) -> bool:
+    def _free_pages(self, count: int, sequence: Sequence) -> bool:
         """Free `count` pages for `sequence`. Returns False where it was preempted itself."""
         if self.pool.n_free < count:
             for prompt in self.prompts.values():
@@ -234,7 +234,7 @@ class Scheduler:
                 continue
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            self._own(sequence, self.pool.take(needed))
+            self._set_pages(sequence, self.pool.take(needed))
             if self.states is not None:
                 (sequence.state,) = self.states.take(1)
             self.running.append(sequence)
@@ -264,8 +264,8 @@ class Scheduler:
         length = len(sequence.prompt)
         full = length // self.page_size
         copy = (prompt.pages[full], sequence.pages[0]) if length % self.page_size else None
-        self.pool.share(prompt.pages[:full])
-        self._own(sequence, prompt.pages[:full] + sequence.pages)
+        self.pool.retain(prompt.pages[:full])
+        self._set_pages(sequence, prompt.pages[:full] + sequence.pages)
         sequence.computed = length
         sequence.waits_for_prompt = False
         if prompt.experts is not None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from archon.generation.adapters import ServedAdapter
 from archon.generation.detokenizer import Detokenizer
 from archon.generation.expert_record import ExpertRecord
-from archon.generation.pictures import PromptPictures
+from archon.generation.images import PromptImages
+from archon.generation.lora import ServedLoRA
 from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
 
@@ -37,8 +37,8 @@ class Sequence:
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
     on_done: Callable[[Sequence], None]
-    adapter: ServedAdapter | None = None
-    pictures: PromptPictures | None = None
+    lora: ServedLoRA | None = None
+    images: PromptImages | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Sequence:
     drawn: tuple[int, int, int] | None = None
     experts: ExpertRecord | None = None  # of its tokens, where they are recorded
 
-    prompt_key: tuple[ServedAdapter | None, tuple[int | str, ...]] = field(init=False)  # of prompts that are the same
+    prompt_key: tuple[ServedLoRA | None, tuple[int | str, ...]] = field(init=False)  # of prompts that are the same
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     ended: float | None = None
@@ -63,9 +63,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
         # Keys and values depend on the pictures and the adapter; another one of the same name is another object.
-        self.prompt_key = (self.adapter, tuple(self.prompt))
-        if self.pictures is not None:
-            self.prompt_key = (self.adapter, (*self.prompt, *self.pictures.key))
+        self.prompt_key = (self.lora, tuple(self.prompt))
+        if self.images is not None:
+            self.prompt_key = (self.lora, (*self.prompt, *self.images.key))
         self.total = len(self.prompt)  # tokens so far, prompt and answer
         self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
         g = self.request.gconfig
@@ -119,9 +119,9 @@ class Sequence:
             stop_reason=self.stop_reason,
             latency=now - self.submitted,
             ttft=(self.first_token or now) - self.submitted,
-            adapter=self.request.adapter,
+            lora=self.request.lora,
             routed_experts=None if self.experts is None or not self.experts.length else self.experts.first(self.total),
-            images=self.pictures.pictures if self.pictures else (),
+            images=self.images.images if self.images else (),
         )
 
 

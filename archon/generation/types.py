@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
 
@@ -87,9 +87,9 @@ class ModelRequest:
     Attributes:
         input_ids: token ids. Anything else raises RolloutError, in particular the mapping that transformers 5 returns
             from `apply_chat_template` by default.
-        adapter: name of the loaded adapter that answers; None for the model itself.
+        lora: name of the loaded adapter that answers; None for the model itself.
         image_data: the pictures of a prompt, in the order of their placeholders, of which `input_ids` has one for each
-            row that a picture becomes; `archon.data.pictures.PictureReader` makes both.
+            row that a picture becomes; `archon.data.images.ImageReader` makes both.
         rid: names the request for `abort`; several requests may share one.
         on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
         sampling_checked: whether a server has applied the trainer's policy to the sampling values already.
@@ -99,8 +99,8 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     tokenizer: Any = None
-    adapter: str | None = None
-    image_data: Sequence[Picture] | None = None
+    lora: str | None = None
+    image_data: Sequence[ProcessedImage] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     on_token: Callable[[int, float], None] | None = None
     sampling_checked: bool = False
@@ -137,9 +137,10 @@ class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
-    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `adapter`
+    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `lora`
     and `images` are the request's. `routed_experts`, of an engine that records them, are those of the first tokens of
-    prompt and answer, uint8 or uint16 [n, L, k] (see `archon.models.routed_experts`); the last token was not read, and
+    prompt and answer, uint8 or uint16 [n, L, k] (see `archon.models.layers.routed_experts`); the last token was not
+    read, and
     has none.
     """
 
@@ -150,9 +151,9 @@ class ModelResponse:
     stop_reason: StopReason = "stop"
     latency: float = 0.0
     ttft: float = 0.0
-    adapter: str | None = None
+    lora: str | None = None
     routed_experts: np.ndarray | None = None
-    images: Sequence[Picture] = ()
+    images: Sequence[ProcessedImage] = ()
 
     @property
     def input_len(self) -> int:

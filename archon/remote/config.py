@@ -67,7 +67,7 @@ class LaunchConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _options_are_of_the_launcher(self) -> LaunchConfig:
+    def _check_launcher_options(self) -> LaunchConfig:
         for name, launcher in (("resources", "ray"), ("sbatch", "slurm")):
             if getattr(self, name) and self.launcher != launcher:
                 raise ValueError(f"{name} is set, which is of launcher {launcher}, and launcher is {self.launcher}")
@@ -92,7 +92,7 @@ class WorkersConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _options_are_of_the_kind(self) -> WorkersConfig:
+    def _check_kind_options(self) -> WorkersConfig:
         of_ray = ("agents", "resources", "runs")
         given = [name for name in of_ray if getattr(self, name) != type(self).model_fields[name].default]
         if self.kind == "local" and given:

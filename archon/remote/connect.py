@@ -10,15 +10,15 @@ from urllib.parse import urlsplit
 
 import torch
 
-from archon.remote.archon import Archon
 from archon.remote.config import PushConfig
-from archon.remote.dialect import STREAMED, Dialect, Transport
-from archon.remote.engine import RemoteEngine, spread_tokens
+from archon.remote.dialects.archon import Archon
+from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Dialect, Transport
+from archon.remote.dialects.sglang import SGLang
+from archon.remote.dialects.vllm import VLLM
+from archon.remote.engine import RemoteEngine, spaced_token_ids
 from archon.remote.http import Http, ServerError
-from archon.remote.own_folder import OwnFolder
+from archon.remote.private_directory import PrivateDirectory
 from archon.remote.server import RemoteServer
-from archon.remote.sglang import SGLang
-from archon.remote.vllm import VLLM
 from archon.schema.errors import ConfigError
 
 DIALECTS: tuple[type[Dialect], ...] = (VLLM, Archon, SGLang)
@@ -32,7 +32,7 @@ def connect(
     *,
     vocab_size: int,
     tokenizer: Any = None,
-    has_adapters: bool = False,
+    has_lora: bool = False,
     log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
@@ -42,7 +42,7 @@ def connect(
         vocab_size: of the model whose weights will be pushed.
         tokenizer: names the end-of-text id; must be that of the servers.
         log: called with one line of what a user must know.
-        has_adapters: whether the model's adapters alone may be pushed.
+        has_lora: whether the model's adapters alone may be pushed.
         options: further fields of `RemoteEngine`.
 
     Raises ConfigError for a server that cannot be reached, is of an unknown kind or release, cannot be pushed to, has
@@ -51,18 +51,18 @@ def connect(
     config = config or PushConfig()
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError(f"rollout.servers is {list(urls)}; expected the URL of each server once")
-    servers = [_connected(url, tokenizer, log) for url in urls]
-    transport: Transport = config.transport if config.transport != "auto" else "lora" if has_adapters else "disk"
-    if transport == "lora" and not has_adapters:
+    servers = [_connect_server(url, tokenizer, log) for url in urls]
+    transport: Transport = config.transport if config.transport != "auto" else "lora" if has_lora else "disk"
+    if transport == "lora" and not has_lora:
         raise ConfigError("rollout.push.transport is lora, and the actor has no adapters; set actor.lora, or disk")
     if transport == "nccl" and not torch.cuda.is_available():
         raise ConfigError("rollout.push.transport is nccl, and this trainer has no GPU; set gloo, or disk")
     for server in servers:
         _require_transport(server, transport)
-    folder, own = (Path(), None) if transport in STREAMED else _folder(config, urls)
+    folder, own = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
 
-    def reach(url: str) -> RemoteServer:
-        server = _connected(url, tokenizer, log)
+    def connect_server(url: str) -> RemoteServer:
+        server = _connect_server(url, tokenizer, log)
         _require_transport(server, transport)
         return server
 
@@ -75,7 +75,7 @@ def connect(
         vocab_size,
         eos_token_ids=() if eos is None else (eos,),
         log=log,
-        reach=reach,
+        connect_server=connect_server,
         **options,
     )
     if own is not None:
@@ -83,7 +83,7 @@ def connect(
     return engine
 
 
-def _connected(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
+def _connect_server(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"rollout.servers: got {url!r}; expected a URL such as http://127.0.0.1:8000")
@@ -105,7 +105,7 @@ def _connected(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteSe
 
 
 def _require_tokenizer(server: RemoteServer, tokenizer: Any) -> None:
-    text = tokenizer.decode(spread_tokens(len(tokenizer), PROBE_TOKENS), skip_special_tokens=True)
+    text = tokenizer.decode(spaced_token_ids(len(tokenizer), PROBE_TOKENS), skip_special_tokens=True)
     theirs = server.dialect.token_ids(server.http, text)
     ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if theirs is not None and theirs != ours:
@@ -123,7 +123,7 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fix}")
 
 
-def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, OwnFolder | None]:
+def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirectory | None]:
     if config.folder is not None:
         return Path(config.folder).absolute(), None
     if not all(_is_loopback(urlsplit(url).hostname or "") for url in urls):
@@ -131,7 +131,7 @@ def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, OwnFolder | 
             "rollout.push.folder is null, and a server is on another machine; name a folder that the trainer and the "
             "servers see under one path"
         )
-    made = OwnFolder(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    made = PrivateDirectory(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     return made.path, made
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 DELTA_FILE = "delta.safetensors"
-MAX_SHARE = 0.5
+MAX_DELTA_FRACTION = 0.5
 """A larger delta is not worth its patch; the whole checkpoint is sent."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,13 +19,13 @@ def write_delta(old: Path, new: Path, folder: Path) -> bool:
     """Writes to `folder` the index and value of every element of checkpoint `new` whose bits are not those of `old`.
 
     Returns False, without a file, where there is no checkpoint `old`, it is of other names, shapes or dtypes, or the
-    delta would be larger than `MAX_SHARE` of `new`.
+    delta would be larger than `MAX_DELTA_FRACTION` of `new`.
     """
     before, after = _files(old), _files(new)
     if not before or before.keys() != after.keys():
         return False
     parts: dict[str, Tensor] = {}
-    size, limit = 0, MAX_SHARE * sum(path.stat().st_size for path in new.glob("*.safetensors"))
+    size, limit = 0, MAX_DELTA_FRACTION * sum(path.stat().st_size for path in new.glob("*.safetensors"))
     for name, path in after.items():
         a, b = _read(before[name], name), _read(path, name)
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from archon.generation.expert_record import Experts, joined, of_server
-from archon.generation.requests import answer_limit, stop_ids
+from archon.generation.expert_record import Experts, decode_server_experts, join_records
+from archon.generation.requests import max_answer_tokens, stop_ids
 from archon.generation.seeds import derive_seed, request_seed
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
-from archon.models.args import BaseModelArgs
-from archon.models.routed_experts import record_sizes
+from archon.models.args.base import BaseModelArgs
+from archon.models.layers.routed_experts import routed_experts_sizes
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
-from archon.remote.dialect import STREAMED, Answer, Sampling, Transport
-from archon.remote.feed import Feed
+from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Answer, Sampling, Transport
+from archon.remote.feed import BucketQueue
 from archon.remote.http import ServerError
 from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack
@@ -137,17 +137,17 @@ class RemoteEngine:
     log: Callable[[str], None] = print
     stats: RemoteStats = field(default_factory=RemoteStats)
     push_metrics: dict[str, float] = field(default_factory=dict)
-    reach: Callable[[str], RemoteServer] | None = None
+    connect_server: Callable[[str], RemoteServer] | None = None
     """Connects a server that joins the fleet; None: none may."""
-    patience: float = 0.0
+    recovery_timeout: float = 0.0
     """Seconds to wait for a server where all are out: another thread may bring one back."""
     close: Callable[[], None] = lambda: None
     """Removes the folder of pushes, where it was made for this engine."""
 
     def __post_init__(self) -> None:
         if self.recorded_model is not None:
-            record_sizes(self.recorded_model)  # raises for a model without experts
-        self._world = ControlPlane.patient("pushes")
+            routed_experts_sizes(self.recorded_model)  # raises for a model without experts
+        self._world = ControlPlane.with_long_timeout("pushes")
         self._groups: OrderedDict[object, RemoteServer] = OrderedDict()
         self._aborted: set[str] = set()
         self._running: dict[str, RemoteServer] = {}
@@ -163,7 +163,7 @@ class RemoteEngine:
         self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
         length = min(PROBE_TOKENS, self.max_seq_len - 1)
         # One token alone has no logprob.
-        self.probe = list(self.probe[:length]) if len(self.probe) > 1 else spread_tokens(self.vocab_size, length)
+        self.probe = list(self.probe[:length]) if len(self.probe) > 1 else spaced_token_ids(self.vocab_size, length)
 
     def get_version(self) -> int:
         return self.version
@@ -181,7 +181,7 @@ class RemoteEngine:
         """Returns the answer to a request. Canceling the caller ends the request on its server."""
         started, response = time.perf_counter(), ModelResponse(list(req.input_ids))
         sampling = self._sampling(req)
-        self._enter(started)
+        self._begin_request(started)
         try:
             while True:
                 await self._resumed.wait()
@@ -190,7 +190,7 @@ class RemoteEngine:
                 response.output_logprobs += answer.logprobs
                 for name, start, end in answer.versions:
                     response.output_versions += [int(name)] * (end - start)
-                response.routed_experts = joined(response.routed_experts, answer.experts)
+                response.routed_experts = join_records(response.routed_experts, answer.experts)
                 response.stop_reason = answer.stop_reason
                 done = len(response.output_tokens)
                 if answer.stop_reason != "abort" or req.rid in self._aborted:
@@ -199,7 +199,7 @@ class RemoteEngine:
                 self.stats.resumed += 1
                 sampling = self._sampling(req, response.output_tokens, derive_seed(sampling.seed, done))
         finally:
-            self._leave()
+            self._end_request()
             self._aborted.discard(req.rid)
         if req.on_token is not None:
             for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True):
@@ -230,8 +230,8 @@ class RemoteEngine:
 
     def abort(self, rid: str | None = None) -> int:
         """Ends the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
-        chosen = {key: server for key, server in self._running.items() if rid is None or _rid_of(key) == rid}
-        self._aborted |= {_rid_of(key) for key in chosen}
+        chosen = {key: server for key, server in self._running.items() if rid is None or _request_id(key) == rid}
+        self._aborted |= {_request_id(key) for key in chosen}
         for key, server in chosen.items():
             server.dialect.abort(server.http, key)
         return len(chosen)
@@ -243,11 +243,11 @@ class RemoteEngine:
         """
         with self._pushing:
             self._update(meta, self.version + 1 if version is None else version)
-        if self.patience and not any(server.failure is None for server in self.servers):
+        if self.recovery_timeout and not any(server.failure is None for server in self.servers):
             self._wait_for_one()
         _ = self.fleet  # raises where all failed
 
-    def bring_back(self, server: RemoteServer) -> bool:
+    def restore_server(self, server: RemoteServer) -> bool:
         """Gives a server that left the fleet the weights of the last push, and verifies them.
 
         Other threads may call it on the first rank; further ranks know of it after the next push. Returns False where
@@ -265,7 +265,7 @@ class RemoteEngine:
                 raise
             finally:
                 server.pushing = False
-        self._return(server)
+        self._restore_lost(server)
         return True
 
     def join(self, url: str) -> None:
@@ -280,11 +280,11 @@ class RemoteEngine:
                 server.failure = f"{server.url} was taken out of the fleet"
 
     def _update(self, meta: WeightSource, version: int) -> None:
-        self._change_members()
+        self._sync_members()
         started = time.perf_counter()
         dtypes = {server.dialect.facts.dtype for server in self.servers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        push = self._stream if self.transport in STREAMED else self._write_and_push
+        push = self._stream if self.transport in BROADCAST_TRANSPORTS else self._write_and_push
         out = {server.url: server.failure for server in self.servers}
         pushed = push(meta, version, dtype)
         differences = []
@@ -294,7 +294,7 @@ class RemoteEngine:
                 server.accept(model, version)
                 differences.append(difference)
             elif out[server.url] is None:
-                self._lose(server)
+                self._mark_lost(server)
                 self.log(f"version {version} did not reach a server, which is left out: {failure}")
             elif out[server.url] != failure:
                 self.log(f"version {version} did not reach a server, which stays out: {failure}")
@@ -308,15 +308,15 @@ class RemoteEngine:
             **self._counts(),
         }
 
-    def _lose(self, server: RemoteServer) -> None:
+    def _mark_lost(self, server: RemoteServer) -> None:
         self.stats.lost += 1
         self._lost[server.url] += 1
 
-    def _return(self, server: RemoteServer) -> None:
+    def _restore_lost(self, server: RemoteServer) -> None:
         self.stats.returned += 1
         self._returned[server.url] += 1
 
-    def _try_again(self) -> None:
+    def _retry_lost_servers(self) -> None:
         """Takes servers back that have the weights of the last push, once after each.
 
         Where all seem to have failed, the fault may be this process's, which was stopped for longer than an answer may
@@ -335,7 +335,7 @@ class RemoteEngine:
                 except RolloutError:
                     continue  # why it left the fleet says more
                 server.failure = None
-                self._return(server)
+                self._restore_lost(server)
                 self.log(f"{server.url} is back: it still has the weights of version {push.version}")
 
     def _counts(self) -> dict[str, float]:
@@ -362,20 +362,20 @@ class RemoteEngine:
         own_each = {f"servers/{name}": summed(name) for name in ("retried", "resumed")}
         return own_each | {"servers/lost": most(losers), "servers/returned": most(winners), **answers}
 
-    def _change_members(self) -> None:
+    def _sync_members(self) -> None:
         """Makes joined and left servers those of every rank."""
         joining, self._joining = self._joining, []
         urls, able, leaving = self._world.broadcast_json(
             lambda: (
                 [server.url for server in self.servers],
-                [url for url in joining if self._connects(url)],
+                [url for url in joining if self._can_connect(url)],
                 sorted(self._leaving),
             )
         )
-        self._move(urls)
+        self._update_urls(urls)
         for url in able:
-            if self.reach is not None and all(server.url != url for server in self.servers):
-                joined = self.reach(url)
+            if self.connect_server is not None and all(server.url != url for server in self.servers):
+                joined = self.connect_server(url)
                 joined.failure = f"{url} has joined, and awaits its first push"
                 self.servers.append(joined)
                 self._leaving.discard(url)
@@ -383,7 +383,7 @@ class RemoteEngine:
         if staying:
             self.servers[:] = staying
 
-    def _move(self, urls: Sequence[str]) -> None:
+    def _update_urls(self, urls: Sequence[str]) -> None:
         """Follows servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
         if self._world.is_main:
             return  # what starts them has moved them, perhaps again since
@@ -391,24 +391,24 @@ class RemoteEngine:
             if server.url != url:
                 server.move(url)
 
-    def _connects(self, url: str) -> bool:
+    def _can_connect(self, url: str) -> bool:
         try:
-            return self.reach is not None and bool(self.reach(url))
+            return self.connect_server is not None and bool(self.connect_server(url))
         except UserError as error:
             self.log(f"{url} does not join: {error}")
             return False
 
     def _wait_for_one(self) -> None:
-        """Waits until a server is back, on every rank; at most `patience`."""
+        """Waits until a server is back, on every rank; at most `recovery_timeout`."""
 
         def states() -> list[tuple[str, str, int | None, str | None]]:
-            until = time.monotonic() + self.patience
+            until = time.monotonic() + self.recovery_timeout
             while time.monotonic() < until and all(server.failure is not None for server in self.servers):
                 time.sleep(POLL_SECONDS)
             return [(server.url, server.model, server.version, server.failure) for server in self.servers]
 
         found = self._world.broadcast_json(states)
-        self._move([url for url, *_ in found])
+        self._update_urls([url for url, *_ in found])
         for server, (_, model, version, failure) in zip(self.servers, found, strict=True):
             if failure is None and version is not None:
                 server.accept(model, version)
@@ -429,12 +429,12 @@ class RemoteEngine:
             self._score(push, meta)
             everywhere = self._world.broadcast_json(results.result)
         if self._world.is_main:
-            _remove_others(self.folder, folder)
+            _remove_old_versions(self.folder, folder)
         return _Pushed(everywhere, size, seconds)
 
     def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
-        push, feeds = self._push(version), [Feed() for _ in self.servers]
+        push, feeds = self._push(version), [BucketQueue() for _ in self.servers]
         started, size = time.perf_counter(), 0
         tensors = meta.tensors(dtype)
         if not self._world.is_main:
@@ -515,19 +515,19 @@ class RemoteEngine:
             try:
                 named = replace(sampling, rid=key, model=server.model)
                 answer = await server.generate(named, self.config.answer_seconds)
-                self._require_possible(answer, sampling, server)
+                self._check_settings(answer, sampling, server)
                 answer.experts = self._experts(answer, server, len(sampling.prompt))
                 return answer
             except ServerError as error:
                 if server.failure is None:
                     server.failure = str(error)
-                    self._lose(server)
+                    self._mark_lost(server)
                     self.log(f"a server is left out: {error}")
                 self.stats.retried += 1
             finally:
                 del self._running[key]
 
-    def _require_possible(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
+    def _check_settings(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
         """Raises ServerError for tokens that the model does not have, or more than were asked for."""
         tokens = answer.tokens
         if len(tokens) > sampling.limit or not all(type(x) is int and 0 <= x < self.vocab_size for x in tokens):
@@ -549,19 +549,19 @@ class RemoteEngine:
                 f"{fix}, or leave generator.record_experts out"
             )
         try:
-            return of_server(answer.experts, self.recorded_model, prompt + len(answer.tokens) - 1)
+            return decode_server_experts(answer.experts, self.recorded_model, prompt + len(answer.tokens) - 1)
         except RolloutError as error:
             raise ServerError(f"{server.url}: {error}") from None
 
     async def _choose(self, group: object) -> RemoteServer:
         """Returns the group's server or the least loaded one, of those that are not getting weights."""
-        until = time.monotonic() + self.patience
+        until = time.monotonic() + self.recovery_timeout
         while True:
             if all(server.failure is not None for server in self.servers):
                 if time.monotonic() < until:
                     await asyncio.sleep(POLL_SECONDS)
                     continue
-                await asyncio.to_thread(self._try_again)
+                await asyncio.to_thread(self._retry_lost_servers)
             able = [server for server in self.fleet if not server.pushing]
             if able:
                 break
@@ -576,40 +576,45 @@ class RemoteEngine:
                 self._groups.popitem(last=False)
         return kept
 
-    def _sampling(self, req: ModelRequest, begun: Sequence[int] = (), seed: int | None = None) -> Sampling:
-        """Returns what to ask for the answer whose first tokens are `begun`. Raises RolloutError for a request that
+    def _sampling(self, req: ModelRequest, first_tokens: Sequence[int] = (), seed: int | None = None) -> Sampling:
+        """Returns what to ask for the answer whose first tokens are `first_tokens`. Raises RolloutError for a
+        request that
         can never be answered, and ConfigError for values that a server cannot honor."""
         g = req.gconfig
-        limit = answer_limit(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
+        limit = max_answer_tokens(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
             raise RolloutError(f"request {req.rid}: image_data was given, and only tokens are sent to servers")
         for server in self.servers:
             server.dialect.check(g)
         if seed is None:  # servers take 63 bits
             seed = request_seed(self.seed, self._submitted) >> 1 if g.seed is None else g.seed
-        rest = g.new(min_new_tokens=max(0, g.min_new_tokens - len(begun))) if begun and g.min_new_tokens else g
+        rest = (
+            g.new(min_new_tokens=max(0, g.min_new_tokens - len(first_tokens)))
+            if first_tokens and g.min_new_tokens
+            else g
+        )
         return Sampling(
-            prompt=[*req.input_ids, *begun],
+            prompt=[*req.input_ids, *first_tokens],
             gconfig=rest,
-            limit=limit - len(begun),
+            limit=limit - len(first_tokens),
             stop_token_ids=stop_ids(g, self.eos_token_ids, self.vocab_size),
             seed=seed,
             rid=req.rid,
             model="",
         )
 
-    def _enter(self, now: float) -> None:
+    def _begin_request(self, now: float) -> None:
         if not self._in_flight:
             self.stats.busy_since = now
         self._in_flight += 1
 
-    def _leave(self) -> None:
+    def _end_request(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
             self.stats.busy_seconds, self.stats.busy_since = self.stats.seconds, None
 
 
-def spread_tokens(vocab_size: int, n: int) -> list[int]:
+def spaced_token_ids(vocab_size: int, n: int) -> list[int]:
     """Returns up to `n` token ids from the whole of the vocabulary, each once, in a mixed order."""
     step = max(1, vocab_size // n)
     ids = list(range(0, vocab_size, step))[:n]
@@ -621,7 +626,7 @@ def stream_device(transport: Transport) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
 
 
-def _rid_of(key: str) -> str:
+def _request_id(key: str) -> str:
     return key.rpartition(".")[0]
 
 
@@ -629,7 +634,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _remove_others(parent: Path, kept: Path) -> None:
+def _remove_old_versions(parent: Path, kept: Path) -> None:
     for folder in parent.glob("version-*"):
         if folder != kept:
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ DEPTH = 2
 POLL_SECONDS = 0.05
 
 
-class Feed:
+class BucketQueue:
     """A queue of at most `DEPTH` buckets from the trainer's thread to that of a server."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Http:
         """Posts what is answered by its status alone."""
         self._send("POST", path, body, seconds, has_content=False)
 
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         """Returns whether anything accepts connections at the URL."""
         parts = urlsplit(self.url)
         try:

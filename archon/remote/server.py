@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from archon.remote.dialect import Answer, Dialect, Sampling, Transport
-from archon.remote.feed import Feed
+from archon.remote.dialects.base import Answer, Dialect, Sampling, Transport
+from archon.remote.feed import BucketQueue
 from archon.remote.http import Http, ServerError
 
 POLL_SECONDS = 0.05
@@ -47,7 +47,7 @@ class Push:
     folder: Path | None = None
     delta: Path | None = None
     since: int | None = None
-    buckets: Feed | None = None
+    buckets: BucketQueue | None = None
 
 
 @dataclass

@@ -44,13 +44,13 @@ def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
     held: list[Named] = []
     size = 0
     for name, tensor in tensors:
-        if held and size + _padded(tensor.nbytes) > BUCKET_BYTES:
-            yield _packed(held, size, device)
+        if held and size + _padded_size(tensor.nbytes) > BUCKET_BYTES:
+            yield _pack_bucket(held, size, device)
             held, size = [], 0
         held.append((name, tensor))
-        size += _padded(tensor.nbytes)
+        size += _padded_size(tensor.nbytes)
     if held:
-        yield _packed(held, size, device)
+        yield _pack_bucket(held, size, device)
 
 
 def unpack(bucket: Bucket) -> Iterator[Named]:
@@ -60,7 +60,7 @@ def unpack(bucket: Bucket) -> Iterator[Named]:
         dtype = getattr(torch, dtype_name)
         end = start + math.prod(shape) * dtype.itemsize
         yield name, bucket.data[start:end].view(dtype).view(shape)
-        start = _padded(end)
+        start = _padded_size(end)
 
 
 class Sender:
@@ -89,11 +89,11 @@ class Sender:
         )
         self._group: _Group | None = None
 
-    def connect(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until all workers have joined. Returns whether they did before `is_over`; raises TimeoutError."""
+    def connect(self, is_cancelled: Callable[[], bool]) -> bool:
+        """Waits until all workers have joined. Returns whether they did before `is_cancelled`; raises TimeoutError."""
         deadline = time.monotonic() + self._limit.total_seconds()
         while self._store.add(_JOINED, 0) < self.workers:
-            if is_over():
+            if is_cancelled():
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.workers} workers did not join within {self._limit.total_seconds():g} s")
@@ -118,7 +118,7 @@ class Sender:
         del self._store
 
 
-def received(
+def receive_tensors(
     address: str, port: int, rank: int, workers: int, backend: str, seconds: float, device: torch.device
 ) -> Iterator[Named]:
     """Joins the group of a `Sender` as the worker `rank`, which counts from 1. Yields (name, tensor) of the stream.
@@ -175,7 +175,7 @@ class _Group:
         return tensor
 
 
-def _packed(tensors: list[Named], size: int, device: torch.device) -> Bucket:
+def _pack_bucket(tensors: list[Named], size: int, device: torch.device) -> Bucket:
     data = torch.empty(size, dtype=torch.uint8, device=device)
     bucket = Bucket(_description(tensors), data)
     for (_, target), (_, tensor) in zip(unpack(bucket), tensors, strict=True):
@@ -187,7 +187,7 @@ def _description(tensors: list[Named]) -> bytes:
     return json.dumps([[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors]).encode()
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -64,7 +64,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
         return data
 
     @model_validator(mode="after")
-    def _integers_fit_64_bits(self) -> Self:
+    def _check_integer_range(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
             for number in value if isinstance(value, list) else (value,):
@@ -162,14 +162,14 @@ class ActivationCheckpointConfig(StrictModel):
         return self.mode + detail.get(self.mode, "")
 
     @classmethod
-    def named(cls, name: str) -> Self:
+    def from_name(cls, name: str) -> Self:
         """Returns the policy of a `name`, with the default detail where it has none. Raises ConfigError if unknown."""
         mode, _, detail = name.partition(" ")
         detailed = detail and mode in ("selective", "memory_budget")
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
-class AdapterShape(StrictModel):
+class LoRASpec(StrictModel):
     """Which matrices have low-rank adapters and what these are, with PEFT's names and meanings."""
 
     rank: int = Field(16, ge=1, description="rank of the adapters")
@@ -218,7 +218,7 @@ class AdapterShape(StrictModel):
     @model_validator(mode="after")
     def _check_path(self) -> Self:
         of_both = {"path", "export_experts"}
-        fresh = self.model_dump(exclude_defaults=True).keys() & (AdapterShape.model_fields.keys() - of_both)
+        fresh = self.model_dump(exclude_defaults=True).keys() & (LoRASpec.model_fields.keys() - of_both)
         if self.path is not None and fresh:
             raise ValueError(
                 f"{', '.join(sorted(fresh))} is of a fresh adapter, and path = {self.path!r} names one that has its "
@@ -227,7 +227,7 @@ class AdapterShape(StrictModel):
         return self
 
 
-class AdapterConfig(AdapterShape):
+class NamedLoRAConfig(LoRASpec):
     """One of several adapters that are trained in the same batches, each as if alone."""
 
     optimizer: OptimizerConfig | None = Field(None, description="AdamW of this adapter; null: that of the model")
@@ -239,23 +239,23 @@ class AdapterConfig(AdapterShape):
     )
 
 
-class LoRAConfig(AdapterShape):
-    """Low-rank adapters on frozen weights: one of each matrix, or several in `adapters`."""
+class LoRAConfig(LoRASpec):
+    """Low-rank adapters on frozen weights: one of each matrix, or several in `loras`."""
 
-    adapters: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], AdapterConfig] | None = Field(
+    loras: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], NamedLoRAConfig] | None = Field(
         None, description="several adapters by name, each with its own values in place of this section's"
     )
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> LoRAConfig:
-        if self.adapters is None:
+    def _check_loras(self) -> LoRAConfig:
+        if self.loras is None:
             return self
-        if not self.adapters:
-            raise ValueError("adapters is empty; name at least one, or leave it out for one adapter of each matrix")
-        own = sorted(self.model_dump(exclude_defaults=True).keys() - {"adapters"})
+        if not self.loras:
+            raise ValueError("loras is empty; name at least one, or leave it out for one adapter of each matrix")
+        own = sorted(self.model_dump(exclude_defaults=True).keys() - {"loras"})
         if own:
             raise ValueError(
-                f"{', '.join(own)} is of one adapter, and adapters names {len(self.adapters)} with values of their "
+                f"{', '.join(own)} is of one adapter, and loras names {len(self.loras)} with values of their "
                 "own; move it into each of them"
             )
         return self
@@ -397,8 +397,8 @@ class EngineConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> EngineConfig:
-        if self.lora is None or self.lora.adapters is None:
+    def _check_loras(self) -> EngineConfig:
+        if self.lora is None or self.lora.loras is None:
             return self
         if self.fp8_recipe == "tensorwise":
             raise ValueError(
@@ -406,13 +406,13 @@ class EngineConfig(StrictModel):
                 "each were alone; set fp8 = rowwise"
             )
         if self.is_critic:
-            raise ValueError("a critic has one value head, and lora.adapters names several adapters; set lora.rank")
+            raise ValueError("a critic has one value head, and lora.loras names several adapters; set lora.rank")
         if self.router_aux_loss_coef:
             raise ValueError(
                 f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss of all documents of a batch at once, "
-                "and several adapters train as if each were alone; set it to 0, or lora.adapters to one run each"
+                "and several adapters train as if each were alone; set it to 0, or lora.loras to one run each"
             )
-        if self.optimizer is None and any(adapter.optimizer for adapter in self.lora.adapters.values()):
+        if self.optimizer is None and any(lora.optimizer for lora in self.lora.loras.values()):
             raise ValueError("an adapter has an optimizer, and the model's is null, which trains nothing; give it one")
         return self
 
@@ -449,7 +449,7 @@ def merge_sections(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[s
     return {**values, **over, **sections}
 
 
-def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+def derive_engine(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
     """Returns `model` with `changes`, which may be nested; `source` names their section in errors.
 
     Raises ConfigError that names the field for an unknown or invalid change.
@@ -457,18 +457,18 @@ def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str)
     return EngineConfig.parse(merge_sections(model.model_dump(), changes), source=source)
 
 
-def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`. It has
+def derive_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+    """Returns `derive_engine` with a value head, which starts fresh unless `changes` say `init_score: false`. It has
     adapters only where `changes` have `lora`, whose other values are the model's."""
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
-    return derived_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)
+    return derive_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)
 
 
-def derived_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derived_engine` without an optimizer, without what moves weights or biases after a step, and without
-    adapters: the reference of a model with adapters is its base."""
-    return derived_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
+def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+    """Returns `derive_engine` without an optimizer, without what moves weights or biases after a step, and without
+    loras: the reference of a model with adapters is its base."""
+    return derive_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
 
 
 def require_folder(file: Path) -> None:

@@ -34,7 +34,7 @@ class BatchError(UserError):
     """A training batch whose fields are missing or misshapen, or a document that fits no micro-batch."""
 
 
-class PictureError(UserError):
+class ImageError(UserError):
     """A picture that cannot be used, or that a prompt has no place for; names it and why."""
 
 
@@ -54,7 +54,7 @@ class ContextOverflowError(RolloutError):
     """A prompt that leaves no room for an answer."""
 
 
-class UnknownAdapterError(RolloutError):
+class UnknownLoRAError(RolloutError):
     """A request for an adapter that is not loaded; names those that are."""
 
 
@@ -62,7 +62,7 @@ class LayoutError(UserError):
     """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
 
 
-class ExhaustedError(UserError):
+class ResourceExhaustedError(UserError):
     """Memory, open files or threads that ran out; names which, and what to do."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 # Enough for some six batch shapes: their products in the forward, the backward and the head.
-CACHED_PRODUCTS = 128
+MAX_CACHED_KERNELS = 128
 
 
-def bound_kernel_caches() -> None:
-    """Limit both caches to `CACHED_PRODUCTS`, unless the environment sets other limits."""
+def limit_kernel_caches() -> None:
+    """Limit both caches to `MAX_CACHED_KERNELS`, unless the environment sets other limits."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(CACHED_PRODUCTS))
+        os.environ.setdefault(name, str(MAX_CACHED_KERNELS))

@@ -41,7 +41,7 @@ class NamePattern:
         """Returns whether it matches a whole name."""
         return self._ends(name, 1)
 
-    def matches_end(self, name: str) -> bool:
+    def matches_suffix(self, name: str) -> bool:
         """Returns whether it matches a name, or what follows one of the name's dots, as keys of PEFT's patterns do."""
         return self._ends(name, 1 | _Name(name).places.get(".", 0) << 1)
 
@@ -88,13 +88,13 @@ class NamePatterns(Generic[Value]):
 
     def first(self, name: str, default: Value) -> Value:
         """Returns the value of the first key that means a module; `default` where none does."""
-        found = [self._literals[end] for end in ends_of(name) if end in self._literals]
-        patterns = ((order, value) for order, pattern, value in self._patterns if pattern.matches_end(name))
+        found = [self._literals[end] for end in name_suffixes(name) if end in self._literals]
+        patterns = ((order, value) for order, pattern, value in self._patterns if pattern.matches_suffix(name))
         found += [next(patterns, (len(self._literals) + len(self._patterns), default))]
         return min(found, key=lambda item: item[0])[1]
 
 
-def ends_of(name: str) -> list[str]:
+def name_suffixes(name: str) -> list[str]:
     """Returns a module's name and what follows each of its dots: what names of targets may be."""
     return [name] + [name[place + 1 :] for place, character in enumerate(name) if character == "."]
 
@@ -131,7 +131,7 @@ class _Parser:
             return lambda name, starts: starts & (1 if token == "^" else 1 << name.length)
         is_group = token in ("(", "(?:")
         step = self._group(depth) if is_group else None
-        places = _places_of(token) if not is_group else None
+        places = _char_positions(token) if not is_group else None
         counts = self._quantifier()
         if step is None:
             assert places is not None
@@ -179,9 +179,9 @@ def _counts(token: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _repeat(places_of: Callable[[_Name], int], least: int, most: int | None, name: _Name, starts: int) -> int:
+def _repeat(char_positions: Callable[[_Name], int], least: int, most: int | None, name: _Name, starts: int) -> int:
     """Returns where `least` to `most` characters, each at one of these places, may end."""
-    places = places_of(name)
+    places = char_positions(name)
     for _ in range(min(least, name.length + 1)):
         starts = (starts & places) << 1
     if most is None:
@@ -196,7 +196,7 @@ def _repeat(places_of: Callable[[_Name], int], least: int, most: int | None, nam
 
 
 @lru_cache(maxsize=256)
-def _places_of(token: str) -> Callable[[_Name], int]:
+def _char_positions(token: str) -> Callable[[_Name], int]:
     """Returns what finds the places in a name before a character, or before one of a set."""
     if token in ("*", "+", "?", ")"):
         raise ValueError("nothing to repeat" if token != ")" else "unbalanced parenthesis")

@@ -31,7 +31,7 @@ class NamedObjects(Generic[T]):
 
         def add(item: T) -> T:
             known = self._objects.get(name, item)
-            if known is not item and not _same_definition(known, item):
+            if known is not item and not _is_same_definition(known, item):
                 raise ConfigError(f"the {self.what} {name!r} is registered already, as {known!r}; choose another name")
             self._objects[name] = item
             return item
@@ -88,7 +88,7 @@ class _Names(Sequence[str]):
         return repr(self._objects.known_names())
 
 
-def _same_definition(one: object, other: object) -> bool:
+def _is_same_definition(one: object, other: object) -> bool:
     """Returns whether two objects are one definition, imported or run twice, as a notebook cell is."""
     names = [(getattr(item, "__module__", None), getattr(item, "__qualname__", None)) for item in (one, other)]
     return None not in names[0] and names[0] == names[1]

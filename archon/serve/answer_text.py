@@ -13,11 +13,11 @@ from archon.serve.tool_calls import (
     Part,
     Reasoning,
     ToolFormat,
-    joined,
+    merge_adjacent,
     partial_match,
-    schemas_of,
     template_text,
     tool_format,
+    tool_schemas,
 )
 
 
@@ -62,16 +62,16 @@ class AnswerFormat:
 
     Attributes:
         tools: the format of its tool calls.
-        thinks: whether it thinks between `<think>` and `</think>`.
+        has_thinking: whether it thinks between `<think>` and `</think>`.
         dropped: the special tokens that are left out of what is parsed, where `tools` is made of others; else empty.
     """
 
     tools: ToolFormat = HERMES
-    thinks: bool = False
+    has_thinking: bool = False
     dropped: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
+    def from_tokenizer(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
         """Returns the format that the chat template implies, with the tool calls of the parser of that name if given.
 
         Raises `ConfigError` for an unknown name.
@@ -80,8 +80,8 @@ class AnswerFormat:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {number: token.content for number, token in added.items() if token.special}
         dropped = frozenset(number for number, text in special.items() if text not in tools.marks)
-        thinks = THINK[1] in template_text(tokenizer) and tools is not HARMONY
-        return cls(tools, thinks, dropped if len(dropped) < len(special) else frozenset())
+        has_thinking = THINK[1] in template_text(tokenizer) and tools is not HARMONY
+        return cls(tools, has_thinking, dropped if len(dropped) < len(special) else frozenset())
 
 
 THINK = ("<think>", "</think>")
@@ -97,7 +97,7 @@ class ThinkingParser:
     def __init__(self, inside: bool) -> None:
         self._buffer = ""
         self._state = "inside" if inside else "before"
-        self._begun = False  # whether any text of the present state was returned
+        self._started = False  # whether any text of the present state was returned
 
     def feed(self, text: str) -> list[Part]:
         """Returns what is complete by now."""
@@ -110,24 +110,24 @@ class ThinkingParser:
             if start.startswith(THINK[0]):
                 self._state, self._buffer = "inside", start[len(THINK[0]) :]
             else:
-                self._state, self._begun = "after", True
+                self._state, self._started = "after", True
         if self._state == "inside":
             thought, mark, rest = self._buffer.partition(THINK[1])
             kept = "" if mark else thought[len(thought) - partial_match(thought, THINK[1]) :]
             thought = thought[: len(thought) - len(kept)]
             ready = thought.rstrip("\n")
             self._buffer = rest if mark else thought[len(ready) :] + kept
-            ready = ready if self._begun else ready.lstrip("\n")
+            ready = ready if self._started else ready.lstrip("\n")
             if ready:
-                self._begun = True
+                self._started = True
                 parts.append(Reasoning(ready))
             if not mark:
                 return parts
-            self._state, self._begun = "after", False
-        said = self._buffer if self._begun else self._buffer.lstrip("\n")
+            self._state, self._started = "after", False
+        said = self._buffer if self._started else self._buffer.lstrip("\n")
         self._buffer = ""
         if said:
-            self._begun = True
+            self._started = True
             parts.append(said)
         return parts
 
@@ -161,10 +161,10 @@ class AnswerParser:
         format: AnswerFormat | None = None,
         inside_thinking: bool = False,
     ) -> None:
-        self._thinking = ThinkingParser(inside_thinking) if format is not None and format.thinks else None
+        self._thinking = ThinkingParser(inside_thinking) if format is not None and format.has_thinking else None
         self._tools = None
         if format is not None and (tools or format.tools is HARMONY):
-            self._tools = format.tools.make(schemas_of(tools))
+            self._tools = format.tools.make(tool_schemas(tools))
         self._dropped = format.dropped if format is not None and self._tools is not None else frozenset()
         self._text = Detokenizer(tokenizer, skip_special_tokens=not self._dropped)
         self._stop = StopStringFilter(stops)
@@ -215,5 +215,5 @@ class AnswerParser:
     def _delta(self, parts: list[Part]) -> Delta:
         delta = Delta(parts, self._tokens, self._logprobs, self._index)
         self._tokens, self._logprobs = [], []
-        self.parts = list(joined([*self.parts, *parts]))
+        self.parts = list(merge_adjacent([*self.parts, *parts]))
         return delta

@@ -72,7 +72,7 @@ class AnthropicMessage(protocol.RequestModel):
         if shown or calls or thoughts:
             message: dict[str, Any] = {"role": self.role, "content": template_content(shown)}
             if thoughts:
-                message |= protocol.with_thinking_names({"reasoning_content": "".join(thoughts)})
+                message |= protocol.add_reasoning_alias({"reasoning_content": "".join(thoughts)})
             messages.append(message | {"tool_calls": calls} if calls else message)
         return messages
 
@@ -114,17 +114,17 @@ class CountBody(protocol.Conversation):
 
     @field_validator("messages")
     @classmethod
-    def _last_is_users(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
+    def _check_last_role(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
         if messages[-1].role != "user":
             raise ValueError("the last message must be the user's; prefilling the assistant's answer is not supported")
         return messages
 
-    def wanted_thinking(self) -> protocol.Thinking | None:
+    def thinking_mode(self) -> protocol.Thinking | None:
         kind = None if self.thinking is None else self.thinking.type
         return {"disabled": False, "enabled": True}.get(kind or "")
 
     def template_messages(self) -> list[dict[str, Any]]:
-        messages = [] if self.system is None else [{"role": "system", "content": protocol.text_of(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": protocol.content_text(self.system)}]
         for number, message in enumerate(self.messages):
             messages += message.template_messages(f"messages.{number}")
         return messages

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from archon.serve.pictures import SOURCE
-from archon.serve.protocol import RequestModel, TextPart, text_of
+from archon.serve.images import SOURCE
+from archon.serve.protocol import RequestModel, TextPart, content_text
 
 
 class ImageUrl(RequestModel):
@@ -68,8 +68,8 @@ class ImageBlock(RequestModel):
         return self.source.url
 
 
-SeenPart = Annotated[TextPart | ImageUrlPart | InputImagePart, Field(discriminator="type")]
-SeenContent = str | list[SeenPart]
+MultimodalPart = Annotated[TextPart | ImageUrlPart | InputImagePart, Field(discriminator="type")]
+MultimodalContent = str | list[MultimodalPart]
 """A content of OpenAI's protocols with pictures."""
 
 
@@ -81,7 +81,7 @@ def template_content(
         return content or ""
     texts = [part for part in content if isinstance(part, TextPart)]
     if len(texts) == len(content):
-        return text_of(texts)
+        return content_text(texts)
     return [
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image", SOURCE: part.url}
         for part in content

@@ -10,7 +10,13 @@ from starlette.exceptions import HTTPException
 
 from archon.generation.record import UnusableAnswerError
 from archon.schema.config import describe_validation_error
-from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UnknownAdapterError, UserError
+from archon.schema.errors import (
+    ContextOverflowError,
+    NotFiniteError,
+    ResourceExhaustedError,
+    UnknownLoRAError,
+    UserError,
+)
 from archon.serve.protocol import ResponseModel
 from archon.serve.sessions import LimitError
 
@@ -64,13 +70,13 @@ def error_response(error: Exception, path: str) -> ErrorResponse:
     message = " ".join(str(error).split())[:_MAX_MESSAGE]
     if isinstance(error, ContextOverflowError):
         return ErrorResponse(400, message, "context_length_exceeded")
-    if isinstance(error, UnknownAdapterError):
+    if isinstance(error, UnknownLoRAError):
         return ErrorResponse(404, message, "model_not_found")
     if isinstance(error, LimitError):
         return ErrorResponse(429, message)
     if isinstance(error, UnusableAnswerError | NotFiniteError):
         return ErrorResponse(503, message, "unusable_answer")
-    if isinstance(error, ExhaustedError):
+    if isinstance(error, ResourceExhaustedError):
         logger.error("request to %s failed: %s", path, message)
         return ErrorResponse(503, "the server ran out of memory, of open files or of threads; its log says which")
     if isinstance(error, UserError):

@@ -40,11 +40,11 @@ def _metrics(service: Service) -> list[Metric]:
         counter("archon_shared_prompts_total", "Answers whose prompt was computed for another.", stats.shared_prompts),
         counter("archon_pushed_bytes_total", "Bytes written by pushes of weights.", stats.pushed_bytes),
     ]
-    adapters = service.adapters.values()
+    loras = service.loras.values()
     for name, help_text, field in (
         ("archon_adapter_requests_total", "Requests of an adapter.", "requests"),
         ("archon_adapter_answer_tokens_total", "Tokens sampled with an adapter.", "answer_tokens"),
     ):
-        samples = [({"adapter": adapter.name}, float(getattr(adapter, field))) for adapter in adapters]
+        samples = [({"adapter": lora.name}, float(getattr(lora, field))) for lora in loras]
         found.append(Metric(name, help_text, list(samples), "counter"))
     return found

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.sessions import Caller, ModelChoice
@@ -61,7 +61,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         super().__init__(body, caller, tokenizer, model, format, reader)
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
@@ -85,7 +85,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
 
     def response(self, choices: list[protocol.Choice]) -> dict[str, Any]:
         written = [
-            self._with_tokens(
+            self._add_tokens(
                 {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
                 choice.response.output_tokens,
                 choice.response.output_logprobs,
@@ -94,7 +94,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
         ]
         return self._envelope(self.object_name, written, usage=self._usage(choices), **self._prompt())
 
-    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _add_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         """Returns a choice with its tokens and their logprobs, if the client asked for them."""
         choice["logprobs"] = None
         if self._logprobs:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
-from archon.serve.content import SeenContent, template_content
+from archon.serve.content import MultimodalContent, template_content
 from archon.serve.openai_base import CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
@@ -49,7 +49,7 @@ class AssistantMessage(_Message):
 
 class InputMessage(_Message):
     role: Literal["system", "developer", "user", "tool"]
-    content: SeenContent
+    content: MultimodalContent
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
@@ -73,7 +73,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     kept = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
-    return converted | protocol.with_thinking_names(kept)
+    return converted | protocol.add_reasoning_alias(kept)
 
 
 class ChatTool(protocol.RequestModel):
@@ -96,7 +96,7 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     verbosity: Literal["medium"] | None = Field(None, description="the model has one")
     reasoning_effort: protocol.Effort | None = None
 
-    def wanted_thinking(self) -> protocol.Thinking | None:
+    def thinking_mode(self) -> protocol.Thinking | None:
         return self.reasoning_effort
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ class ChatApi(CompletionsHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         super().__init__(body, caller, tokenizer, model, format, reader)
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
@@ -198,7 +198,7 @@ class ChatApi(CompletionsHandler):
         tokens, logprobs = delta.tokens, delta.logprobs
         for message in [self._message(part, delta.index) for part in delta.parts] or [{}]:
             choice = {"index": delta.index, "delta": message, "finish_reason": None}
-            yield self._chunk(self._with_tokens(choice, tokens, logprobs))
+            yield self._chunk(self._add_tokens(choice, tokens, logprobs))
             tokens, logprobs = [], []  # are in the first chunk only
 
     def _message(self, part: Part, index: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from archon.data.encoding import encode_prompt
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.generation.prompt_scores import PromptScores
 from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.schema.errors import RolloutError
@@ -36,7 +36,7 @@ class CompletionBody(OpenAISampling):
     suffix: None = None
 
     @model_validator(mode="after")
-    def _asks_for_what_there_is(self) -> CompletionBody:
+    def _check_supported(self) -> CompletionBody:
         if self.echo and self.stream:
             raise ValueError("echo is not streamed; leave out stream or echo")
         if self.max_tokens == 0 and not self.echo:
@@ -105,7 +105,7 @@ class CompletionApi(CompletionsHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         super().__init__(body, caller, tokenizer, model, format, reader)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
@@ -131,8 +131,8 @@ class CompletionApi(CompletionsHandler):
         if score is None:
             raise RolloutError("echo: answers of a session that is trained are sampled only; leave echo out")
         tokens = choice.response.input_tokens + choice.response.output_tokens
-        adapter = {} if self._adapter is None else {"adapter": self._adapter}
-        self._echoed[choice.index] = score(tokens, self.gconfig.temperature, **adapter)
+        lora = {} if self._lora is None else {"lora": self._lora}
+        self._echoed[choice.index] = score(tokens, self.gconfig.temperature, **lora)
         await asyncio.sleep(0)  # other requests' turn
         return choice
 
@@ -143,8 +143,8 @@ class CompletionApi(CompletionsHandler):
             text = str(self._tokenizer.decode(choice.response.input_tokens, skip_special_tokens=True)) + text
         return {"text": text, **prompt}
 
-    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        choice = super()._with_tokens(choice, tokens, logprobs)
+    def _add_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        choice = super()._add_tokens(choice, tokens, logprobs)
         index = choice["index"]
         if index in self._echoed and self._logprobs:
             echoed = [*self.prompts[index // self.gconfig.n_samples], *tokens]
@@ -156,8 +156,8 @@ class CompletionApi(CompletionsHandler):
         found = self._format_logprobs(index, texts, scores.logprobs)
         found["token_logprobs"] = [None, *scores.logprobs][: len(texts)]
         if self.body.logprobs:
-            best = [str(self._tokenizer.decode([token])) for token in scores.best_tokens]
-            places = zip(texts[1:], scores.logprobs, best, scores.best_logprobs, strict=True)
+            best = [str(self._tokenizer.decode([token])) for token in scores.top_tokens]
+            places = zip(texts[1:], scores.logprobs, best, scores.top_logprob_values, strict=True)
             found["top_logprobs"] = [None, *({text: own, top: most} for text, own, top, most in places)][: len(texts)]
         return found
 
@@ -169,7 +169,7 @@ class CompletionApi(CompletionsHandler):
         if self._has_chunk(delta):
             text = "".join(part for part in delta.parts if isinstance(part, str))
             choice = {"index": delta.index, "text": text, "finish_reason": None}
-            yield self._chunk(self._with_tokens(choice, delta.tokens, delta.logprobs))
+            yield self._chunk(self._add_tokens(choice, delta.tokens, delta.logprobs))
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}

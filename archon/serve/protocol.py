@@ -15,14 +15,14 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from archon.data.encoding import has_chat_template, render, tokenize
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, DatasetError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
-from archon.serve.pictures import read_pictures, take_sources
+from archon.serve.images import pop_image_sources, read_images
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall, load_json, template_text
 
@@ -37,7 +37,7 @@ ENGINE_NAMES = {
 }
 
 
-def _integral(value: Any) -> Any:
+def _float_to_int(value: Any) -> Any:
     """Returns 1 for 1.0: the two are one number in JSON, and some clients write the latter."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -48,7 +48,7 @@ Thinking = bool | Effort
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 """What a chat template is given besides the variables of a request."""
 
-Integer = Annotated[int, BeforeValidator(_integral)]
+Integer = Annotated[int, BeforeValidator(_float_to_int)]
 Positive = Annotated[Integer, Field(ge=1)]
 # The limits in these two schemas are checked by the engine, whose errors are clearer.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
@@ -124,7 +124,7 @@ class Conversation(RequestModel):
         """Returns the tools that the model may call, as chat templates expect them."""
         raise NotImplementedError
 
-    def wanted_thinking(self) -> Thinking | None:
+    def thinking_mode(self) -> Thinking | None:
         """Returns whether, or how much, the model is to think; None leaves it to the template."""
         return None
 
@@ -135,7 +135,7 @@ class Conversation(RequestModel):
         for name in options:
             if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
                 raise RolloutError(f"chat_template_kwargs: the model's chat template has no variable {name!r:.80}")
-        thinking = self.wanted_thinking()
+        thinking = self.thinking_mode()
         if thinking is None:
             return options
         if "reasoning_effort" in template and isinstance(thinking, str):
@@ -146,17 +146,17 @@ class Conversation(RequestModel):
             return options  # the model never thinks
         raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
 
-    def prompt(self, tokenizer: Any, reader: PictureReader | None) -> tuple[list[int], list[Picture]]:
+    def prompt(self, tokenizer: Any, reader: ImageReader | None) -> tuple[list[int], list[ProcessedImage]]:
         """Returns the conversation with the generation prompt, in tokens, and its pictures.
 
         Raises `RolloutError` if there is no template, one that leaves tools or pictures out, or one without a variable
-        that is set; `DatasetError` for a conversation that the template rejects; `PictureError` for a picture that
+        that is set; `DatasetError` for a conversation that the template rejects; `ImageError` for a picture that
         cannot be used.
         """
         if not has_chat_template(tokenizer):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
         messages, tools = self.template_messages(), self.template_tools()
-        pictures = read_pictures(take_sources(messages), reader)
+        images = read_images(pop_image_sources(messages), reader)
         options = {"add_generation_prompt": True, **self.template_options(tokenizer)}
         text = _render_calls(tokenizer, messages, options)
         if tools:
@@ -164,7 +164,7 @@ class Conversation(RequestModel):
             if text == without:
                 raise RolloutError("tools were given, and the model's chat template has no place for them")
         tokens = list(tokenize(tokenizer, text, "messages")["input_ids"])
-        return (tokens if reader is None else reader.expand(tokens, pictures)), pictures
+        return (tokens if reader is None else reader.expand(tokens, images)), images
 
 
 def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -175,13 +175,13 @@ def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[
         if not any(message.get("tool_calls") for message in messages):
             raise
         try:
-            return render(tokenizer, list(map(_with_json_arguments, messages)), "messages", **options)
+            return render(tokenizer, list(map(_parse_arguments, messages)), "messages", **options)
         except DatasetError:
             pass
         raise  # the first failure, of the usual form
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -205,7 +205,7 @@ class TextPart(RequestModel):
 Content = str | list[TextPart]
 
 
-def text_of(content: str | Sequence[TextPart] | None) -> str:
+def content_text(content: str | Sequence[TextPart] | None) -> str:
     """Returns a content as one string; None is an empty one."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -242,7 +242,7 @@ def template_call(call_id: str, name: str, arguments: str | dict[str, Any], wher
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
-def with_thinking_names(message: dict[str, Any]) -> dict[str, Any]:
+def add_reasoning_alias(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message with its thinking also under the name that gpt-oss' template has for it."""
     if "reasoning_content" not in message:
         return message
@@ -306,14 +306,14 @@ class ProtocolHandler(ABC):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self.body, self._caller, self._tokenizer = body, caller, tokenizer
-        self._model, self._adapter = model
+        self._model, self._lora = model
         self.gconfig = caller.sampling(body.gconfig(caller.gconfig))
-        self._pictures: list[Picture] = []
+        self._images: list[ProcessedImage] = []
         if isinstance(body, Conversation):
-            prompt, self._pictures = body.prompt(tokenizer, reader)
+            prompt, self._images = body.prompt(tokenizer, reader)
             self.prompts = [prompt]
         else:
             self.prompts = body.prompts(tokenizer)
@@ -365,8 +365,8 @@ class ProtocolHandler(ABC):
                 prompt,
                 one.model_copy(update={"seed": seed}),
                 tokenizer=self._tokenizer,
-                adapter=self._adapter,
-                image_data=self._pictures,
+                lora=self._lora,
+                image_data=self._images,
                 sampling_checked=self._caller.policy is not None,
             )
             tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))

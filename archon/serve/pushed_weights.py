@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from archon.checkpoint.adapter_export import Adapters
+from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation.inprocess import InProcessEngine
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import ConfigError
-from archon.serve.adapter_folders import inside
+from archon.serve.lora_folders import inside
 
 POLICY = "policy"
 """The pushed adapter's name, which a trainer's requests give."""
-NOTHING_PUSHED = -1
+NO_VERSION = -1
 """The version of the weights that a server begins with, which is no trainer's."""
 
 
 @dataclass
 class PushedWeights:
-    """The weights of `engine`, whose version is `NOTHING_PUSHED` at first.
+    """The weights of `engine`, whose version is `NO_VERSION` at first.
 
     Attributes:
         root: folders are loaded from here alone.
         read_model: returns the model of a checkpoint, as the server's own was loaded.
-        read_adapters: returns adapters of the server's model.
+        read_lora_weights: returns adapters of the server's model.
         version: of the last push.
     """
 
     engine: InProcessEngine
     root: Path
     read_model: Callable[[Path], BaseArchonModel]
-    read_adapters: Callable[[Path], Adapters]
-    version: int = NOTHING_PUSHED
+    read_lora_weights: Callable[[Path], LoRAWeights]
+    version: int = NO_VERSION
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     async def load(self, transport: Literal["disk", "lora"], folder: str, version: int) -> None:
@@ -49,11 +49,11 @@ class PushedWeights:
                 model = await asyncio.to_thread(self.read_model, path)
                 self.engine.update_weights(model, version=version)
             else:
-                adapters = await asyncio.to_thread(self.read_adapters, path)
-                if POLICY in self.engine.adapters:
-                    self.engine.update_adapter(POLICY, adapters, version=version)
+                loras = await asyncio.to_thread(self.read_lora_weights, path)
+                if POLICY in self.engine.loras:
+                    self.engine.update_lora(POLICY, loras, version=version)
                 else:
-                    self.engine.load_adapter(POLICY, adapters, version=version)
+                    self.engine.load_lora(POLICY, loras, version=version)
             self.version = version
 
     def _folder(self, folder: str) -> Path:

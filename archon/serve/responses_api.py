@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
-from archon.serve.content import SeenContent, template_content
+from archon.serve.content import MultimodalContent, template_content
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
@@ -25,7 +25,7 @@ class _Item(protocol.RequestModel):
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: SeenContent
+    content: MultimodalContent
     phase: str | None = None
 
 
@@ -39,7 +39,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: SeenContent
+    output: MultimodalContent
 
 
 class ReasoningText(protocol.RequestModel):
@@ -107,7 +107,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
 
-    def wanted_thinking(self) -> protocol.Thinking | None:
+    def thinking_mode(self) -> protocol.Thinking | None:
         return None if self.reasoning is None else self.reasoning.effort
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         for number, item in enumerate(self.input):
             if isinstance(item, ReasoningInput):
                 texts = item.content or item.summary
-                thought = protocol.with_thinking_names({"reasoning_content": "".join(text.text for text in texts)})
+                thought = protocol.add_reasoning_alias({"reasoning_content": "".join(text.text for text in texts)})
                 messages.append({"role": "assistant", "content": "", **thought})
             elif isinstance(item, CallItem):
                 if not messages or messages[-1]["role"] != "assistant":
@@ -228,7 +228,7 @@ class ResponsesApi(protocol.ProtocolHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         super().__init__(body, caller, tokenizer, model, format, reader)
         gconfig = self.gconfig

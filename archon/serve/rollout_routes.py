@@ -12,7 +12,7 @@ import archon
 from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.serve.protocol import Integer, RequestModel, TokenId
 from archon.serve.pushed_weights import POLICY, PushedWeights
-from archon.serve.routes import AuthorizedRoute, ServiceOf, while_connected
+from archon.serve.routes import AuthorizedRoute, ServiceOf, run_while_connected
 from archon.serve.sessions import Session
 
 # Not described at /openapi.json, which is for agents.
@@ -86,15 +86,15 @@ async def describe(service: ServiceOf, pushed: Pushed) -> dict[str, Any]:
 @router.post("/generate")
 async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict[str, Any]:
     """Answer a prompt; ends with what it has where it is aborted or interrupted by a push."""
-    if body.policy and POLICY not in pushed.engine.adapters:
+    if body.policy and POLICY not in pushed.engine.loras:
         raise HTTPException(503, "no adapter was pushed to this server since it was started")
     asked = ModelRequest(
         body.input_ids,
         GenerationHyperparameters.parse(body.sampling, source="sampling"),
         rid=body.rid,
-        adapter=POLICY if body.policy else None,
+        lora=POLICY if body.policy else None,
     )
-    answer = await while_connected(request.receive, pushed.engine.agenerate(asked))
+    answer = await run_while_connected(request.receive, pushed.engine.agenerate(asked))
     return {
         "output_ids": answer.output_tokens,
         "logprobs": answer.output_logprobs,
@@ -106,7 +106,7 @@ async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict
 @router.post("/score")
 async def score(pushed: Pushed, body: ScoreBody) -> dict[str, list[float]]:
     """Score given tokens, from the second on."""
-    return {"logprobs": pushed.engine.prompt_logprobs(body.input_ids, adapter=POLICY if body.policy else None)}
+    return {"logprobs": pushed.engine.prompt_logprobs(body.input_ids, lora=POLICY if body.policy else None)}
 
 
 @router.post("/tokenize")

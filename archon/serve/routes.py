@@ -161,9 +161,9 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
     )
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
-        first = await while_connected(request.receive, anext(items))
+        first = await run_while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
-    choices = await while_connected(request.receive, _choices(items))
+    choices = await run_while_connected(request.receive, _choices(items))
     return api.response(sorted(choices, key=lambda choice: choice.index))
 
 
@@ -171,7 +171,7 @@ async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:
     return [item async for item in items if isinstance(item, Choice)]
 
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`, which is canceled if the client disconnects."""
     task = asyncio.ensure_future(work)
 
@@ -194,7 +194,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self.stream_response(send))
+        await run_while_connected(receive, self.stream_response(send))
 
 
 async def _events(
@@ -274,7 +274,7 @@ class DeletedModel(ResponseModel):
     deleted: Literal[True] = True
 
 
-class AdapterUse(ResponseModel):
+class LoRAUsage(ResponseModel):
     """What an adapter has answered; tokens of an answer count when it ends."""
 
     model_config = ConfigDict(extra="ignore")
@@ -287,9 +287,9 @@ class AdapterUse(ResponseModel):
     answer_tokens: Count
 
 
-class AdapterList(ResponseModel):
+class LoRAList(ResponseModel):
     object: Literal["list"] = "list"
-    data: list[AdapterUse]
+    data: list[LoRAUsage]
 
 
 class ModelList(ResponseModel):
@@ -300,8 +300,8 @@ class ModelList(ResponseModel):
 @router.get("/models")
 async def models(service: ServiceOf) -> ModelList:
     """List the model and its adapters."""
-    adapters = [Model(id=name, parent=service.model) for name in service.adapters]
-    return ModelList(data=[Model(id=service.model), *adapters])
+    loras = [Model(id=name, parent=service.model) for name in service.loras]
+    return ModelList(data=[Model(id=service.model), *loras])
 
 
 @router.get("/models/{model}", responses=_errors(404))
@@ -339,7 +339,7 @@ def _require_token(request: Request) -> None:
 async def load_lora_adapter(request: Request, service: ServiceOf, body: LoadBody) -> Model:
     """Load an adapter from a folder of the server's; needs the server's token."""
     _require_token(request)
-    await service.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    await service.load_lora(body.lora_name, body.lora_path, in_place=body.load_inplace)
     return Model(id=body.lora_name, parent=service.model)
 
 
@@ -347,14 +347,14 @@ async def load_lora_adapter(request: Request, service: ServiceOf, body: LoadBody
 async def unload_lora_adapter(request: Request, service: ServiceOf, body: UnloadBody) -> DeletedModel:
     """Unload an adapter; answers in progress end with it. Needs the server's token."""
     _require_token(request)
-    await service.unload_adapter(body.lora_name)
+    await service.unload_lora(body.lora_name)
     return DeletedModel(id=body.lora_name)
 
 
 @router.get("/adapters")
-async def adapters(service: ServiceOf) -> AdapterList:
+async def adapters(service: ServiceOf) -> LoRAList:
     """Count the requests and tokens of each adapter since it was loaded."""
-    return AdapterList(data=[AdapterUse.model_validate(vars(adapter)) for adapter in service.adapters.values()])
+    return LoRAList(data=[LoRAUsage.model_validate(vars(lora)) for lora in service.loras.values()])
 
 
 SESSION_ID = "^session-[0-9a-f]{24}$"
@@ -446,7 +446,7 @@ async def open_session(
 
 def _session(request: Request, session_id: str) -> Session:
     """Returns the session of that id, unless the request has another session's key."""
-    session: Session | None = request.state.service.sessions.of_id(session_id)
+    session: Session | None = request.state.service.sessions.find_by_id(session_id)
     if session is None or (isinstance(request.state.caller, Session) and request.state.caller is not session):
         raise HTTPException(404, f"no open session {session_id!r:.80}")
     return session
@@ -467,7 +467,7 @@ async def reward(
         )
     if service.training is None or body.completion_id is not None or not finished:
         session.set_reward(body.reward, body.completion_id, body.choice)
-    elif session.interactions and not session.unrated_ends:
+    elif session.interactions and not session.unrewarded_leaves:
         raise HTTPException(
             400,
             "every branch of this session ends with an answer that has a reward already, which one of the whole "
@@ -486,10 +486,10 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
     rows = [
         {
             **{name: getattr(row.record, name) for name in _RECORDED},
-            "images": [picture.digest for picture in row.record.images],
+            "images": [image.digest for image in row.record.images],
             "reward": row.reward,
             "answers": [{"completion_id": completion, "choice": choice} for completion, choice in row.answers],
-            "adapter": row.adapter,
+            "adapter": row.lora,
         }
         for row in _session(request, session_id).export(query.style, query.turn_discount)
     ]

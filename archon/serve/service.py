@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from archon.data.pictures import PictureReader
-from archon.generation.adapters import ServedAdapter
+from archon.data.images import ImageReader
+from archon.generation.lora import ServedLoRA
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.schema.errors import ConfigError
 
@@ -23,8 +23,8 @@ except ImportError:
         "serving needs the package fastapi, which is not installed; "
         "install archon's extra `rl`: pip install 'archon-engine[rl]'"
     ) from None
-from archon.serve.adapter_folders import AdapterFolders
 from archon.serve.answer_text import AnswerFormat
+from archon.serve.lora_folders import LoRAFolders
 from archon.serve.pushed_weights import PushedWeights
 from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sessions, Training
 
@@ -59,7 +59,7 @@ class Service:
         tool_call_parser: name of the format of tool calls; None: that of the chat template.
         training: takes rated sessions; None keeps them for `export`.
         reader: reads the pictures of requests; None for a model that sees none.
-        adapter_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
+        lora_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
         pushed: the engine's weights, where a trainer may push others, with the server's token.
 
     A server whose engine has adapters, or that can load them, answers with the model that a request names. Another one
@@ -77,22 +77,22 @@ class Service:
         limits: Limits | None = None,
         tool_call_parser: str | None = None,
         training: Training | None = None,
-        adapter_folders: AdapterFolders | None = None,
+        lora_folders: LoRAFolders | None = None,
         pushed: PushedWeights | None = None,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
-        if adapter_folders is not None and token is None:
+        if lora_folders is not None and token is None:
             raise ConfigError("adapters are loaded with the server's token, and it has none: set one with --token")
         if pushed is not None and token is None:
             raise ConfigError("weights are pushed with the server's token, and it has none: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
         self.training, self.pushed, self.reader = training, pushed, reader
-        self.format = AnswerFormat.of(tokenizer, tool_call_parser)
+        self.format = AnswerFormat.from_tokenizer(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
         self._token = token
-        self._engine, self._adapter_folders = engine, adapter_folders
-        self._has_models = adapter_folders is not None or bool(self.adapters)
+        self._engine, self._lora_folders = engine, lora_folders
+        self._has_models = lora_folders is not None or bool(self.loras)
         self._loading = asyncio.Lock()
         self._active_requests = 0
 
@@ -106,12 +106,12 @@ class Service:
 
         Raises `HTTPException` if access is denied.
         """
-        session = self.sessions.of_key(key)
+        session = self.sessions.find_by_key(key)
         if session is not None:
             return session
         if self._token is None:
             # Blocks pages of other sites, and those whose own name resolves to loopback (DNS rebinding).
-            hosts = [_host_of(f"//{host}"), "localhost" if origin is None else _host_of(origin)]
+            hosts = [_parse_host(f"//{host}"), "localhost" if origin is None else _parse_host(origin)]
             if not all(map(is_loopback, hosts)):
                 raise HTTPException(
                     403, "without a token only 127.0.0.1 and localhost are served, and no page of another host"
@@ -131,48 +131,48 @@ class Service:
         return self._engine
 
     @property
-    def adapters(self) -> Mapping[str, ServedAdapter]:
+    def loras(self) -> Mapping[str, ServedLoRA]:
         """The loaded adapters by name."""
-        return getattr(self._engine, "adapters", {})
+        return getattr(self._engine, "loras", {})
 
     def choose(self, model: str) -> ModelChoice:
         """Returns what answers a request for `model`, empty for the model itself; raises `HTTPException` if nothing
         does."""
-        if model in self.adapters:
+        if model in self.loras:
             return ModelChoice(model, model)
         if self._has_models and model not in ("", self.model):
-            names = ", ".join(map(repr, [self.model, *self.adapters]))
+            names = ", ".join(map(repr, [self.model, *self.loras]))
             raise HTTPException(404, f"no model {model!r:.80}; the models here are {names}")
         return ModelChoice(self.model)
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load_lora(self, name: str, path: str, *, in_place: bool) -> None:
         """Loads an adapter under a name, or replaces that of the name where `in_place`.
 
         Raises `HTTPException` or a `UserError` for what is refused; then nothing has changed.
         """
-        if self._adapter_folders is None:
-            raise HTTPException(403, "this server loads no adapters; start it with --adapter-root and --token")
+        if self._lora_folders is None:
+            raise HTTPException(403, "this server loads no adapters; start it with --lora-root and --token")
         if name == self.model or not name.isprintable():
             raise HTTPException(
                 400, f"lora_name: {name!r:.80} is the model's own name, or has signs that are not shown"
             )
         async with self._loading:
-            if name in self.adapters and not in_place:
+            if name in self.loras and not in_place:
                 raise HTTPException(400, f"an adapter {name!r:.80} is loaded already; unload it, or set load_inplace")
-            adapters = await asyncio.to_thread(self._adapter_folders.load, path)
+            loras = await asyncio.to_thread(self._lora_folders.load, path)
             engine: Any = self._engine
-            if name in self.adapters:
-                engine.update_adapter(name, adapters)
+            if name in self.loras:
+                engine.update_lora(name, loras)
             else:
-                engine.load_adapter(name, adapters)
+                engine.load_lora(name, loras)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Takes an adapter away from new requests; answers in progress end with it. Raises as `load_adapter` does."""
-        if self._adapter_folders is None:
-            raise HTTPException(403, "this server unloads no adapters; start it with --adapter-root and --token")
+    async def unload_lora(self, name: str) -> None:
+        """Takes an adapter away from new requests; answers in progress end with it. Raises as `load_lora` does."""
+        if self._lora_folders is None:
+            raise HTTPException(403, "this server unloads no adapters; start it with --lora-root and --token")
         engine: Any = self._engine
         async with self._loading:
-            engine.unload_adapter(name)
+            engine.unload_lora(name)
 
     def finish(self, session: Session) -> None:
         """Closes a rated session, and hands it to the trainer if there is one."""
@@ -193,7 +193,7 @@ class Service:
             self._active_requests -= 1
 
 
-def _host_of(url: str) -> str:
+def _parse_host(url: str) -> str:
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

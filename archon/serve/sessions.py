@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, NamedTuple, SupportsFloat
 
-from archon.generation.record import TokenRecord, UnusableAnswerError, begins_with, check_answer
+from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer, is_prefix
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.schema.errors import ConfigError, RewardError, RolloutError
@@ -33,7 +33,7 @@ class ModelChoice(NamedTuple):
     """What a request asks for: the model's name for clients, and the adapter; None is the model itself."""
 
     name: str
-    adapter: str | None = None
+    lora: str | None = None
 
 
 class Caller:
@@ -129,7 +129,7 @@ class Trajectory:
     record: TokenRecord
     reward: float
     answers: list[tuple[str, int]]
-    adapter: str | None = None
+    lora: str | None = None
 
 
 class Session(Caller):
@@ -186,9 +186,9 @@ class Session(Caller):
         prefixes = [
             node
             for node in self.interactions
-            if node.response.adapter == response.adapter
+            if node.response.lora == response.lora
             and response.input_tokens[: len(node.tokens)] == node.tokens
-            and begins_with(response.images, node.response.images)
+            and is_prefix(response.images, node.response.images)
         ]
         parent = max(reversed(prefixes), key=lambda node: len(node.tokens), default=None)
         interaction = Interaction(completion, choice, response, gconfig or self.gconfig, parent)
@@ -223,11 +223,11 @@ class Session(Caller):
             )
         if not self.interactions:
             raise RolloutError("the agent returned a reward and has not asked the model once; nothing can be trained")
-        for interaction in self.unrated_ends:
+        for interaction in self.unrewarded_leaves:
             interaction.reward = reward
 
     @property
-    def unrated_ends(self) -> list[Interaction]:
+    def unrewarded_leaves(self) -> list[Interaction]:
         """The last answers of the branches, of those that have no reward."""
         return [node for node in self.interactions if not node.children and node.reward is None]
 
@@ -264,25 +264,25 @@ class Session(Caller):
                 credit[node] = (node.reward or 0.0) + (discount * sum(later) / len(later) if later else 0.0)
         for node in self.interactions:
             if node in credit:
-                record = TokenRecord.of_answer(node.response, node.gconfig.temperature)
-                yield Trajectory(record, credit[node], [node.place], node.response.adapter)
+                record = TokenRecord.from_response(node.response, node.gconfig.temperature)
+                yield Trajectory(record, credit[node], [node.place], node.response.lora)
 
     def _branch_rows(self, discount: float) -> Iterator[Trajectory]:
         for branch in self._branches():
             rewards = [discount**turn * node.reward for turn, node in enumerate(branch) if node.reward is not None]
             if rewards:
                 places = [node.place for node in branch]
-                yield Trajectory(_record_of(branch), sum(rewards), places, branch[0].response.adapter)
+                yield Trajectory(_token_record(branch), sum(rewards), places, branch[0].response.lora)
 
     def _branches(self) -> Iterator[list[Interaction]]:
         return (node.branch() for node in self.interactions if not node.children)
 
     def branches(self) -> list[TokenRecord]:
         """Returns every branch, from a root to a leaf, whether rewarded or not."""
-        return list(map(_record_of, self._branches()))
+        return list(map(_token_record, self._branches()))
 
 
-def _record_of(branch: list[Interaction]) -> TokenRecord:
+def _token_record(branch: list[Interaction]) -> TokenRecord:
     record = TokenRecord()
     for node in branch:
         record.observe(node.response.input_tokens[len(record.input_ids) :])
@@ -344,11 +344,11 @@ class Sessions:
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
 
-    def of_key(self, key: str) -> Session | None:
+    def find_by_key(self, key: str) -> Session | None:
         self._close_idle()
         return self._touch(self._by_key.get(key))
 
-    def of_id(self, session_id: str) -> Session | None:
+    def find_by_id(self, session_id: str) -> Session | None:
         self._close_idle()
         return self._touch(self._by_id.get(session_id))
 

@@ -69,7 +69,7 @@ def _call(name: str, arguments: Any) -> ToolCall:
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
-def _call_of(value: Any, key: str = "arguments") -> ToolCall:
+def _parse_call(value: Any, key: str = "arguments") -> ToolCall:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         raise ValueError("no object with a name")
     return _call(name, value.get(key, {}))
@@ -77,10 +77,10 @@ def _call_of(value: Any, key: str = "arguments") -> ToolCall:
 
 def hermes_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     """Parses `{"name": …, "arguments": {…}}` (Hermes, Qwen2.5, Qwen3)."""
-    return [_call_of(load_json(body))]
+    return [_parse_call(load_json(body))]
 
 
-def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+def parse_argument(text: str, schema: Mapping[str, Any] | None) -> Any:
     """Returns an argument written as bare text: as it is where its schema wants text, else as JSON if it is any."""
     kinds = (schema or {}).get("type", "string")
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -111,7 +111,7 @@ def qwen3_coder_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     if _PARAMETER.sub("", rest).strip():
         raise ValueError("text between the parameters")
     pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(rest)]
-    return [_call(name, {key: typed(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
+    return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
 
 
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -124,7 +124,7 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     if re.search(r"[\s<>]", name) or (not mark and name not in schemas) or _ARGUMENT.sub("", rest).strip():
         raise ValueError("no function")
     pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(rest)]
-    return [_call(name, {key: typed(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
+    return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
 
 
 DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
@@ -163,7 +163,7 @@ def llama3_calls(body: str, schemas: Schemas) -> list[ToolCall]:
             raise ValueError("nested too deeply") from None
         value = load_json(body[:end])
         calls.append(
-            _call_of(value, "parameters" if isinstance(value, dict) and "parameters" in value else "arguments")
+            _parse_call(value, "parameters" if isinstance(value, dict) and "parameters" in value else "arguments")
         )
         body = body[end:].lstrip().removeprefix(";").lstrip()
     return calls
@@ -232,7 +232,7 @@ class MarkedParser:
             parts.append(text)
 
 
-class WholeParser:
+class PrefixCallParser:
     """Reads an answer that begins as a call does as calls up to its end; any other answer is text."""
 
     def __init__(self, marks: Sequence[str], calls: Callable[[str, Schemas], list[ToolCall]], schemas: Schemas) -> None:
@@ -266,7 +266,7 @@ def valid_calls(calls: Callable[[str, Schemas], list[ToolCall]], body: str, sche
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_HARMONY_BEGINS = (START, CHANNEL, " to=")
+_HARMONY_STARTS = (START, CHANNEL, " to=")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
@@ -281,7 +281,7 @@ class HarmonyParser:
     def __init__(self, schemas: Schemas) -> None:
         self._buffer, self._header = "", ""
         self._in_header = True
-        self._said = False  # whether an answer without any header has begun
+        self._is_plain_text = False  # whether an answer without any header has begun
 
     def feed(self, text: str) -> list[Part]:
         """Returns what is complete by now."""
@@ -294,8 +294,8 @@ class HarmonyParser:
     def finish(self) -> list[Part]:
         """Returns the rest, when no text follows."""
         parts: list[Part] = []
-        if self._in_header and not self._said:
-            if self._buffer and not self._buffer.startswith(_HARMONY_BEGINS):
+        if self._in_header and not self._is_plain_text:
+            if self._buffer and not self._buffer.startswith(_HARMONY_STARTS):
                 parts.append(self._buffer)
         elif self._buffer:
             self._end_message(parts, self._buffer)
@@ -304,13 +304,13 @@ class HarmonyParser:
 
     def _advance(self, parts: list[Part]) -> bool:
         """Reads the next header or piece of a message. Returns whether more of the buffer may be complete."""
-        if self._in_header and not self._said:
+        if self._in_header and not self._is_plain_text:
             return self._read_header(parts)
         found = [(at, mark) for mark in _HARMONY_ENDS if (at := self._buffer.find(mark)) >= 0]
         if found:
             at, mark = min(found)
             self._end_message(parts, self._buffer[:at])
-            self._buffer, self._in_header, self._said = self._buffer[at + len(mark) :], True, False
+            self._buffer, self._in_header, self._is_plain_text = self._buffer[at + len(mark) :], True, False
             return True
         if _RECIPIENT.search(self._header):
             return False  # a call is given whole
@@ -321,8 +321,8 @@ class HarmonyParser:
         return False
 
     def _read_header(self, parts: list[Part]) -> bool:
-        if not any(mark.startswith(self._buffer[: len(mark)]) for mark in _HARMONY_BEGINS):
-            self._header, self._said = "", True  # no message of the format
+        if not any(mark.startswith(self._buffer[: len(mark)]) for mark in _HARMONY_STARTS):
+            self._header, self._is_plain_text = "", True  # no message of the format
             return True
         header, mark, rest = self._buffer.partition(MESSAGE)
         if not mark:
@@ -343,7 +343,7 @@ class HarmonyParser:
             parts.append(Reasoning(text) if f"{CHANNEL}analysis" in self._header else text)
 
 
-Parser = MarkedParser | WholeParser | HarmonyParser
+Parser = MarkedParser | PrefixCallParser | HarmonyParser
 
 
 @dataclass(frozen=True)
@@ -352,23 +352,23 @@ class ToolFormat:
 
     Attributes:
         name: for configurations.
-        sign: a regular expression that only this family's chat templates match.
+        template_pattern: a regular expression that only this family's chat templates match.
         make: returns a parser for one answer, given the tools' schemas.
         marks: special tokens that are part of the format, and so are kept in the text that is parsed.
     """
 
     name: str
-    sign: str
+    template_pattern: str
     make: Callable[[Schemas], Parser]
     marks: tuple[str, ...] = ()
 
 
-def _marked(mark: str, end: str, calls: Callable[[str, Schemas], list[ToolCall]]) -> Callable[[Schemas], Parser]:
+def _marked_parser(mark: str, end: str, calls: Callable[[str, Schemas], list[ToolCall]]) -> Callable[[Schemas], Parser]:
     return lambda schemas: MarkedParser(mark, end, calls, schemas)
 
 
 TAGS = ("<tool_call>", "</tool_call>")
-HERMES = ToolFormat("hermes", r"<tool_call>", _marked(*TAGS, hermes_calls), TAGS)
+HERMES = ToolFormat("hermes", r"<tool_call>", _marked_parser(*TAGS, hermes_calls), TAGS)
 HARMONY = ToolFormat(
     "harmony", r"<\|channel\|>", HarmonyParser, (CHANNEL, MESSAGE, START, *_HARMONY_ENDS, "<|constrain|>")
 )
@@ -378,20 +378,20 @@ FORMATS = (
     ToolFormat(
         "deepseek_v3",
         DEEPSEEK["call▁begin"],
-        _marked(DEEPSEEK["calls▁begin"], DEEPSEEK["calls▁end"], deepseek_calls),
+        _marked_parser(DEEPSEEK["calls▁begin"], DEEPSEEK["calls▁end"], deepseek_calls),
         tuple(DEEPSEEK.values()),
     ),
     ToolFormat(
         "glm45",
         r"<arg_key>",
-        _marked(*TAGS, glm_calls),
+        _marked_parser(*TAGS, glm_calls),
         (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    ToolFormat("qwen3_coder", r"<function=", _marked(*TAGS, qwen3_coder_calls), TAGS),
+    ToolFormat("qwen3_coder", r"<function=", _marked_parser(*TAGS, qwen3_coder_calls), TAGS),
     ToolFormat(
         "llama3_json",
         r"<\|python_tag\|>|<\|start_header_id\|>",
-        lambda schemas: WholeParser((PYTHON_TAG, "{"), llama3_calls, schemas),
+        lambda schemas: PrefixCallParser((PYTHON_TAG, "{"), llama3_calls, schemas),
         (PYTHON_TAG,),
     ),
     HERMES,
@@ -411,7 +411,7 @@ def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
     """
     if name is None:
         template = template_text(tokenizer)
-        return next((found for found in FORMATS if re.search(found.sign, template)), HERMES)
+        return next((found for found in FORMATS if re.search(found.template_pattern, template)), HERMES)
     by_name = {found.name: found for found in FORMATS}
     if name not in by_name:
         raise ConfigError(
@@ -421,12 +421,12 @@ def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
     return by_name[name]
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """Returns the schemas of tools as chat templates get them."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def joined(parts: Sequence[Part]) -> Iterator[Part]:
+def merge_adjacent(parts: Sequence[Part]) -> Iterator[Part]:
     """Yields parts with adjacent ones of text, and of reasoning, as one."""
     last: str | Reasoning | None = None
     for part in parts:

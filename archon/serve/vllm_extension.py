@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from archon.remote.weight_stream import received
+from archon.remote.weight_stream import receive_tensors
 
 BACKEND = "archon"
 
@@ -90,7 +90,7 @@ class Transfer(WeightTransferEngine):
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         s = update_info
-        stream = received(s.address, s.port, rank, s.workers, s.backend, s.seconds, self.device)
+        stream = receive_tensors(s.address, s.port, rank, s.workers, s.backend, s.seconds, self.device)
         try:
             self._load(stream)
         finally:

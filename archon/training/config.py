@@ -14,8 +14,8 @@ from archon.schema.config import (
     OptimizerConfig,
     SchedulerConfig,
     StrictModel,
-    derived_critic,
-    derived_reference,
+    derive_critic,
+    derive_reference,
 )
 
 
@@ -45,7 +45,7 @@ class ResolvedSFT(StrictModel):
     ref: EngineConfig | None = Field(None, description="the reference; null where the loss has none")
 
 
-class AdapterData(StrictModel):
+class LoRAData(StrictModel):
     """The rows of one of several adapters."""
 
     train_data: DatasetConfig = Field(description="rows to train it on")
@@ -66,8 +66,8 @@ class SFTConfig(StrictModel):
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
     train_data: DatasetConfig = Field(description="rows to train on")
     eval_data: DatasetConfig | None = Field(None, description="held-out rows")
-    adapter_data: dict[str, AdapterData] | None = Field(
-        None, description="rows of those of model.lora.adapters, by name, that have others than train_data"
+    lora_data: dict[str, LoRAData] | None = Field(
+        None, description="rows of those of model.lora.loras, by name, that have others than train_data"
     )
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
@@ -99,8 +99,8 @@ class PreferenceConfig(SFTConfig):
         """Returns the models as the run uses them: one with a value head for loss `reward`, else also a reference."""
         if self.loss == "reward":
             given = {} if self.model.init_score is None else {"init_score": self.model.init_score}
-            return ResolvedSFT(model=derived_critic(self.model, given, "model"))
-        return ResolvedSFT(model=self.model, ref=derived_reference(self.model, self.ref or {}, "ref"))
+            return ResolvedSFT(model=derive_critic(self.model, given, "model"))
+        return ResolvedSFT(model=self.model, ref=derive_reference(self.model, self.ref or {}, "ref"))
 
     @model_validator(mode="after")
     def _check_models(self) -> PreferenceConfig:
@@ -112,8 +112,8 @@ class PreferenceConfig(SFTConfig):
             )
         if self.loss != "reward" and self.model.is_critic:
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
-        if self.model.lora is not None and self.model.lora.adapters is not None:
-            raise ValueError("model.lora.adapters has several adapters, which only archon sft trains; give one")
+        if self.model.lora is not None and self.model.lora.loras is not None:
+            raise ValueError("model.lora.loras has several adapters, which only archon sft trains; give one")
         self.resolve()
         return self
 
@@ -135,7 +135,9 @@ class WarmupTarget(StrictModel):
     """Ends a warm-up early, at a held-out reward from which RL can continue."""
 
     reward: str = Field(description="name or dotted path of the reward function")
-    at_least: float = Field(description="held-out reward of one sampled answer a prompt, at which the warm-up ends")
+    target_reward: float = Field(
+        description="held-out reward of one sampled answer a prompt, at which the warm-up ends"
+    )
     eval_data: DatasetConfig = Field(description="held-out prompts")
     every: int = Field(25, ge=1, description="steps between measurements")
     max_new_tokens: int = Field(16, ge=1, description="length limit of an answer, in tokens")

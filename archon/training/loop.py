@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from archon.checkpoint.native import agree_on_latest, open_state
+from archon.checkpoint.native import broadcast_latest_checkpoint, open_state
 from archon.checkpoint.state_tree import read_all
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
@@ -24,7 +24,7 @@ from archon.training.runner import Runner, StoppedError
 Config = TypeVar("Config", bound=StrictModel)
 Result = TypeVar("Result")
 
-NEW_OBJECTS = 10_000
+GC_THRESHOLD = 10_000
 """How many more objects there are when a run collects again; without a run it is 700, or 2,000 in newer Pythons."""
 
 
@@ -92,7 +92,7 @@ class BaseTrainer:
 
     def _save_at_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Save, also after an error or Ctrl-C; but not after an error of one of several processes, as all must save."""
-        if kind in (None, StoppedError) or ControlPlane.of_run().size == 1:
+        if kind in (None, StoppedError) or ControlPlane.world().size == 1:
             self.save()
 
     @property
@@ -144,7 +144,7 @@ class BaseTrainer:
         runner = self.runner
         if not self.config.resume or runner is None:
             return
-        folder = agree_on_latest(runner.directory.checkpoints)
+        folder = broadcast_latest_checkpoint(runner.directory.checkpoints)
         if folder is None:
             runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         else:
@@ -208,14 +208,14 @@ def join_processes(config: Config, model: EngineConfig) -> Config:
     file resolves to (the time, an environment variable) may differ between processes."""
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
-    if ControlPlane.of_run().size == 1:
+    if ControlPlane.world().size == 1:
         return config
-    return type(config).model_validate(ControlPlane.of_run().broadcast_json(lambda: config.model_dump(mode="json")))
+    return type(config).model_validate(ControlPlane.world().broadcast_json(lambda: config.model_dump(mode="json")))
 
 
 def require_same_rows(rows: Sequence[dict[str, Any]], source: str) -> None:
     """Raise ConfigError on every rank unless all ranks have read the same rows from `source`."""
-    ControlPlane.of_run().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
+    ControlPlane.world().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 @contextmanager
-def long_lived_objects_frozen() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """Exclude all existing objects from garbage collection inside the block, and collect new ones seldom.
 
     A rollout creates thousands of short-lived objects per step. Each full collection they trigger would visit all
@@ -242,8 +242,8 @@ def long_lived_objects_frozen() -> Iterator[None]:
     thresholds = gc.get_threshold()
     try:
         gc.freeze()
-        if 0 < thresholds[0] < NEW_OBJECTS:  # 0: somebody collects by hand
-            gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
+        if 0 < thresholds[0] < GC_THRESHOLD:  # 0: somebody collects by hand
+            gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
         yield
     finally:
         gc.set_threshold(*thresholds)

@@ -19,7 +19,7 @@ from archon.schema.errors import DatasetError
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
-PICTURES_FOLDER = "pictures"  # of those in trajectories
+IMAGES_FOLDER = "images"  # those of trajectories
 
 
 class JsonlWriter:
@@ -98,7 +98,7 @@ class TrajectoryWriter(JsonlWriter):
             group: identifies the prompt, whose answers the report shows side by side.
             extra: any JSON values. The report shows `length` (tokens of the answer), `stop_reason`, `answer` (the
                 expected one), `advantage`, `rewards` (parts of the reward by name), `split` (`"train"` or `"eval"`),
-                `version` (of the weights) and `images` (names of PNG files in the folder `pictures` next to this file),
+                `version` (of the weights) and `images` (names of PNG files in the folder `images` next to this file),
                 and the `tokens` (as in the vocabulary) with one each of `logprobs` (null for a token that was not
                 sampled), `turn_ids` and `versions` (-1 for a token that was not sampled).
         """

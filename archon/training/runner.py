@@ -75,7 +75,7 @@ class RunDirectory:
                 error.strerror,
             )
         self._lock = lock
-        if not resume and self.holds_a_run():
+        if not resume and self.has_run():
             self.release()
             raise ConfigError(
                 f"run directory {self.path} already holds a run; set resume=true or choose another run_dir"
@@ -85,7 +85,7 @@ class RunDirectory:
         (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
 
-    def holds_a_run(self) -> bool:
+    def has_run(self) -> bool:
         """Returns whether the folder contains records or checkpoints of a run."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (
             self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
@@ -171,7 +171,7 @@ class Runner:
         self.resume = resume
         self._metrics_config = sinks or MetricsConfig()
         self._sinks: Sinks | None = None
-        self.world = ControlPlane.of_run()
+        self.world = ControlPlane.world()
         self.console = console or Console(quiet=not self.world.is_main)
         self._signals = StopSignal(self.world)
         self._stopping = 0

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import RowDataset, RowLoader
-from archon.data.picture_rows import open_reader
-from archon.data.pictures import PictureReader
+from archon.data.image_rows import open_reader
+from archon.data.images import ImageReader
 from archon.data.registry import DatasetKind, load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import ConfigError
-from archon.training.adapter_rows import AdapterLoader, several_adapters, with_total_steps
 from archon.training.batch_sharding import require_documents, shard_indices
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
+from archon.training.multi_lora import MultiLoRALoader, multi_lora, with_total_steps
 from archon.training.runner import Runner
 
 
-def padded_batch(rows: Sequence[dict[str, Any]], reader: PictureReader | None = None) -> dict[str, Any]:
+def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = None) -> dict[str, Any]:
     """Returns SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some, and the
     pictures of each row for a model that sees, whose `reader` reads them."""
     width = max(len(row["input_ids"]) for row in rows)
@@ -38,8 +38,8 @@ def padded_batch(rows: Sequence[dict[str, Any]], reader: PictureReader | None = 
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = torch.arange(width) < lengths.unsqueeze(1)
     batch: dict[str, Any] = {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
-    if "adapter" in rows[0]:
-        batch["adapter"] = torch.tensor([row["adapter"] for row in rows])
+    if "lora" in rows[0]:
+        batch["lora"] = torch.tensor([row["lora"] for row in rows])
     if reader is not None:
         batch["images"] = [[reader.read(source) for source in row.get("images", ())] for row in rows]
     return batch
@@ -63,11 +63,11 @@ class SFTTrainer(BaseTrainer):
     title = "sft"
     columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
     config: SFTConfig
-    loader: RowLoader | AdapterLoader
+    loader: RowLoader | MultiLoRALoader
     held_out: RowDataset | None
-    held_out_of: Mapping[str, RowDataset]
+    held_out_by_name: Mapping[str, RowDataset]
     """Held-out rows of several adapters, by name."""
-    reader: PictureReader | None = None
+    reader: ImageReader | None = None
     """Reads pictures; None for a model of text."""
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
@@ -91,7 +91,7 @@ class SFTTrainer(BaseTrainer):
         self.open()
         yield self
 
-    def rows_of(self, section: str, tokenizer: Any) -> RowDataset | None:
+    def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
         """Returns the rows of `train_data` or `eval_data`; None where it is not configured."""
         configured = getattr(self.config, section)
         return load_rows(configured, self.kind, tokenizer, self.reader) if configured else None
@@ -102,9 +102,9 @@ class SFTTrainer(BaseTrainer):
         require_exportable(config.model, "model")
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         self.reader = open_reader(config.model)
-        rows = self.rows_of("train_data", tokenizer)
+        rows = self.section_rows("train_data", tokenizer)
         assert rows is not None  # the configuration requires it
-        self.held_out = self.rows_of("eval_data", tokenizer)
+        self.held_out = self.section_rows("eval_data", tokenizer)
         for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
             if loaded is not None:
                 require_same_rows(loaded, section.path if section else "the held-out rows")
@@ -112,26 +112,26 @@ class SFTTrainer(BaseTrainer):
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
-        require_room(rows, config.model.max_tokens_per_mb)
+        require_row_lengths(rows, config.model.max_tokens_per_mb)
         self.loader = loader = RowLoader(rows, config.batch_size, seed=config.seed)
-        self.held_out_of = {}
+        self.held_out_by_name = {}
         self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * loader.steps_per_epoch
-        if names := several_adapters(config):
-            config = self._open_adapters(names, rows, tokenizer, ranks)
+        if names := multi_lora(config):
+            config = self._open_loras(names, rows, tokenizer, ranks)
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stall_watch.folder = self.runner.directory.stacks
         self.resume()
 
-    def _open_adapters(self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int) -> SFTConfig:
+    def _open_loras(self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int) -> SFTConfig:
         """Load the rows of several adapters. Returns the run with the steps of each."""
         config, lora = self.config, self.config.model.lora
-        assert lora is not None and lora.adapters is not None
+        assert lora is not None and lora.loras is not None
         loaders, steps, held_out = dict[str, RowLoader](), dict[str, int](), dict[str, RowDataset]()
         for name in names:
-            data, own, size = (config.adapter_data or {}).get(name), rows, config.batch_size
+            data, own, size = (config.lora_data or {}).get(name), rows, config.batch_size
             evaluated = self.held_out
             if data is not None:
                 own = load_rows(data.train_data, self.kind, tokenizer, self.reader)
@@ -140,15 +140,15 @@ class SFTTrainer(BaseTrainer):
                     evaluated = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
                 size = data.batch_size or size
                 require_same_rows(own, data.train_data.path)
-                require_documents(size, ranks, f"adapter_data.{name}.batch_size")
-                require_room(own, config.model.max_tokens_per_mb)
+                require_documents(size, ranks, f"lora_data.{name}.batch_size")
+                require_row_lengths(own, config.model.max_tokens_per_mb)
             if evaluated is not None:
                 require_documents(len(evaluated), ranks, f"the number of held-out rows of adapter {name}")
                 held_out[name] = evaluated
             loaders[name] = RowLoader(own, size, seed=config.seed)
             of_run = config.total_steps or config.epochs * loaders[name].steps_per_epoch
-            steps[name] = lora.adapters[name].total_steps or of_run
-        self.loader, self.held_out_of = AdapterLoader(loaders, steps), held_out
+            steps[name] = lora.loras[name].total_steps or of_run
+        self.loader, self.held_out_by_name = MultiLoRALoader(loaders, steps), held_out
         self.total_steps = min(config.total_steps or max(steps.values()), max(steps.values()))
         return with_total_steps(config, steps)
 
@@ -174,12 +174,12 @@ class SFTTrainer(BaseTrainer):
         seconds: dict[str, float] = {}
         self._mid_update = True
         with timed(seconds, "seconds/step"):
-            batch = self._own_batch(self.loader.next_batch())
+            batch = self._local_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
             self.engine.step_lr_scheduler()
         return metrics | {"tokens_per_second": metrics["tokens"] / seconds["seconds/step"]} | seconds
 
-    def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _local_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns this rank's documents of a batch."""
         own = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
         return padded_batch([rows[index] for index in own], self.reader)
@@ -187,11 +187,11 @@ class SFTTrainer(BaseTrainer):
     def evaluate(self) -> dict[str, float]:
         """Returns `eval/loss`, a mean over all trained tokens of the held-out rows, and the loss's metrics; {} without
         held-out rows. Of several adapters each has its own, such as `eval/NAME/loss`."""
-        if not isinstance(self.loader, AdapterLoader):
+        if not isinstance(self.loader, MultiLoRALoader):
             return {} if self.held_out is None else self._evaluate(self.held_out)
         metrics: dict[str, float] = {}
         for index, name in enumerate(self.loader.loaders):
-            rows = [row | {"adapter": index} for row in self.held_out_of.get(name, [])]
+            rows = [row | {"lora": index} for row in self.held_out_by_name.get(name, [])]
             measured = self._evaluate(rows) if rows else {}
             metrics |= {key: value for key, value in measured.items() if key.startswith(f"eval/{name}/")}
         return metrics
@@ -203,7 +203,7 @@ class SFTTrainer(BaseTrainer):
         if len(rows) - starts[-1] < self.engine.ranks.dp.size:
             starts.pop()  # too few rows for all ranks: merged into the previous batch
         for start, stop in pairwise([*starts, len(rows)]):
-            batch = self._own_batch(rows[start:stop])
+            batch = self._local_batch(rows[start:stop])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
             weight = measured.pop("loss_weight")
             sums["weight"] = sums.get("weight", 0.0) + weight
@@ -215,7 +215,7 @@ class SFTTrainer(BaseTrainer):
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
 
 
-def require_room(rows: Sequence[dict[str, Any]], most: int) -> None:
+def require_row_lengths(rows: Sequence[dict[str, Any]], most: int) -> None:
     """Raise ConfigError if a row of training data has more tokens than a micro-batch, `most`."""
     columns = ("input_ids", "chosen_ids", "rejected_ids")
     longest = max(len(row[column]) for row in rows for column in columns if column in row)

@@ -50,11 +50,11 @@ from typing import Any
 
 import yaml
 
-from archon.bench.origin import commit, machine
 from archon.engine.engine import ArchonEngine
 from archon.remote.http import KEY
 from archon.rl.bootstrap import write_blank
 from archon.schema.config import EngineConfig
+from archon.tools.bench.origin import commit, machine
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from benchmarks.faults.chaos import ALL_KINDS, SECONDS, STOPPED_SECONDS, Chaos
 from benchmarks.faults.outcome import is_good, outcome
@@ -167,7 +167,7 @@ def _config(blank: Path, run_dir: Path, urls: list[str], disk: Path, staleness: 
         "gconfig": {"n_samples": 4, "max_new_tokens": 16, "ignore_eos": True},
         "rollout": {
             "prompts_per_step": 6,
-            "gold_checked": 0,
+            "n_gold_checks": 0,
             "dump_groups": 6,
             "workers": {"rewards": 1},
             "max_staleness": staleness,

@@ -1,9 +1,9 @@
 """Do adapters learn as much as all weights? A real model, SmolLM2-135M-Instruct, on sums in chat form, on two cores.
 
-    python -m benchmarks.lora_learning                        # all runs that the record lacks, then the picture
+    python -m benchmarks.lora_learning                        # all runs that the record lacks, then the figure
     python -m benchmarks.lora_learning --only grpo sft        # runs whose names begin so
     python -m benchmarks.lora_learning --only grpo-seed0 --again -- total_steps=10
-    python -m benchmarks.lora_learning --picture              # only the picture, from the record
+    python -m benchmarks.lora_learning --figure              # only the figure, from the record
     python -m benchmarks.lora_learning --only grpo-seed0 --again --keep runs   # keeps the run and its export
     python -m benchmarks.lora_learning --only grpo-seed0 --exported --keep runs   # compares the export anew
 
@@ -36,14 +36,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import commit
 from archon.cli.config import load_config
 from archon.rl.config import RLConfig
 from archon.rl.trainer import RLTrainer
+from archon.tools.bench.origin import commit
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
-from benchmarks.lora_learning.exports import compared, is_adapter, standard_error
-from benchmarks.lora_learning.picture import draw
+from benchmarks.lora_learning.exports import compared, is_lora, standard_error
+from benchmarks.lora_learning.figure import draw
 from benchmarks.lora_learning.record import append, read_record
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[st
     metrics = run_dir / "metrics.jsonl"
     line |= measured(read_jsonl(metrics) if metrics.exists() else [], settings.metric, seconds)
     if code == 0 and settings.command != "rl":
-        before, after = (reward_of(model, adapter, folder) for adapter in (None, run_dir / "export"))
+        before, after = (reward_of(model, lora, folder) for lora in (None, run_dir / "export"))
         line |= {"before": before, "after": after}
     elif code == 0:
         line |= {"exported": exported(name, model, run_dir / "export", folder)}
@@ -147,9 +147,9 @@ def exported(name: str, model: Path, export: Path, folder: Path) -> dict[str, An
 def opened(model: Path, export: Path | None, folder: Path, recipe: Path = SUMS) -> Iterator[RLTrainer]:
     """Opens a trainer with the weights of the model or of an export, which is not trained."""
     changes = [f"run_dir={folder / 'measured'}"]
-    adapters = export is not None and is_adapter(export)
-    changes += [f"actor.lora={{path: {export}}}" if adapters else "actor.lora=null"]
-    changes += [f"actor.path={model if adapters or export is None else export}"]
+    loras = export is not None and is_lora(export)
+    changes += [f"actor.lora={{path: {export}}}" if loras else "actor.lora=null"]
+    changes += [f"actor.path={model if loras or export is None else export}"]
     with RLTrainer(load_config(RLConfig, recipe, changes)).opened() as trainer:
         yield trainer
 
@@ -185,9 +185,9 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Returns what was expected of the runs that are there, and whether it is so."""
     done = {name: line for name, line in lines.items() if _ended(line)}
     found = {f"{name} did not end well": False for name in lines.keys() - done.keys()}
-    adapters = [line for name, line in done.items() if name.startswith("grpo-")]
+    loras = [line for name, line in done.items() if name.startswith("grpo-")]
     of_gym = [line for name, line in done.items() if name.startswith(tuple(f"{task}-seed" for task in GYM))]
-    for line in [*adapters, *of_gym]:
+    for line in [*loras, *of_gym]:
         in_time = [value for _, seconds, value in line["curve"] if seconds <= 60 * MINUTES]
         rise = in_time[-1] - line["before"]
         found[f"{line['run']} rises by {rise:+.3f} in {MINUTES:g} minutes (at least {RISE})"] = rise >= RISE
@@ -199,18 +199,18 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
         if "exported" in line:
             found |= _same_in_transformers(name, line["exported"])
     full = {name: line for name, line in done.items() if name.startswith("full-")}
-    if full and adapters:
+    if full and loras:
         of_rates = {name: full[name] for rate in FULL_RATES if (name := f"full-lr{rate}") in full}
         best = max(of_rates, key=lambda name: float(of_rates[name]["after"]))
         if full.keys() - of_rates.keys():
             found[f"the further seeds of all weights have the best rate ({best})"] = best == f"full-lr{FULL_BEST}"
         of_best = [line for name, line in full.items() if name.startswith(best)]
-        mean, of_all = (sum(line["after"] for line in lines) / len(lines) for lines in (adapters, of_best))
+        mean, of_all = (sum(line["after"] for line in lines) / len(lines) for lines in (loras, of_best))
         what = (
             f"adapters end at {mean:.3f}, all weights at {of_all:.3f} ({best}, {len(of_best)} seeds), at most {CLOSE}"
         )
         found[f"{what} apart"] = of_all - mean <= CLOSE
-        share = adapters[0]["push_bytes"] / full[best]["push_bytes"]
+        share = loras[0]["push_bytes"] / full[best]["push_bytes"]
         found[f"a push of adapters writes {share:.1%} of a full one's bytes (at most 5%)"] = share <= 1 / 20
     for name in sorted(done.keys() & {"sft-seed0", "dpo-seed0"}):
         rise = done[name]["after"] - done[name]["before"]
@@ -235,12 +235,12 @@ def _ended(line: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Makes the runs that are missing, one after the other, and the picture. Returns the exit code."""
+    """Makes the runs that are missing, one after the other, and the figure. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines; every run appends its own")
     parser.add_argument("--only", nargs="+", default=[""], help=f"names, or beginnings of several: {' '.join(RUNS)}")
     parser.add_argument("--again", action="store_true", help="also runs that the record has")
-    parser.add_argument("--picture", action="store_true", help="no runs, only the picture")
+    parser.add_argument("--figure", action="store_true", help="no runs, only the figure")
     parser.add_argument("--exported", action="store_true", help="no runs, only the exports that are in --keep")
     parser.add_argument("--model", type=Path, help="its folder; by default the one that the tests make")
     parser.add_argument("--threads", type=int, default=2, help="of every run")
@@ -252,7 +252,7 @@ def main() -> int:
     if options.exported and options.keep is None:
         parser.error("--exported needs the folder --keep of earlier runs")
     record: Path = options.record
-    model = None if options.picture else options.model or _real_model()
+    model = None if options.figure else options.model or _real_model()
     with tempfile.TemporaryDirectory() as temporary:
         if model is not None and options.exported:
             for name in chosen:
@@ -271,7 +271,7 @@ def main() -> int:
     found = verdicts(lines)
     for what, fine in found.items():
         say(f"{'as expected' if fine else 'NOT AS EXPECTED'}: {what}")
-    say(f"picture: {draw(lines, record.with_suffix('.png'))}")
+    say(f"figure: {draw(lines, record.with_suffix('.png'))}")
     return int(not all(found.values()))
 
 

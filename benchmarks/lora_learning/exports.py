@@ -19,7 +19,7 @@ Rows = Sequence[dict[str, Any]]
 BATCH = 50
 
 
-def is_adapter(export: Path) -> bool:
+def is_lora(export: Path) -> bool:
     """Returns whether it has adapters in PEFT's format, and not a whole checkpoint."""
     return (export / "adapter_config.json").exists()
 
@@ -33,7 +33,7 @@ def compared(model: Path, export: Path, trainer: RLTrainer) -> dict[str, Any]:
         export: of the run.
         trainer: opened, with the export's weights; it answers for archon.
     """
-    rows, policy = trainer.rows_of("eval_data"), _policy(model, export)
+    rows, policy = trainer.section_rows("eval_data"), _policy(model, export)
     found: dict[str, Any] = {"prompts": len(rows)}
     for name, greedy in (("greedy", True), ("sampled", False)):
         gconfig = trainer.config.gconfig.new(n_samples=1, greedy=greedy, temperature=1.0)
@@ -89,7 +89,7 @@ def _policy(model: Path, export: Path) -> Any:
     """Returns the export as transformers, and for adapters PEFT, load it."""
     from transformers import AutoModelForCausalLM
 
-    if not is_adapter(export):
+    if not is_lora(export):
         return AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     from peft import PeftModel
 

@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from archon.models.attention.documents import GatheredKeys, PackedDocuments
-from archon.models.attention.prefix import SharedPrefixes
+from archon.models.attention.packed.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.spec import AttentionSpec
 
 
 class AttentionBackend(abc.ABC):
     """Computes attention; stateless, so one object serves all models.
 
-    Decoding reads its cache itself (`archon.models.attention.paged`) and uses the backend only for new prompts.
+    Decoding reads its cache itself (`archon.models.attention.decode.paged`) and uses the backend only for new prompts.
 
     Attributes:
         name: its `attn_type`.
@@ -42,30 +42,30 @@ class AttentionBackend(abc.ABC):
         """Called once per forward before `packed`, outside compiled and recomputed code."""
 
     @abc.abstractmethod
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
         """Returns attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], H a multiple of G."""
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:  # noqa: B027
         """Called once per forward before `gathered`, outside compiled and recomputed code."""
 
-    def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
+    def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         """Returns attention [Q, H, D] of this rank's queries under context parallelism, for q [Q, H, D] and the
         gathered kv [T, 2 G, D], which `keys` splits. Optional; never called under `torch.compile`."""
         raise NotImplementedError
 
-    def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+    def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
         """Returns attention [U, H, D] with shared prefixes, for q [U, H, D], k and v [U, G, D]. Optional."""
         raise NotImplementedError
 
     @property
     def supports_gathered(self) -> bool:
         """Whether it implements `gathered`."""
-        return type(self).gathered is not AttentionBackend.gathered
+        return type(self).attend_gathered is not AttentionBackend.attend_gathered
 
     @property
     def supports_prefixed(self) -> bool:
         """Whether it implements `prefixed`."""
-        return type(self).prefixed is not AttentionBackend.prefixed
+        return type(self).attend_prefixed is not AttentionBackend.attend_prefixed
 
     def require(self, spec: AttentionSpec) -> None:
         """Raises ConfigError for an option of `spec` that it does not support."""

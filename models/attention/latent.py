@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.adapter_rows import AdapterRows
+from archon.models.lora.mapping import LoRAMapping
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class LatentKeys:
         rows: [T, 1, C + R], latent and rotated key features of each token; what a cache stores.
         expansion: the linear layer whose weight [H (N + V), C] has K_h [N, C] and V_h [V, C] of each head.
         key_features, value_features: N, the features of a key besides the rotated ones, and V.
-        adapters: those of `rows`, where the layer has several.
+        lora_mapping: those of `rows`, where the layer has several.
     """
 
     rows: Tensor
     expansion: nn.Linear
     key_features: int
     value_features: int
-    adapters: AdapterRows | None = None
+    lora_mapping: LoRAMapping | None = None
 
     @property
     def rank(self) -> int:
@@ -43,49 +43,49 @@ class LatentKeys:
         width = max(self.key_features + self.rows.shape[-1] - self.rank, self.value_features)
         return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
-    def expand(self, rows: Tensor, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [T, H, D] of rows [T, 1, C + R], which have `adapters`."""
-        expanded = self.expansion(rows[:, 0, : self.rank], adapters)
+    def expand(self, rows: Tensor, lora_mapping: LoRAMapping | None = None) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [T, H, D] of rows [T, 1, C + R], which have `lora_mapping`."""
+        expanded = self.expansion(rows[:, 0, : self.rank], lora_mapping)
         expanded = expanded.unflatten(-1, (-1, self.key_features + self.value_features))
         keys, values = expanded.split((self.key_features, self.value_features), dim=-1)
         rotated = rows[..., self.rank :].expand(-1, keys.shape[1], -1)
         return self.pad(torch.cat((keys, rotated), dim=-1)), self.pad(values)
 
-    def absorb(self, q: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def absorb(self, q: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Returns queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys.
 
-        `adapters` are those of the queries and of the rows that they attend to; so below.
+        `lora_mapping` are those of the queries and of the rows that they attend to; so below.
         """
         keys, rotated = q.split((self.key_features, q.shape[-1] - self.key_features), dim=-1)
         absorbed = torch.bmm(keys.transpose(0, 1), self._matrices()[:, : self.key_features])
         absorbed = absorbed.transpose(0, 1)
-        for rows, a, b in self._parts(adapters):
+        for rows, a, b in self._parts(lora_mapping):
             absorbed[rows] += torch.einsum("bhn,hnr->bhr", keys[rows], b[:, : self.key_features]) @ a
         return torch.cat((absorbed, rotated), dim=-1)
 
-    def expand_values(self, latents: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def expand_values(self, latents: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Returns sums of values [B, H, V] for the same sums of latents [B, H, C]."""
         matrices = self._matrices()[:, self.key_features :]
         values = torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
-        for rows, a, b in self._parts(adapters):
+        for rows, a, b in self._parts(lora_mapping):
             values[rows] += torch.einsum("bhr,hvr->bhv", latents[rows] @ a.t(), b[:, self.key_features :])
         return values
 
-    def _parts(self, adapters: AdapterRows | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _parts(self, lora_mapping: LoRAMapping | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the rows of each enabled adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
         several: Any = getattr(self.expansion, "lora", None)
-        if adapters is None or several is None or not several.enabled:
+        if lora_mapping is None or several is None or not several.enabled:
             return
-        for name, first, last in adapters.runs:
+        for name, first, last in lora_mapping.runs:
             if (part := several.part(name)) is not None:
                 yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 
     def _matrices(self) -> Tensor:
         """Returns the weight, with its adapter added if it has one of its own, as [H, N + V, C]."""
         weight: Tensor = self.expansion.weight
-        adapter: Any = getattr(self.expansion, "lora", None)
-        if adapter is not None and adapter.enabled and not isinstance(adapter, nn.ModuleDict):
-            weight = weight + adapter.scale * (adapter.b @ adapter.a)
+        lora: Any = getattr(self.expansion, "lora", None)
+        if lora is not None and lora.enabled and not isinstance(lora, nn.ModuleDict):
+            weight = weight + lora.scale * (lora.b @ lora.a)
         return self._by_head(weight)
 
     def _by_head(self, weight: Tensor) -> Tensor:

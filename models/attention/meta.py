@@ -1,6 +1,7 @@
 """How the tokens of a forward attend, as attention modules see it.
 
-Training passes `PackedAttention`, decoding `archon.models.attention.paged.PagedAttention`; the modules are the same.
+Training passes `PackedAttention`, decoding `archon.models.attention.decode.paged.PagedAttention`; the modules are
+the same.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.backend import AttentionBackend
-from archon.models.attention.documents import PackedDocuments, boundaries, check_lengths
 from archon.models.attention.latent import LatentKeys
-from archon.models.attention.prefix import SharedPrefixes
+from archon.models.attention.packed.documents import PackedDocuments, check_lengths, cu_seqlens_from_lengths
+from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
+from archon.models.lora.mapping import LoRAMapping
 from archon.schema.errors import ConfigError
 
 RecurrentState = tuple[Tensor, ...]
@@ -26,7 +27,7 @@ RecurrentState = tuple[Tensor, ...]
 Scan = Callable[
     [Sequence[Tensor], Sequence[Tensor], PackedDocuments, RecurrentState | None], tuple[Tensor, RecurrentState]
 ]
-"""(rows, weights, documents, state before) -> (outputs [T, H, V], state after), see `AttentionMeta.recur`."""
+"""(rows, weights, documents, state before) -> (outputs [T, H, V], state after), see `AttentionMeta.run_recurrence`."""
 
 
 class AttentionMeta(abc.ABC):
@@ -35,14 +36,14 @@ class AttentionMeta(abc.ABC):
     Attributes:
         valid_mask: [T], how many tokens of the batch each of the rows stands for that this rank holds between layers: a
             bool or int64, 0 for padding; None for one each.
-        adapters: of the tokens' documents, for a model with several adapters; None if no document has one.
+        lora_mapping: of the tokens' documents, for a model with several adapters; None if no document has one.
         gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None if
             they are the computed ones.
         token_rows: int64 [N], the same for the N tokens that a head scores, whose rows it gathers itself.
     """
 
     valid_mask: Tensor | None = None
-    adapters: AdapterRows | None = None
+    lora_mapping: LoRAMapping | None = None
     gather_index: Tensor | None = None
     token_rows: Tensor | None = None
 
@@ -61,10 +62,10 @@ class AttentionMeta(abc.ABC):
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Returns attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
-        k, v = keys.expand(keys.rows, keys.adapters)
+        k, v = keys.expand(keys.rows, keys.lora_mapping)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
-    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
         """Returns the outputs [T, H, V] of a mixer with a state, which starts anew in each document.
 
         Args:
@@ -105,7 +106,7 @@ class PackedAttention(AttentionMeta):
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
         """Returns attention of documents of these lengths, with boundaries on `device`."""
-        bounds = boundaries(lengths, device)
+        bounds = cu_seqlens_from_lengths(lengths, device)
         return cls(bounds, max(lengths), attn_type, lengths)
 
     def prepare(self, hidden: Tensor) -> None:
@@ -117,9 +118,9 @@ class PackedAttention(AttentionMeta):
             self.prepare(q)
         assert self.backend is not None
         self.backend.require(spec)
-        return self.backend.packed(q, k, v, self.documents, spec)
+        return self.backend.attend_packed(q, k, v, self.documents, spec)
 
-    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
         return scan(rows, weights, self.documents, None)[0]
 
     def document_lengths(self, positions: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class PackedAttention(AttentionMeta):
 
 
 class PrefixAttention(AttentionMeta):
-    """Documents whose shared prefixes are computed once (see `archon.models.attention.prefix`).
+    """Documents whose shared prefixes are computed once (see `archon.models.attention.prefix.plan`).
 
     The model takes the pack's tokens at `shared.rows`, and its head scores all tokens of the pack.
     """
@@ -148,11 +149,12 @@ class PrefixAttention(AttentionMeta):
             raise ConfigError(
                 "tokens that see later ones cannot share a prefix with other documents; expected causal attention"
             )
-        return self.backend.prefixed(q, k, v, self.shared, spec)
+        return self.backend.attend_prefixed(q, k, v, self.shared, spec)
 
     @torch.compiler.disable
-    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
-        """See `AttentionMeta.recur`: a branch starts with the state after the run of tokens that it continues."""
+    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """See `AttentionMeta.run_recurrence`: a branch starts with the state after the run of tokens that it
+        continues."""
         outs = list[Tensor]()
         state: RecurrentState | None = None
         for level in self.shared.levels:

@@ -8,9 +8,9 @@ import logging
 import torch
 
 from archon.models.attention.backend import AttentionBackend
-from archon.models.attention.flash import FlashAttention
-from archon.models.attention.sdpa import ScaledDotProductAttention
-from archon.models.attention.varlen import VarlenAttention
+from archon.models.attention.packed.flash import FlashAttention
+from archon.models.attention.packed.sdpa import ScaledDotProductAttention
+from archon.models.attention.packed.varlen import VarlenAttention
 from archon.schema.errors import ConfigError
 
 AUTO_ORDER = ("varlen", "sdpa")

@@ -39,7 +39,7 @@ def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
     return torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
 
 
-def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Returns the gradient [H] of sinks, for that of out [T, H, D], and log-sum-exps [H, T] with the sinks."""
     row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
     dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
@@ -63,7 +63,7 @@ class _WithSinks(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse)
-        return dq, dk, dv, gradient_of_sinks(grad, out, lse, sinks), None
+        return dq, dk, dv, sinks_grad(grad, out, lse, sinks), None
 
 
 @torch.compiler.disable

@@ -57,7 +57,7 @@ class AttentionSpec:
             return self
         return replace(self, sinks=self.sinks.to(torch.promote_types(dtype, torch.float32)))
 
-    def capped(self, scores: Tensor) -> Tensor:
+    def apply_soft_cap(self, scores: Tensor) -> Tensor:
         """Returns scaled scores after the soft cap, if there is one."""
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from archon.models.attention.cache import PagedRows
+from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
-from archon.models.layers.fused import norm_and_rotate, rotate
+from archon.models.cpu.fused import norm_and_rotate, rotate
 from archon.models.layers.linear import Linear, Role, project
 from archon.models.layers.norm import FullWidthRMSNorm, NormSpec, RMSNorm
 from archon.models.layers.rope import RopeSpec, Rotation
@@ -115,7 +115,7 @@ class Attention(nn.Module):
             return norm_and_rotate(x_THK, norm.factors(), *angles)
         return rotate(self._normed(norm, x_THK), *angles)
 
-    def same_input(self) -> tuple[Linear, ...]:
+    def input_projections(self) -> tuple[Linear, ...]:
         """Returns the layers that project the residual stream."""
         return self.wq, self.wk, self.wv
 
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
-        projected = project(x, self.same_input(), attention.adapters)
+        projected = project(x, self.input_projections(), attention.lora_mapping)
         q_THK, k_TGK, v_TGK = (out.unflatten(-1, (-1, self.head_dim)) for out in projected)
         gate_THK = None
         if self.gated:
@@ -136,4 +136,4 @@ class Attention(nn.Module):
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
         if gate_THK is not None:
             out_THK = out_THK * torch.sigmoid(gate_THK)
-        return self.wo(out_THK.flatten(-2), attention.adapters)
+        return self.wo(out_THK.flatten(-2), attention.lora_mapping)

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.packed.documents import PackedDocuments
 from archon.models.layers.linear import Role
 from archon.parallel.comm import local
 
 
 class ShortConvolution(nn.Module):
-    """The weights of a convolution of `heads * features` channels: `taps` of each, the last for the token itself.
+    """The weights of a convolution of `heads * features` channels: `kernel_size` of each, the last for the token
+    itself.
 
     Tensor parallelism shards it by heads; `rows` are those of a rank where there are fewer heads than ranks.
     """
@@ -20,10 +21,10 @@ class ShortConvolution(nn.Module):
     role: Role = "column"
     rows: slice | None = None
 
-    def __init__(self, heads: int, features: int, taps: int) -> None:
+    def __init__(self, heads: int, features: int, kernel_size: int) -> None:
         super().__init__()
         self.heads, self.features = heads, features
-        self.weight = nn.Parameter(torch.empty(heads * features, 1, taps))
+        self.weight = nn.Parameter(torch.empty(heads * features, 1, kernel_size))
 
     def forward(self) -> Tensor:
         """Returns this rank's weights [heads, features, taps]."""

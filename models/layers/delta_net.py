@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.attention.cache import RecurrentStates
-from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.decode.cache import RecurrentStates
 from archon.models.attention.meta import AttentionMeta, RecurrentState
+from archon.models.attention.packed.documents import PackedDocuments
 from archon.models.layers.convolution import ShortConvolution, causal_convolution
 from archon.models.layers.delta_rule import DeltaRule, gated_delta_rule
 from archon.models.layers.feed_forward import get_activation
@@ -34,7 +34,7 @@ class DeltaNetLayer(MixerSpec):
 
     Attributes:
         key_dim, value_dim: features of a head's keys and queries, and of its values.
-        taps: the tokens that the convolution sees.
+        kernel_size: the tokens that the convolution sees.
         norm: of each head's output.
         hidden_act: activation after the convolution.
         rule: what computes the delta rule.
@@ -46,7 +46,7 @@ class DeltaNetLayer(MixerSpec):
     n_key_heads: int
     key_dim: int
     value_dim: int
-    taps: int
+    kernel_size: int
     norm: NormSpec
     hidden_act: str = "silu"
     rule: DeltaRule = "torch"
@@ -64,7 +64,7 @@ class DeltaNetLayer(MixerSpec):
         """
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
         projections = dim * (2 * keys + 3 * values + 2 * self.n_heads)
-        return projections + self.taps * (2 * keys + values) + 3 * values * self.key_dim
+        return projections + self.kernel_size * (2 * keys + values) + 3 * values * self.key_dim
 
     @property
     def attention_width(self) -> int:
@@ -77,10 +77,10 @@ class DeltaNetLayer(MixerSpec):
     @property
     def cache(self) -> RecurrentStates:
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
-        return RecurrentStates((self.taps - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
+        return RecurrentStates((self.kernel_size - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
 
-    def exchanged_bytes(self, tp: int, cp: int, itemsize: int) -> int:
-        """See `MixerSpec.exchanged_bytes`: queries, keys and values, decay and beta in float32, and the result."""
+    def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
+        """See `MixerSpec.ulysses_bytes`: queries, keys and values, decay and beta in float32, and the result."""
         heads, key_heads = (max(1, count // tp) for count in self.heads)
         keys = key_heads * ulysses_repeat(heads, key_heads, cp) * self.key_dim
         return 2 * (keys + heads * self.value_dim) * itemsize + 2 * heads * max(itemsize, 4)
@@ -107,9 +107,9 @@ class DeltaNet(nn.Module):
         self.wa = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
         self.wb = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
         self.wa.quantizable = self.wb.quantizable = False  # gates of a few features, which decide what a state keeps
-        self.q_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
-        self.k_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
-        self.v_conv = ShortConvolution(s.n_heads, s.value_dim, s.taps)
+        self.q_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.kernel_size)
+        self.k_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.kernel_size)
+        self.v_conv = ShortConvolution(s.n_heads, s.value_dim, s.kernel_size)
         self.decay = LogDecay(s.n_heads)
         self.norm = s.norm.build(s.value_dim, "head_norm")
         self.wo = Linear(s.n_heads * s.value_dim, dim, bias=False, role="row")
@@ -119,15 +119,15 @@ class DeltaNet(nn.Module):
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head counts are read off the tensors, since a sharded projection holds fewer heads.
-        adapters = attention.adapters
-        q_TGK, k_TGK = (proj(x, adapters).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
-        v_THV, z_THV = (proj(x, adapters).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
-        gates_TH2 = torch.stack((self.decay(self.wa(x, adapters)), self.wb(x, adapters).sigmoid()), dim=-1)
+        lora_mapping = attention.lora_mapping
+        q_TGK, k_TGK = (proj(x, lora_mapping).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
+        v_THV, z_THV = (proj(x, lora_mapping).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
+        gates_TH2 = torch.stack((self.decay(self.wa(x, lora_mapping)), self.wb(x, lora_mapping).sigmoid()), dim=-1)
         rows = torch.cat((q_TGK, k_TGK), dim=-1), v_THV, gates_TH2
         filters = torch.cat((self.q_conv(), self.k_conv()), dim=1), self.v_conv()
-        out_THV = attention.recur(self.layer, rows, filters, self.scan)
+        out_THV = attention.run_recurrence(self.layer, rows, filters, self.scan)
         gate = F.silu(z_THV.to(torch.promote_types(z_THV.dtype, torch.float32)))
-        return self.wo((self.norm(out_THV) * gate).to(x.dtype).flatten(-2), adapters)
+        return self.wo((self.norm(out_THV) * gate).to(x.dtype).flatten(-2), lora_mapping)
 
     @torch.compiler.disable
     def scan(
@@ -137,7 +137,8 @@ class DeltaNet(nn.Module):
         documents: PackedDocuments,
         state: RecurrentState | None,
     ) -> tuple[Tensor, RecurrentState]:
-        """Returns the heads' outputs [T, H, V], and the state after each of the B documents: see `AttentionMeta.recur`.
+        """Returns the heads' outputs [T, H, V], and the state after each of the B documents: see
+        `AttentionMeta.run_recurrence`.
 
         Args:
             rows: queries and keys [T, G, 2 K], values [T, H, V], log-decay and beta [T, H, 2], before the convolution.

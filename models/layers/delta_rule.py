@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import flash_unsupported_reason
-from archon.models.attention.documents import DocumentChunks, PackedDocuments
+from archon.models.attention.packed.documents import DocumentChunks, PackedDocuments
 from archon.schema.errors import ConfigError
 
 L2_EPS = 1e-6
@@ -42,7 +42,7 @@ def require_delta_rule(rule: DeltaRule, device: torch.device, dtype: torch.dtype
         raise ConfigError(f"delta_rule = {rule!r} is not available: {reason}; choose torch")
 
 
-def unit_vectors(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """Returns x / sqrt(|x|^2 + 1e-6) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
@@ -68,18 +68,18 @@ def gated_delta_rule(
         rule: what computes documents of several tokens.
     """
     if rule == "fla" and documents.max_seqlen > 1:
-        return _with_fla(q, k, v, log_decay, beta, documents, state)
+        return _fla_delta_rule(q, k, v, log_decay, beta, documents, state)
     wide, dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
-    q, k = (unit_vectors(x.to(wide)).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    q, k = (l2_normalize(x.to(wide)).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     q, v, log_decay, beta = q * k.shape[-1] ** -0.5, v.to(wide), log_decay.to(wide), beta.to(wide)
     if state is None:
         state = v.new_zeros(len(documents.lengths), v.shape[1], k.shape[-1], v.shape[-1])
     step = documents.max_seqlen == 1
-    out, state = (_one_token if step else _chunks)(q, k, v, log_decay, beta, documents, state.to(wide))
+    out, state = (_single_token_rule if step else _chunks)(q, k, v, log_decay, beta, documents, state.to(wide))
     return out.to(dtype), state
 
 
-def _with_fla(
+def _fla_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
@@ -99,13 +99,13 @@ def _with_fla(
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=documents.long_bounds,
-        cu_seqlens_cpu=documents.host_bounds,
+        cu_seqlens=documents.cu_seqlens_int64,
+        cu_seqlens_cpu=documents.cu_seqlens_cpu,
     )
     return out.squeeze(0), last
 
 
-def _one_token(
+def _single_token_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns `gated_delta_rule` of documents of one token each, by the definition."""
@@ -121,7 +121,7 @@ def _chunks(
 ) -> tuple[Tensor, Tensor]:
     chunks = documents.chunks
     # [N, H, C, ...]; padding has a key, a value and a beta of 0, so that it changes no state.
-    q, k, v, log_decay, beta = (_by_chunk(x, chunks) for x in (q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = (_to_chunks(x, chunks) for x in (q, k, v, log_decay, beta))
     total = log_decay.cumsum(-1)
     later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
     # Masked before the exponential, which would overflow.
@@ -150,7 +150,7 @@ def _chunks(
     return out.index_select(0, chunks.positions), last.index_select(0, chunks.rank)
 
 
-def _by_chunk(x: Tensor, chunks: DocumentChunks) -> Tensor:
+def _to_chunks(x: Tensor, chunks: DocumentChunks) -> Tensor:
     """Returns x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
     padded = x.new_zeros(sum(chunks.steps) * chunks.size, *x.shape[1:]).index_copy(0, chunks.positions, x)
     return padded.unflatten(0, (-1, chunks.size)).transpose(1, 2)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.adapter_rows import AdapterRows
-from archon.models.layers.fused import clamped_swiglu, swiglu
+from archon.models.cpu.fused import clamped_swiglu, swiglu
 from archon.models.layers.linear import Linear, project
 from archon.models.layers.spec import FeedForwardSpec
+from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import Group, all_gather
 from archon.schema.errors import ConfigError
 
@@ -67,7 +67,7 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
 
-def gated(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) -> Tensor:
+def gated_activation(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) -> Tensor:
     """Returns act(gate) * up, or the activation of both."""
     if isinstance(act, ClampedSwiGLU):
         return clamped_swiglu(gate, up, act.alpha, act.limit)
@@ -108,13 +108,13 @@ class FeedForward(nn.Module):
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
-    def same_input(self) -> tuple[Linear, ...]:
+    def input_projections(self) -> tuple[Linear, ...]:
         """Returns the layers of the gate and of what it multiplies."""
         return self.w1, self.w3
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Returns [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        gate, up = project(x, self.same_input(), adapters)
-        return self.w2(gated(self.act, gate, up), adapters)
+        gate, up = project(x, self.input_projections(), lora_mapping)
+        return self.w2(gated_activation(self.act, gate, up), lora_mapping)

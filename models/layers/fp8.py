@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.models.layers.matmul import grouped_linear, grouped_weight_gradient, product, times_transposed
+from archon.models.layers.matmul import grouped_linear, grouped_weight_gradient, matmul_nt, mm
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fp8 import MULTIPLE, Fp8Scaling
 
@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
     scale: Tensor
     by_row: bool
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns scale · values in `dtype`."""
         return self.values.to(dtype) * self.scale.to(dtype)
 
@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
         return Quantized(self.values.transpose(-2, -1), self.scale, by_row=False)
 
 
-def scale_of(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Tensor:
+def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Tensor:
     """Returns the scale with which x [m, k] or [E, m, k] fits into an 8-bit `dtype`, see `Quantized`.
 
     `groups` are the ranks that hold other parts of what the scale is of. Zeros have the smallest normal scale.
@@ -67,29 +67,29 @@ def scale_of(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group
     return (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
+def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
     """Returns x / scale, rounded to the nearest number of `dtype`; what is beyond its largest becomes that."""
     largest = torch.finfo(dtype).max
     return Quantized((x.to(scale.dtype) / scale).clamp(-largest, largest).to(dtype), scale, by_row)
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Quantized:
-    return quantized(x, scale_of(x, dtype, by_row, groups), dtype, by_row)
+    return quantize_with_scale(x, compute_scale(x, dtype, by_row, groups), dtype, by_row)
 
 
-def multiply(left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
     """Returns left [m, k] times the transpose of right [n, k], in `dtype`: [m, n].
 
-    `fast`: sums of products on Hopper GPUs have fewer bits, as torchao's recipes have it.
+    `use_fast_accum`: sums of products on Hopper GPUs have fewer bits, as torchao's recipes have it.
     """
     if left.values.is_cuda:
-        return multiply_scaled(left, right, dtype, fast)
+        return fp8_scaled_mm(left, right, dtype, use_fast_accum)
     wide = torch.promote_types(dtype, torch.float32)
-    return times_transposed(left.dequantized(wide), right.dequantized(wide)).to(dtype)
+    return matmul_nt(left.dequantize(wide), right.dequantize(wide)).to(dtype)
 
 
-def multiply_scaled(left: Quantized, right: Quantized, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Same as `multiply`, by the 8-bit kernel, whose operands are contiguous along k."""
+def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
+    """Same as `fp8_matmul`, by the 8-bit kernel, whose operands are contiguous along k."""
     by_row = left.by_row or right.by_row
     recipe = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
     scales = [x.scale.expand(x.values.shape[0], 1).contiguous() if by_row else x.scale for x in (left, right)]
@@ -101,7 +101,7 @@ def multiply_scaled(left: Quantized, right: Quantized, dtype: torch.dtype, fast:
         scales[1].t(),
         recipe,
         output_dtype=dtype,
-        use_fast_accum=fast,
+        use_fast_accum=use_fast_accum,
     )
 
 
@@ -125,7 +125,7 @@ class _Fp8Linear(torch.autograd.Function):
         # The input as it is, which other layers save too, and not its 8 bits.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, own.scale, matrix.scale)
         ctx.scaling = scaling
-        out = multiply(own, matrix, x.dtype, fast=True)
+        out = fp8_matmul(own, matrix, x.dtype, use_fast_accum=True)
         return out if bias is None else out + bias
 
     @staticmethod
@@ -142,15 +142,15 @@ class _Fp8Linear(torch.autograd.Function):
         if needs_x:
             assert own is not None
             if scaling.by_row:
-                scale = scale_of(weight, E4M3, False, (scaling.in_features, scaling.out_features))
-            matrix = quantized(weight, scale, E4M3, by_row=False)
-            x_grad = multiply(own, matrix.transposed(), grad.dtype, fast=scaling.by_row)
+                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
+            matrix = quantize_with_scale(weight, scale, E4M3, by_row=False)
+            x_grad = fp8_matmul(own, matrix.transposed(), grad.dtype, use_fast_accum=scaling.by_row)
         if needs_weight and scaling.by_row:
-            weight_grad = product(grad.t(), x)
+            weight_grad = mm(grad.t(), x)
         elif needs_weight:
             assert own is not None
-            inputs = quantized(x, x_scale, E4M3, by_row=False)
-            weight_grad = multiply(own.transposed(), inputs.transposed(), grad.dtype)
+            inputs = quantize_with_scale(x, x_scale, E4M3, by_row=False)
+            weight_grad = fp8_matmul(own.transposed(), inputs.transposed(), grad.dtype)
         return x_grad, weight_grad, grad.sum(0) if needs_bias else None, None
 
 
@@ -163,7 +163,7 @@ def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dty
     """Returns rows left [N, k], sorted by expert, times the transpose of the expert's matrix of right [E, n, k]."""
     if not left.values.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
-        return grouped_linear(left.dequantized(wide), right.dequantized(wide), counts).to(dtype)
+        return grouped_linear(left.dequantize(wide), right.dequantize(wide), counts).to(dtype)
     experts, n, _ = right.values.shape
     if left.values.shape[0] == 0:
         return left.values.new_zeros((0, n), dtype=dtype)
@@ -199,8 +199,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         x_grad = None
         if needs_x:
             if scaling.by_row:
-                scale = scale_of(weight, E4M3, False, (scaling.in_features, scaling.out_features))
-            matrices = quantized(weight, scale, E4M3, by_row=False)
+                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
+            matrices = quantize_with_scale(weight, scale, E4M3, by_row=False)
             own = _quantize(grad, E4M3, True, (scaling.out_features,))
             x_grad = _grouped(own, matrices.transposed(), counts, grad.dtype)
         return x_grad, grouped_weight_gradient(grad, x, counts) if needs_weight else None, None, None

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from archon.models.attention.cache import PagedRows
+from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
-from archon.models.layers.fused import rotate
+from archon.models.cpu.fused import rotate
 from archon.models.layers.linear import Linear
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec, Rotation, yarn_mscale
@@ -114,20 +114,22 @@ class LatentAttention(nn.Module):
         gradients are then summed over the heads of all ranks, and the weights' gradients over the shares of tokens.
         """
         assert rotation is not None
-        s, adapters = self.layer_spec, attention.adapters
-        latents, k_rot = self.wkv_a(x, adapters).split((s.kv_rank, s.rope.dim), dim=-1)
+        s, lora_mapping = self.layer_spec, attention.lora_mapping
+        latents, k_rot = self.wkv_a(x, lora_mapping).split((s.kv_rank, s.rope.dim), dim=-1)
         rows = torch.cat((self.kv_a_norm(latents), k_rot), dim=-1)
-        queries = x if self.wq_a is None or self.q_a_norm is None else self.q_a_norm(self.wq_a(x, adapters))
+        queries = x if self.wq_a is None or self.q_a_norm is None else self.q_a_norm(self.wq_a(x, lora_mapping))
         if self.tp is not None:
             rows, queries = all_gather(rows, self.tp), all_gather(queries, self.tp)
         project = self.wq or self.wq_b
         assert project is not None
-        q_THK = project(queries, adapters).unflatten(-1, (-1, s.q_features))
+        q_THK = project(queries, lora_mapping).unflatten(-1, (-1, s.q_features))
         q_THK, q_rot = q_THK.split((s.key_features, s.rope.dim), dim=-1)
         latents, k_rot = rows.unsqueeze(1).split((s.kv_rank, s.rope.dim), dim=-1)
         q_rot, k_rot = (rotate(x, rotation.cos, rotation.sin, s.rope.interleaved) for x in (q_rot, k_rot))
         q_THK = torch.cat((q_THK, q_rot), dim=-1)
         if rotation.query_scale is not None:
             q_THK = q_THK * rotation.query_scale
-        keys = LatentKeys(torch.cat((latents, k_rot), dim=-1), self.wkv_b, s.key_features, s.value_features, adapters)
-        return self.wo(attention.attend_latent(self.layer, q_THK, keys, self.spec).flatten(-2), adapters)
+        keys = LatentKeys(
+            torch.cat((latents, k_rot), dim=-1), self.wkv_b, s.key_features, s.value_features, lora_mapping
+        )
+        return self.wo(attention.attend_latent(self.layer, q_THK, keys, self.spec).flatten(-2), lora_mapping)

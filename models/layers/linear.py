@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.fp8 import fp8_linear
-from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.matmul import linear
+from archon.models.lora.layers import LoRALayer, MultiLoRALayer
+from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import Group, local, reduce_scatter
 from archon.parallel.fp8 import Fp8Scaling
 
@@ -33,7 +33,7 @@ Role = Literal[
     "embedding",
     "head",
     "value_head",
-    "tower",
+    "vision",
 ]
 
 
@@ -61,10 +61,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.role: Role = role
         self.heads = heads
-        self.lora: LowRank | LowRanks | None = None
+        self.lora: LoRALayer | MultiLoRALayer | None = None
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Returns [T, out] for x [T, in], whose rows have `adapters` if the layer has several; None for none of them.
+    def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
+        """Returns [T, out] for x [T, in], whose rows have `lora_mapping` if the layer has several; None for none of
+        them.
 
         Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
         features, and returns all features of its shard of the tokens.
@@ -74,39 +75,39 @@ class Linear(nn.Linear):
             weight = weight[self.rows]
             bias = None if bias is None else bias[self.rows]
         if self.tp is not None and self.role == "row":
-            out = reduce_scatter(self._product(x, weight, None, adapters), self.tp)
+            out = reduce_scatter(self._product(x, weight, None, lora_mapping), self.tp)
             return out if bias is None else out + bias
-        return self._product(x, weight, bias, adapters)
+        return self._product(x, weight, bias, lora_mapping)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: AdapterRows | None) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_mapping: LoRAMapping | None) -> Tensor:
         if self.fp8 is not None:
-            return self.adapted(fp8_linear(x, weight, bias, self.fp8), x, adapters)
-        if isinstance(self.lora, LowRank) and self.lora.enabled:
+            return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)
+        if isinstance(self.lora, LoRALayer) and self.lora.enabled:
             return self.lora(x, weight, bias, self.rows)
-        return self.adapted(linear(x, weight, bias), x, adapters)
+        return self.apply_lora(linear(x, weight, bias), x, lora_mapping)
 
-    def adapted(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def apply_lora(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping | None) -> Tensor:
         """Returns out [T, out], the product for x [T, in], plus what the layer's adapter adds, or that of each row.
 
         What it returns may be `out`, changed.
         """
         if self.lora is None or not self.lora.enabled:
             return out
-        if isinstance(self.lora, LowRank):
+        if isinstance(self.lora, LoRALayer):
             a, b = self.lora.parts(x.dtype, self.rows)
             return torch.addmm(out, linear(x, a), b.t(), alpha=self.lora.scale)
-        if adapters is None:
+        if lora_mapping is None:
             return out
-        return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
+        return self.lora(out, x, lora_mapping.local_rows if self.role == "latent" else lora_mapping, self.rows)
 
 
-def project(x: Tensor, layers: Sequence[Linear], adapters: AdapterRows | None) -> list[Tensor]:
+def project(x: Tensor, layers: Sequence[Linear], lora_mapping: LoRAMapping | None) -> list[Tensor]:
     """Returns what each of the layers gives for x [T, in]; views of one product, where they have a joint one."""
     joint = layers[0].joint
     if joint is None:
-        return [layer(x, adapters) for layer in layers]
+        return [layer(x, lora_mapping) for layer in layers]
     outs = joint(x).split_with_sizes([layer.out_features for layer in layers], dim=-1)
-    return [layer.adapted(out, x, adapters) for layer, out in zip(layers, outs, strict=True)]
+    return [layer.apply_lora(out, x, lora_mapping) for layer, out in zip(layers, outs, strict=True)]
 
 
 class Embedding(nn.Embedding):

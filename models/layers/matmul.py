@@ -49,39 +49,39 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
-def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul_nt(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns left [..., k] times the transpose of right [n, k], plus bias [n]: [..., n]. Not differentiable."""
     if _can_use_onednn(left, right):
         return torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), bias, "none", [], "")
     return F.linear(left, right, bias)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def mm(left: Tensor, right: Tensor) -> Tensor:
     """Returns left [n, k] times right [k, m]: [n, m]; each may be row- or column-major. Not differentiable."""
     if not _can_use_onednn(left, right.t()):
         return left @ right
     (n, k), m = left.shape, right.shape[1]
     if not left.is_contiguous() and m * (n + k) < n * k:
         # oneDNN copies a column-major left matrix; copying the right one and the result instead moves fewer bytes here.
-        return times_transposed(right.t(), left).t().contiguous()
-    return times_transposed(left, right.t())
+        return matmul_nt(right.t(), left).t().contiguous()
+    return matmul_nt(left, right.t())
 
 
-def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
+def accumulate_matmul(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
     """Compute out += left @ right, or out = left @ right if `first`, in the dtype of `out`. Not differentiable."""
     if out.dtype == left.dtype and not _can_use_onednn(left, right.t()):
         out.addmm_(left, right, beta=0 if first else 1)
     elif first:
-        out.copy_(product(left, right))
+        out.copy_(mm(left, right))
     else:
-        out.add_(product(left, right))
+        out.add_(mm(left, right))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return times_transposed(x, weight, bias)
+        return matmul_nt(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -90,8 +90,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_rows = grad.flatten(0, -2)
         return (
-            times_transposed(grad, weight.t()) if needs_x else None,
-            product(grad_rows.t(), x.flatten(0, -2)) if needs_weight else None,
+            matmul_nt(grad, weight.t()) if needs_x else None,
+            mm(grad_rows.t(), x.flatten(0, -2)) if needs_weight else None,
             grad_rows.sum(0) if needs_bias else None,
         )
 
@@ -101,79 +101,79 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _can_use_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return times_transposed(x, weight, bias)
+        return matmul_nt(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
 
-class _AdaptedLinear(torch.autograd.Function):
+class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         # Not in place: recomputation that keeps the results of products (`selective: op`) refuses to see them change.
-        low = times_transposed(x, a) * scale
+        low = matmul_nt(x, a) * scale
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
-        return times_transposed(x, weight, bias) + product(low, b.t())
+        return matmul_nt(x, weight, bias) + mm(low, b.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-        low_grad = times_transposed(grad, b.t()).mul_(ctx.scale)
+        low_grad = matmul_nt(grad, b.t()).mul_(ctx.scale)
         x_grad = None
         if needs_x:
-            x_grad = times_transposed(grad, weight.t())
-            add_product(x_grad, low_grad, a)
+            x_grad = matmul_nt(grad, weight.t())
+            accumulate_matmul(x_grad, low_grad, a)
         return (
             x_grad,
-            product(grad.t(), x) if needs_weight else None,
+            mm(grad.t(), x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
-            product(low_grad.t(), x) if needs_a else None,
-            product(grad.t(), low) if needs_b else None,
+            mm(low_grad.t(), x) if needs_a else None,
+            mm(grad.t(), low) if needs_b else None,
             None,
         )
 
 
-def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns `linear(x, weight, bias)` plus scale * b a x, for x [T, in], weight [out, in], a [r, in], b [out, r].
 
     A custom function, since autograd's own would add the two terms in new memory, forward and backward.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * scale, b)
-    return _AdaptedLinear.apply(x, weight, bias, a, b, scale)
+    return _LoRALinear.apply(x, weight, bias, a, b, scale)
 
 
-class LowRankRows(NamedTuple):
+class LoRAGroup(NamedTuple):
     """The adapter of some consecutive rows.
 
     Attributes:
         n_rows: their number.
-        adapter: its index among those whose a and b are given; None for rows without one.
+        lora: its index among those whose a and b are given; None for rows without one.
         expert: whose matrices of stacks these are; None for adapters without experts.
         scale: factor on b a.
     """
 
     n_rows: int
-    adapter: int | None
+    lora: int | None
     expert: int | None
     scale: float
 
 
-class _AddLowRanks(torch.autograd.Function):
+class _AddLoRAs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, groups: Sequence[LowRankRows], *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, x: Tensor, groups: Sequence[LoRAGroup], *parts: Tensor) -> Tensor:
         result, counts = torch.empty_like(out), [rows.n_rows for rows in groups]
         lows = []
         splits = (tensor.split(counts) for tensor in (x, out, result))
         for rows, own, own_out, own_result in zip(groups, *splits, strict=True):
-            if rows.adapter is None:
+            if rows.lora is None:
                 own_result.copy_(own_out)
                 continue
             a, b = _matrices(rows, parts)
-            # Not in place, see `_AdaptedLinear`; and in its order, so that an adapter computes what it does alone.
-            lows.append(times_transposed(own, a) * rows.scale)
-            torch.add(own_out, product(lows[-1], b.t()), out=own_result)
+            # Not in place, see `_LoRALinear`; and in its order, so that an adapter computes what it does alone.
+            lows.append(matmul_nt(own, a) * rows.scale)
+            torch.add(own_out, mm(lows[-1], b.t()), out=own_result)
         ctx.save_for_backward(x, *parts, *lows)
         ctx.groups, ctx.counts = groups, counts
         return result
@@ -188,14 +188,14 @@ class _AddLowRanks(torch.autograd.Function):
         x_grad = torch.empty_like(x)
         splits = (tensor.split(ctx.counts) for tensor in (x, grad, x_grad))
         for rows, own, own_grad, own_x_grad in zip(ctx.groups, *splits, strict=True):
-            if rows.adapter is None:
+            if rows.lora is None:
                 own_x_grad.zero_()
                 continue
             a, b = _matrices(rows, parts)
-            low_grad = times_transposed(own_grad, b.t()).mul_(rows.scale)
-            add_product(own_x_grad, low_grad, a, first=True)
-            found = product(low_grad.t(), own), product(own_grad.t(), next(lows))
-            for index, matrix in zip((2 * rows.adapter, 2 * rows.adapter + 1), found, strict=True):
+            low_grad = matmul_nt(own_grad, b.t()).mul_(rows.scale)
+            accumulate_matmul(own_x_grad, low_grad, a, first=True)
+            found = mm(low_grad.t(), own), mm(own_grad.t(), next(lows))
+            for index, matrix in zip((2 * rows.lora, 2 * rows.lora + 1), found, strict=True):
                 if rows.expert is None:
                     grads[index] = matrix
                     continue
@@ -207,33 +207,31 @@ class _AddLowRanks(torch.autograd.Function):
         return grad, x_grad, None, *whole
 
 
-def _matrices(rows: LowRankRows, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _matrices(rows: LoRAGroup, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the a and b of rows that have an adapter."""
-    assert rows.adapter is not None
-    a, b = parts[2 * rows.adapter], parts[2 * rows.adapter + 1]
+    assert rows.lora is not None
+    a, b = parts[2 * rows.lora], parts[2 * rows.lora + 1]
     return (a, b) if rows.expert is None else (a[rows.expert], b[rows.expert])
 
 
-def add_low_ranks(
-    out: Tensor, x: Tensor, groups: Sequence[LowRankRows], parts: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
+def add_loras(out: Tensor, x: Tensor, groups: Sequence[LoRAGroup], parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Returns out [N, out] plus scale * b a x for x [N, in] of each group of rows: products for each.
 
     Every a [r, in] and b [out, r] of `parts`, or [E, r, in] and [E, out, r], has a gradient, 0 without rows. No two
     groups have the same matrices.
     """
-    return _AddLowRanks.apply(out, x, groups, *(matrix for part in parts for matrix in part))
+    return _AddLoRAs.apply(out, x, groups, *(matrix for part in parts for matrix in part))
 
 
-def can_group(x: Tensor, *widths: int) -> bool:
+def supports_grouped_mm(x: Tensor, *widths: int) -> bool:
     """Returns whether `grouped_mm` takes rows x and matrices of these widths: not float64, no rows, and rows that are
     no multiple of 16 bytes."""
     aligned = not any(width * x.element_size() % 16 for width in widths)
     return aligned and x.dtype != torch.float64 and x.shape[0] > 0
 
 
-def pad_to_grouped(width: int, x: Tensor) -> int:
-    """Returns the next width that `can_group` rows of the dtype of x."""
+def padded_group_width(width: int, x: Tensor) -> int:
+    """Returns the next width that `supports_grouped_mm` rows of the dtype of x."""
     step = 16 // x.element_size()
     return -(-width // step) * step
 
@@ -244,7 +242,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
     the counts; a loop for what it does not support.
     """
-    if not can_group(x, *weight.shape[1:]):
+    if not supports_grouped_mm(x, *weight.shape[1:]):
         parts = x.split(counts.tolist())
         return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
@@ -255,7 +253,7 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
     Not differentiable.
     """
-    if not can_group(x, grad.shape[1], x.shape[1]):
+    if not supports_grouped_mm(x, grad.shape[1], x.shape[1]):
         sizes = counts.tolist()
         return torch.stack([own.t() @ rows for own, rows in zip(grad.split(sizes), x.split(sizes), strict=True)])
     return F.grouped_mm(grad.contiguous().t(), x, offs=counts.cumsum(0).to(torch.int32))

@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from archon.models.adapter_rows import AdapterRows
-from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
+from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated_activation, get_activation
 from archon.models.layers.fp8 import fp8_grouped_linear
 from archon.models.layers.linear import Linear, Role
-from archon.models.layers.lora import LowRank, LowRanks
-from archon.models.layers.matmul import grouped_linear, pad_to_grouped
+from archon.models.layers.matmul import grouped_linear, padded_group_width
 from archon.models.layers.spec import FeedForwardSpec
+from archon.models.lora.layers import LoRALayer, MultiLoRALayer
+from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
 from archon.parallel.fp8 import Fp8Scaling
 from archon.schema.errors import ConfigError
 
-SCALED_GROUPED_COMPILES = TorchVersion(torch.__version__) >= "2.13"
+CAN_COMPILE_SCALED_GROUPED_MM = TorchVersion(torch.__version__) >= "2.13"
 Score = Literal["softmax", "sigmoid"]
 """How a router turns a token's logits into scores: a softmax over the experts, or a sigmoid of each."""
 
@@ -69,7 +69,7 @@ class ExpertsLayer(FeedForwardSpec):
         n_groups, top_groups: the experts are `n_groups` groups of neighbors, and a token uses only those of the
             `top_groups` groups whose two best experts have the highest sum of scores (DeepSeek-AI 2024,
             arXiv:2412.19437, section 2.1.2).
-        wide_logits: compute the router's logits in at least float32.
+        fp32_logits: compute the router's logits in at least float32.
         router_bias: the router's linear layer has a bias.
         correction_bias: experts are chosen by score plus a bias that checkpoints store, see `Router`.
         balance: `archon.engine.router_balance` changes that bias, which starts at 0 if checkpoints do not store it.
@@ -91,7 +91,7 @@ class ExpertsLayer(FeedForwardSpec):
     scale: float = 1.0
     n_groups: int = 1
     top_groups: int = 1
-    wide_logits: bool = False
+    fp32_logits: bool = False
     router_bias: bool = False
     correction_bias: bool = False
     balance: bool = False
@@ -124,8 +124,8 @@ class ExpertsLayer(FeedForwardSpec):
         always = dim * self.n_experts + 3 * dim * self.shared_hidden_dim + dim * self.shared_gate
         return always + self.top_k * expert, always + self.n_experts * expert
 
-    def balanced(self) -> ExpertsLayer:
-        """See `FeedForwardSpec.balanced`."""
+    def with_balancing_bias(self) -> ExpertsLayer:
+        """See `FeedForwardSpec.with_balancing_bias`."""
         return replace(self, balance=True)
 
     @property
@@ -186,20 +186,21 @@ class Router(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, valid_mask: Tensor | None, given: Tensor | None = None
+        self, x: Tensor, valid_mask: Tensor | None, routed_experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterStats]:
         """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], and statistics, in which each row
         counts `valid_mask` [T] times.
 
-        `given` [T, k] are experts that were chosen before, negative for a token whose experts are chosen now; their
+        `routed_experts` [T, k] are experts that were chosen before, negative for a token whose experts are chosen
+        now; their
         weights are computed from the scores of now (Ma et al. 2025, arXiv:2510.11370).
         """
         logits = self._logits(x)
         p = logits.sigmoid() if self.spec.score == "sigmoid" else torch.softmax(logits, dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
         experts, replayed, changed = self._choose(scores), None, None
-        if given is not None:
-            experts, replayed, changed = _replay(experts, given, valid_mask)
+        if routed_experts is not None:
+            experts, replayed, changed = _replay(experts, routed_experts, valid_mask)
         weights = p.gather(-1, experts)
         if self.spec.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + self.spec.normalize_epsilon)
@@ -213,9 +214,9 @@ class Router(nn.Module):
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens, replayed, changed, recorded)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Returns the logits [T, E] in at least float32, rounded to the dtype of x first unless `wide_logits`."""
+        """Returns the logits [T, E] in at least float32, rounded to the dtype of x first unless `fp32_logits`."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        if not self.spec.wide_logits or x.dtype == wide:
+        if not self.spec.fp32_logits or x.dtype == wide:
             return self.gate(x).to(wide)
         bias = local(self.gate.bias)
         return F.linear(x.to(wide), local(self.gate.weight).to(wide), None if bias is None else bias.to(wide))
@@ -230,13 +231,14 @@ class Router(nn.Module):
         return scores.topk(self.spec.top_k, dim=-1).indices
 
 
-def _replay(chosen: Tensor, given: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens
+def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the experts int64 [T, k] that are `routed_experts` where they are not negative, else `chosen`; how
+    many tokens
     were given theirs, a row counted `valid_mask` times, and how many of those chose others."""
-    is_given = given[:, :1] >= 0
-    experts = torch.where(is_given, given.to(chosen.dtype), chosen)
+    is_replayed = routed_experts[:, :1] >= 0
+    experts = torch.where(is_replayed, routed_experts.to(chosen.dtype), chosen)
     differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
-    counted = is_given.squeeze(-1) if valid_mask is None else is_given.squeeze(-1) * valid_mask
+    counted = is_replayed.squeeze(-1) if valid_mask is None else is_replayed.squeeze(-1) * valid_mask
     return experts, counted.sum(), (differs * counted).sum()
 
 
@@ -267,25 +269,27 @@ class GroupedExperts(nn.Module):
         self.b2 = nn.Parameter(torch.empty(n_experts, dim)) if spec.expert_biases else None
         self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
 
-    def forward(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...] = ()) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...] = ()) -> Tensor:
         """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert.
 
-        With n `adapters` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
+        With n `lora_names` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
         """
-        compute = self._compute if self._compiles(x) or not torch.compiler.is_compiling() else self._uncompiled
-        return compute(x, counts, adapters)
+        compute = self._compute if self._can_compile(x) or not torch.compiler.is_compiling() else self._compute_eager
+        return compute(x, counts, lora_names)
 
-    def _compute(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...]) -> Tensor:
+    def _compute(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...]) -> Tensor:
         groups = counts
-        if adapters:
-            counts = groups.unflatten(0, (-1, len(adapters) + 1)).sum(1)
-        product = partial(self._product, counts=counts, groups=groups, adapters=adapters)
+        if lora_names:
+            counts = groups.unflatten(0, (-1, len(lora_names) + 1)).sum(1)
+        product = partial(self._product, counts=counts, groups=groups, lora_names=lora_names)
         gate, up = (product(x, matrix) for matrix in ("w1", "w3"))
         if self.b1 is None:
-            return product(gated(self.act, gate, up), "w2")
+            return product(gated_activation(self.act, gate, up), "w2")
         experts = torch.arange(counts.shape[0], device=counts.device)
         experts = experts.repeat_interleave(counts, output_size=x.shape[0])
-        hidden = gated(self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts))
+        hidden = gated_activation(
+            self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts)
+        )
         out_bias = local(self.b2)
         assert out_bias is not None
         if self.etp is not None:
@@ -293,16 +297,16 @@ class GroupedExperts(nn.Module):
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
         return _add_rows(product(hidden, "w2"), out_bias, experts)
 
-    def _compiles(self, x: Tensor) -> bool:
+    def _can_compile(self, x: Tensor) -> bool:
         """Returns whether torch's compiler knows the shapes of these products: those of `grouped_mm` in bfloat16 alone,
         and of `scaled_grouped_mm` since torch 2.13."""
-        return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and SCALED_GROUPED_COMPILES))
+        return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and CAN_COMPILE_SCALED_GROUPED_MM))
 
     @torch.compiler.disable
-    def _uncompiled(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...]) -> Tensor:
-        return self._compute(x, counts, adapters)
+    def _compute_eager(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...]) -> Tensor:
+        return self._compute(x, counts, lora_names)
 
-    def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, adapters: tuple[str, ...]) -> Tensor:
+    def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, lora_names: tuple[str, ...]) -> Tensor:
         """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
         weight = local(getattr(self, matrix))
         if self.fp8 is None:
@@ -311,16 +315,16 @@ class GroupedExperts(nn.Module):
             out = fp8_grouped_linear(x, weight, counts, self.fp8[matrix])
         if self.lora is None or matrix not in self.lora:
             return out
-        adapter = self.lora[matrix]
-        assert isinstance(adapter, LowRank | LowRanks)
-        if not adapter.enabled:
+        lora = self.lora[matrix]
+        assert isinstance(lora, LoRALayer | MultiLoRALayer)
+        if not lora.enabled:
             return out
-        if isinstance(adapter, LowRanks):
-            return adapter.add_to_experts(out, x, adapters, groups)
-        a, b = adapter.parts(x.dtype)
-        if missing := pad_to_grouped(a.shape[1], x) - a.shape[1]:
+        if isinstance(lora, MultiLoRALayer):
+            return lora.add_to_experts(out, x, lora_names, groups)
+        a, b = lora.parts(x.dtype)
+        if missing := padded_group_width(a.shape[1], x) - a.shape[1]:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-        return out + grouped_linear(grouped_linear(x, a, counts) * adapter.scale, b, counts)
+        return out + grouped_linear(grouped_linear(x, a, counts) * lora.scale, b, counts)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.w1.shape)}"
@@ -357,44 +361,44 @@ class MoE(nn.Module):
         self,
         x: Tensor,
         valid_mask: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-        given: Tensor | None = None,
+        lora_mapping: LoRAMapping | None = None,
+        routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim], and the router's statistics: see `AttentionMeta.valid_mask`.
 
-        `given` [T, k] are experts chosen before, see `Router`.
+        `routed_experts` [T, k] are experts chosen before, see `Router`.
         """
-        names, ids = ((), None) if adapters is None else (adapters.names, adapters.own.ids)
-        weights, experts, stats = self.router(x, valid_mask, given)
+        names, ids = ((), None) if lora_mapping is None else (lora_mapping.names, lora_mapping.local_rows.ids)
+        weights, experts, stats = self.router(x, valid_mask, routed_experts)
         rows = x
         if self.etp is not None:
             rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)
             experts = all_gather(experts, self.etp)
             ids = None if ids is None else all_gather(ids, self.etp)
-        out = self._routed(rows, weights, experts, names, ids)
+        out = self._apply_experts(rows, weights, experts, names, ids)
         if self.etp is not None:
             out = reduce_scatter(out, self.etp)
         if self.shared_experts is None:
             return out, stats
-        shared = self.shared_experts(x, adapters)
+        shared = self.shared_experts(x, lora_mapping)
         return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared), stats
 
-    def _routed(
-        self, x: Tensor, weights: Tensor, experts: Tensor, adapters: tuple[str, ...], ids: Tensor | None
+    def _apply_experts(
+        self, x: Tensor, weights: Tensor, experts: Tensor, lora_names: tuple[str, ...], ids: Tensor | None
     ) -> Tensor:
         """Returns [T, dim] for x [T, dim], weights and experts [T, k], and the index [T] of each row's adapter."""
-        groups = experts if ids is None else experts * (len(adapters) + 1) + ids.unsqueeze(1)
+        groups = experts if ids is None else experts * (len(lora_names) + 1) + ids.unsqueeze(1)
         group_ids = groups.flatten()
         order = group_ids.argsort(stable=True)
-        n_groups = self.experts.n_experts * (len(adapters) + 1)
+        n_groups = self.experts.n_experts * (len(lora_names) + 1)
         counts = torch.zeros(n_groups, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, group_ids, torch.ones_like(group_ids))
         rows = x.index_select(0, order // experts.shape[1])
         if self.ep is None:
-            out = self.experts(rows, counts, adapters)
+            out = self.experts(rows, counts, lora_names)
         else:
             rows, counts, routes = self.ep.dispatch(rows, counts)
-            out = self.ep.combine(self.experts(rows, counts, adapters), routes)
+            out = self.ep.combine(self.experts(rows, counts, lora_names), routes)
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
 

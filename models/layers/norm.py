@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from archon.models.layers.fused import rms_norm
+from archon.models.cpu.fused import rms_norm
 from archon.models.layers.linear import Role
 from archon.parallel.comm import Group, all_reduce_sharded, local
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from archon.models.attention.cache import CacheSpec
+from archon.models.attention.decode.cache import CacheSpec
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
 
@@ -62,7 +62,7 @@ class MixerSpec(abc.ABC):
     def cache(self) -> CacheSpec:
         """What it caches while a sequence is decoded."""
 
-    def exchanged_bytes(self, tp: int, cp: int, itemsize: int) -> int:
+    def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
         """Returns the bytes of a token that Ulysses exchanges over `cp` ranks in a forward: operands and result.
 
         Args:
@@ -95,7 +95,7 @@ class FeedForwardSpec(abc.ABC):
     def parameters(self, dim: int) -> tuple[int, int]:
         """Returns (active, all) parameters of its matrix products; active ones are used for a token."""
 
-    def balanced(self) -> FeedForwardSpec:
+    def with_balancing_bias(self) -> FeedForwardSpec:
         """Returns this network with a balancing bias in its router, if it has one; see `ExpertsLayer.balance`."""
         return self
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from archon.models.hf_checks import check_kind, reject_field
-from archon.models.hf_config import MAX_LAYERS, MUST_BE, NO_EFFECT, Field, read_field
-from archon.models.vision.tower import VisionSpec
+from archon.models.hf.checks import check_kind, reject_field
+from archon.models.hf.config import FIXED_VALUES, MAX_LAYERS, NO_EFFECT, Field, read_field
+from archon.models.vision.encoder import VisionSpec
 
 FIELDS = {
     "depth": Field("depth", int, 27, maximum=MAX_LAYERS),
@@ -35,14 +35,14 @@ def read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> Vision
     Raises ConfigError, naming field and value, for anything unsupported.
     """
     fields = FIELDS | ({} if deepstack is None else {DEEPSTACK: Field("deepstack", list, deepstack)})
-    must_be = MUST_BE | ({DEEPSTACK: []} if deepstack is None else {})
+    fixed_values = FIXED_VALUES | ({DEEPSTACK: []} if deepstack is None else {})
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         reject_field("vision_config", config, "expected a dictionary or null")
     for name, value in config.items():
-        if name in must_be and value not in (None, must_be[name]):
-            reject_field(f"vision_config.{name}", value, f"archon supports only {must_be[name]!r}")
-        if name not in {*fields, *must_be, "rope_parameters", *NO_EFFECT}:
+        if name in fixed_values and value not in (None, fixed_values[name]):
+            reject_field(f"vision_config.{name}", value, f"archon supports only {fixed_values[name]!r}")
+        if name not in {*fields, *fixed_values, "rope_parameters", *NO_EFFECT}:
             reject_field(
                 f"vision_config.{name}", value, "archon does not know this field; remove it if it has no effect"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.models.args import ImageFormat
+from archon.models.args.base import ImageFormat
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError
 
@@ -20,7 +20,7 @@ Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class ProcessedImage:
     """One image as a model takes it, on the CPU; a trajectory carries it next to its tokens.
 
     Attributes:
@@ -55,10 +55,10 @@ class Picture:
         return data.hexdigest()
 
 
-def are_pictures(images: Any) -> bool:
-    """Returns whether these are lists of `Picture`s, one list for each row."""
+def is_image_batch(images: Any) -> bool:
+    """Returns whether these are lists of `ProcessedImage`s, one list for each row."""
     return isinstance(images, list) and all(
-        isinstance(row, list | tuple) and all(isinstance(picture, Picture) for picture in row) for row in images
+        isinstance(row, list | tuple) and all(isinstance(image, ProcessedImage) for image in row) for row in images
     )
 
 
@@ -82,14 +82,14 @@ class PackedImages:
     computed: Tensor | None = None
 
     @classmethod
-    def of_rows(cls, rows: Tensor, computed: Tensor) -> PackedImages:
+    def from_features(cls, rows: Tensor, computed: Tensor) -> PackedImages:
         """Returns merged patches that the tower has computed before, [M, 1 + D, dim], for the tokens `rows` [M]."""
         return cls(computed[:0], (), rows, computed=computed)
 
-    def seen(self, see: Callable[[Tensor, tuple[Grid, ...]], Tensor]) -> ImageRows:
-        """Returns what a forward needs of the images; `see` is `BaseArchonModel.see`."""
-        features = see(self.patches, self.grids) if self.computed is None else self.computed
-        return ImageRows(self.rows, features if self.merged is None else features.index_select(0, self.merged))
+    def encode(self, encode_images: Callable[[Tensor, tuple[Grid, ...]], Tensor]) -> ImageFeatures:
+        """Returns what a forward needs of the images; `encode_images` is `BaseArchonModel.encode_images`."""
+        features = encode_images(self.patches, self.grids) if self.computed is None else self.computed
+        return ImageFeatures(self.rows, features if self.merged is None else features.index_select(0, self.merged))
 
     @classmethod
     def of(
@@ -99,27 +99,27 @@ class PackedImages:
 
         Raises BatchError, which counts both, unless there are as many placeholders as merged patches.
         """
-        rows = _placeholders(tokens, grids, image_token, merge_size)
+        rows = _placeholder_indices(tokens, grids, image_token, merge_size)
         pixels = sum(height * width for height, width in grids)
         if len(patches) != pixels:
             raise BatchError(f"images of {pixels} patches in all came with the pixels of {len(patches)}")
         return cls(patches, tuple(grids), rows)
 
     @classmethod
-    def of_pictures(cls, tokens: Tensor, pictures: Sequence[Picture], image: ImageFormat) -> PackedImages:
+    def from_images(cls, tokens: Tensor, images: Sequence[ProcessedImage], image_format: ImageFormat) -> PackedImages:
         """Returns `of` for pictures, in the order of their placeholders."""
-        patches = torch.cat([picture.pixel_values for picture in pictures])
-        return cls.of(tokens, patches, [picture.size for picture in pictures], image.token, image.merge_size)
+        patches = torch.cat([image.pixel_values for image in images])
+        return cls.of(tokens, patches, [image.size for image in images], image_format.token, image_format.merge_size)
 
     @classmethod
-    def none_of(cls, image: ImageFormat, device: torch.device) -> PackedImages:
+    def empty(cls, image_format: ImageFormat, device: torch.device) -> PackedImages:
         """Returns one square of zeros that replaces no token: for a rank whose part in a tower's collectives other
         ranks need. Gradients of the tower are then 0."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        patches = torch.zeros(image.merge_size**2, image.features, device=device)
-        return cls(patches, ((image.merge_size, image.merge_size),), nothing, nothing)
+        patches = torch.zeros(image_format.merge_size**2, image_format.features, device=device)
+        return cls(patches, ((image_format.merge_size, image_format.merge_size),), nothing, nothing)
 
-    def on_share(self, rows: Tensor, merged: Tensor) -> PackedImages:
+    def for_shard(self, rows: Tensor, merged: Tensor) -> PackedImages:
         """Returns the images for a rank that holds these of the merged patches, at these of its own tokens."""
         return replace(self, rows=rows, merged=merged)
 
@@ -131,7 +131,7 @@ class PackedImages:
 
 
 @dataclass(frozen=True)
-class ImageRows:
+class ImageFeatures:
     """What a tower makes of the merged patches that a rank has tokens of.
 
     Attributes:
@@ -154,17 +154,17 @@ class ImageRows:
         return hidden.index_add(0, self.tokens, self.features[:, layer + 1].to(hidden.dtype))
 
 
-def require_pictures(pictures: Sequence[Picture], image: ImageFormat) -> None:
+def require_images(images: Sequence[ProcessedImage], image_format: ImageFormat) -> None:
     """Raise BatchError for pictures whose patches are not of this model's size."""
-    for picture in pictures:
-        if picture.pixel_values.shape[1] != image.features:
+    for image in images:
+        if image.pixel_values.shape[1] != image_format.features:
             raise BatchError(
-                f"a picture's patches have {picture.pixel_values.shape[1]} numbers, and this model's have "
-                f"{image.features}; was it made for another model?"
+                f"a picture's patches have {image.pixel_values.shape[1]} numbers, and this model's have "
+                f"{image_format.features}; was it made for another model?"
             )
 
 
-def _placeholders(tokens: Tensor, grids: Sequence[Grid], image_token: int, merge_size: int) -> Tensor:
+def _placeholder_indices(tokens: Tensor, grids: Sequence[Grid], image_token: int, merge_size: int) -> Tensor:
     """Returns the indices int64 [M] of the placeholders. Raises BatchError unless M is what the images give."""
     for height, width in grids:
         if min(height, width) < 1 or height % merge_size or width % merge_size:
@@ -192,7 +192,7 @@ def multimodal_positions(
 
     Raises BatchError unless each image has its placeholders, one after another.
     """
-    places = _placeholders(tokens, grids, image_token, merge_size).tolist()
+    places = _placeholder_indices(tokens, grids, image_token, merge_size).tolist()
     starts, merged, used = list[int](), list[Grid](), 0
     for height, width in grids:
         rows, columns = height // merge_size, width // merge_size
@@ -205,14 +205,14 @@ def multimodal_positions(
         starts.append(start)
         merged.append((rows, columns))
         used += count
-    positions, following = _positions_of_images(tuple(starts), tuple(merged))
+    positions, following = _image_positions(tuple(starts), tuple(merged))
     left = len(tokens) - positions.shape[1]
     after = torch.arange(following, following + left).expand(3, -1)
     return torch.cat((positions, after), dim=1), following + left
 
 
 @lru_cache(maxsize=64)
-def _positions_of_images(starts: tuple[int, ...], sizes: tuple[Grid, ...]) -> tuple[Tensor, int]:
+def _image_positions(starts: tuple[int, ...], sizes: tuple[Grid, ...]) -> tuple[Tensor, int]:
     """Returns the positions int64 [3, T] of the tokens up to the end of the last image, and that of the next token.
 
     The answers to a prompt differ only in what follows.

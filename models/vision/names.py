@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from archon.models.fused_tensors import Fused
+from archon.models.hf.fused_tensors import Fused
 
 _MODULES = {
     "patch_embed.proj": "patch_embedding",

@@ -30,7 +30,7 @@ class RewardConfig(StrictModel):
     scale: float = Field(1.0, gt=0, description="multiplies the reward after the bias")
     clip: float | None = Field(None, gt=0, description="largest absolute value after that; null: unbounded")
 
-    def applied(self, rewards: Tensor) -> Tensor:
+    def transform(self, rewards: Tensor) -> Tensor:
         """Returns the rewards to learn from, in the shape and dtype of `rewards`."""
         scaled = (rewards + self.bias) * self.scale
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
@@ -92,7 +92,7 @@ class AdvantageInputs:
         rewards = torch.where(last, self.rewards.unsqueeze(1), 0.0)
         return rewards if self.token_rewards is None else rewards + self.token_rewards * trained
 
-    def on_tokens(self, advantages: Tensor) -> Tensor:
+    def broadcast_to_tokens(self, advantages: Tensor) -> Tensor:
         """Returns each row's number [B] on all of its trained tokens [B, S], in the dtype of `rewards`."""
         return advantages.to(self.rewards.dtype).unsqueeze(1) * self.loss_mask
 
@@ -101,13 +101,13 @@ class AdvantageSettings(MethodSettings):
     """The settings of an advantage.
 
     Attributes:
-        compares_group: whether it compares the answers to one prompt, so that a group needs two.
+        is_group_relative: whether it compares the answers to one prompt, so that a group needs two.
         needs_critic: whether it reads `AdvantageInputs.values`.
         needs_steps: whether it reads `AdvantageInputs.steps`.
         needs_teacher: whether it reads `AdvantageInputs.teacher_logprobs`.
     """
 
-    compares_group: ClassVar[bool] = False
+    is_group_relative: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
     needs_steps: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
@@ -127,16 +127,18 @@ class Groups:
         count: float64 [T], the number of trajectories in the group.
         mean: float64 [T], the mean reward of the group.
         has_variance: bool [T], whether two trajectories of the group have different rewards.
-        of_row: int64 [B], the trajectory of each row.
+        trajectory_index: int64 [B], the trajectory of each row.
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> None:
         self.row_rewards = rewards.double()
         ids = torch.arange(len(rewards)) if trajectory_ids is None else trajectory_ids
-        self.of_row = ids.to(rewards.device).unique(return_inverse=True)[1]
-        low, high, mean = (_scatter(self.of_row, self.row_rewards, reduce) for reduce in ("amin", "amax", "mean"))
+        self.trajectory_index = ids.to(rewards.device).unique(return_inverse=True)[1]
+        low, high, mean = (
+            _scatter(self.trajectory_index, self.row_rewards, reduce) for reduce in ("amin", "amax", "mean")
+        )
         self.rewards = torch.where(low == high, low, mean)
-        self._group = _scatter(self.of_row, group_ids.long(), "amax")
+        self._group = _scatter(self.trajectory_index, group_ids.long(), "amax")
         self.count = self.sum(torch.ones_like(self.rewards))
         self.mean = self.sum(self.rewards) / self.count
         self.has_variance = self.max(self.rewards) > -self.max(-self.rewards)
@@ -149,10 +151,12 @@ class Groups:
         """Returns the maximum over each trajectory's group, [T]."""
         return _scatter(self._group, values, "amax")[self._group]
 
-    def minus_baseline(self, baseline: Tensor) -> Tensor:
+    def subtract_baseline(self, baseline: Tensor) -> Tensor:
         """Returns each row's reward minus its trajectory's `baseline` [T], float64 [B]; exactly 0 where the group has
         no variance, so that rounding errors are not trained on."""
-        return torch.where(self.has_variance[self.of_row], self.row_rewards - baseline[self.of_row], 0.0)
+        return torch.where(
+            self.has_variance[self.trajectory_index], self.row_rewards - baseline[self.trajectory_index], 0.0
+        )
 
 
 def _scatter(index: Tensor, values: Tensor, reduce: str) -> Tensor:
@@ -166,7 +170,7 @@ def normalized_rows(groups: Groups, eps: float) -> Tensor:
     (n − 1) of the group's trajectories."""
     centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
     std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
-    return groups.minus_baseline(groups.mean) / (std + eps)[groups.of_row]
+    return groups.subtract_baseline(groups.mean) / (std + eps)[groups.trajectory_index]
 
 
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
@@ -206,7 +210,7 @@ def generalized_advantages(
 class GroupSettings(AdvantageSettings):
     """The settings of advantages `dr_grpo` and `rloo`."""
 
-    compares_group = True
+    is_group_relative = True
 
 
 class NormalizedGroupSettings(GroupSettings):
@@ -223,14 +227,14 @@ def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
     The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
     implementations.
     """
-    return inputs.on_tokens(normalized_rows(inputs.groups, settings.eps))
+    return inputs.broadcast_to_tokens(normalized_rows(inputs.groups, settings.eps))
 
 
 @ADVANTAGES.register("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
     """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
     groups = inputs.groups
-    return inputs.on_tokens(groups.minus_baseline(groups.mean))
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean))
 
 
 @ADVANTAGES.register("rloo")
@@ -238,7 +242,7 @@ def rloo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
     """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3); 0 for a group of one."""
     groups = inputs.groups
     others = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
-    return inputs.on_tokens(groups.minus_baseline(others))
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(others))
 
 
 class OPMDSettings(GroupSettings):
@@ -254,7 +258,7 @@ def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
     groups = inputs.groups
     highest = groups.max(groups.rewards)
     mean = groups.sum(((groups.rewards - highest) / settings.tau).exp()) / groups.count
-    return inputs.on_tokens(groups.minus_baseline(highest + settings.tau * mean.log()))
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(highest + settings.tau * mean.log()))
 
 
 class ReinforcePPSettings(AdvantageSettings):

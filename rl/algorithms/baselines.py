@@ -18,7 +18,7 @@ from archon.rl.algorithms.advantages import (
 @ADVANTAGES.register("reward")
 def reward(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
     """r itself (REINFORCE, Williams 1992); `algorithm.rewards.bias` is a fixed baseline."""
-    return inputs.on_tokens(inputs.totals)
+    return inputs.broadcast_to_tokens(inputs.totals)
 
 
 class ShiftedBaseline(GroupSettings):
@@ -34,7 +34,7 @@ def asymre(inputs: AdvantageInputs, settings: ShiftedBaseline) -> Tensor:
     Answers of a group with equal rewards get −shift, so they are imitated; those of a group of one get it too.
     """
     groups = inputs.groups
-    return inputs.on_tokens(groups.minus_baseline(groups.mean) - settings.shift)
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean) - settings.shift)
 
 
 @ADVANTAGES.register("lite_ppo")
@@ -45,7 +45,7 @@ def lite_ppo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tens
     """
     groups = inputs.groups
     std = groups.rewards.std() if len(groups.rewards) > 1 else torch.zeros(())
-    return inputs.on_tokens(groups.minus_baseline(groups.mean) / (std + settings.eps))
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean) / (std + settings.eps))
 
 
 class Selection(AdvantageSettings):
@@ -65,5 +65,5 @@ def raft(inputs: AdvantageInputs, settings: Selection) -> Tensor:
     kept = totals > 0
     if settings.best_only:
         groups = inputs.groups
-        kept &= totals.double() == groups.max(groups.rewards)[groups.of_row]
-    return inputs.on_tokens(kept.to(totals.dtype))
+        kept &= totals.double() == groups.max(groups.rewards)[groups.trajectory_index]
+    return inputs.broadcast_to_tokens(kept.to(totals.dtype))

@@ -28,7 +28,7 @@ ZeroVarianceGroups = Literal["keep", "drop", "resample"]
 """What to do with groups whose answers all have the same reward."""
 
 
-def _parsed_by(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
+def _method_field(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
     """Returns the annotations of a field that holds settings of one of `methods`, which `--help` lists."""
     return BeforeValidator(methods.parse), methods
 
@@ -41,18 +41,18 @@ class AlgorithmConfig(StrictModel):
     """
 
     preset: str = Field("grpo", description="named algorithm whose parts fill whatever is not set here")
-    advantage: Annotated[SerializeAsAny[AdvantageSettings], *_parsed_by(ADVANTAGES)] = Field(
+    advantage: Annotated[SerializeAsAny[AdvantageSettings], *_method_field(ADVANTAGES)] = Field(
         default_factory=lambda: ADVANTAGES.parse("grpo"), description="how rewards become advantages"
     )
-    policy_loss: Annotated[SerializeAsAny[PolicyLossSettings], *_parsed_by(POLICY_LOSSES)] = Field(
+    policy_loss: Annotated[SerializeAsAny[PolicyLossSettings], *_method_field(POLICY_LOSSES)] = Field(
         default_factory=lambda: POLICY_LOSSES.parse("ppo"), description="per-token policy loss"
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference model")
-    correction: Annotated[SerializeAsAny[MethodSettings], *_parsed_by(CORRECTIONS)] = Field(
+    correction: Annotated[SerializeAsAny[MethodSettings], *_method_field(CORRECTIONS)] = Field(
         default_factory=lambda: CORRECTIONS.parse("none"),
         description="weight of a token by the mismatch between trainer and generator",
     )
-    aggregation: Annotated[SerializeAsAny[MethodSettings], *_parsed_by(AGGREGATIONS)] = Field(
+    aggregation: Annotated[SerializeAsAny[MethodSettings], *_method_field(AGGREGATIONS)] = Field(
         default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
         description="how token losses become one number",
     )
@@ -91,26 +91,26 @@ class AlgorithmConfig(StrictModel):
     }
 
     @property
-    def recomputes(self) -> bool:
+    def recomputes_logprobs(self) -> bool:
         """Whether the policy scores the batch before the update, and the ratio is taken to those logprobs."""
-        return self.policy_loss.recomputes or self.correction.kind != "none"
+        return self.policy_loss.recomputes_logprobs or self.correction.kind != "none"
 
     @property
-    def weighs_tokens(self) -> bool:
+    def has_token_weights(self) -> bool:
         """Whether tokens have weights of their own in the policy loss."""
-        return self.recomputes or self.policy_loss.uses_demonstrations
+        return self.recomputes_logprobs or self.policy_loss.uses_demonstrations
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(preset := data.get("preset", "grpo"), str):
             return PRESETS[preset] | {
-                name: _over_preset(name, PRESETS[preset].get(name), given) for name, given in data.items()
+                name: _override_preset(name, PRESETS[preset].get(name), value) for name, value in data.items()
             }
         return data
 
     @model_validator(mode="after")
-    def _decoupled_loss_has_a_correction(self) -> AlgorithmConfig:
+    def _check_decoupled_correction(self) -> AlgorithmConfig:
         if self.policy_loss.kind == "decoupled" and self.correction.kind == "none":
             raise ValueError(
                 "policy_loss decoupled is weighted by a correction; set correction=tis, or policy_loss=ppo"
@@ -118,12 +118,12 @@ class AlgorithmConfig(StrictModel):
         return self
 
 
-def _over_preset(name: str, filled: Any, given: Any) -> Any:
-    """Returns the value of field `name`: `given` over the preset's, unless it names another method."""
-    if name in METHODS and isinstance(given, str):
-        given = {"kind": given}
-    if not isinstance(filled, dict) or not isinstance(given, dict):
-        return given
-    if name in METHODS and given.get("kind", filled["kind"]) != filled["kind"]:
-        return given
-    return filled | given
+def _override_preset(name: str, filled: Any, value: Any) -> Any:
+    """Returns the value of field `name`: `value` over the preset's, unless it names another method."""
+    if name in METHODS and isinstance(value, str):
+        value = {"kind": value}
+    if not isinstance(filled, dict) or not isinstance(value, dict):
+        return value
+    if name in METHODS and value.get("kind", filled["kind"]) != filled["kind"]:
+        return value
+    return filled | value

@@ -35,7 +35,7 @@ class TruncatedImportanceSampling(MethodSettings):
 
 
 @CORRECTIONS.register("tis")
-def truncated(
+def tis(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: TruncatedImportanceSampling
 ) -> tuple[Tensor, Tensor]:
     """min(ρ, C): truncated importance sampling (Ionides 2008; for rollouts Yao et al. 2025)."""
@@ -50,14 +50,14 @@ class IcePop(MethodSettings):
     max_ratio: float = Field(2.0, gt=0, description="a token whose ratio is above is left out")
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> IcePop:
+    def _check_bounds(self) -> IcePop:
         if self.min_ratio >= self.max_ratio:
             raise ValueError(f"min_ratio {self.min_ratio} is not below max_ratio {self.max_ratio}")
         return self
 
 
 @CORRECTIONS.register("icepop")
-def masked(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
+def icepop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
     """ρ between two bounds, else 0, which masks the token (IcePop, Ling team 2025, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
     outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
@@ -71,7 +71,7 @@ class KPop(MethodSettings):
 
 
 @CORRECTIONS.register("kpop")
-def divergence_masked(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: KPop) -> tuple[Tensor, Tensor]:
+def kpop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: KPop) -> tuple[Tensor, Tensor]:
     """ρ where max(D(p ‖ q), D(q ‖ p)) ≤ φ, else 0, which masks the token (KPop, Guo et al. 2026, "Taming
     training-inference mismatch in reinforcement learning with adaptive masking regions").
 
@@ -93,7 +93,7 @@ def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 @CORRECTIONS.register("sequence_tis")
-def sequence_truncated(
+def sequence_tis(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: TruncatedImportanceSampling
 ) -> tuple[Tensor, Tensor]:
     """min(Π ρ, C) of the whole answer, on each of its tokens."""

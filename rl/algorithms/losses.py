@@ -53,11 +53,11 @@ class PolicyLossSettings(MethodSettings):
     """The settings of a policy loss.
 
     Attributes:
-        recomputes: whether it needs logprobs recomputed by the policy before the update.
+        recomputes_logprobs: whether it needs logprobs recomputed by the policy before the update.
         uses_demonstrations: whether it trains on demonstrations too.
     """
 
-    recomputes: ClassVar[bool] = False
+    recomputes_logprobs: ClassVar[bool] = False
     uses_demonstrations: ClassVar[bool] = False
 
 
@@ -172,7 +172,7 @@ def importance(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
 class M2POLoss(PolicyLossSettings):
     """The settings of policy loss `m2po`, with its paper's default."""
 
-    recomputes = True
+    recomputes_logprobs = True
     max_second_moment: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the kept tokens")
 
 

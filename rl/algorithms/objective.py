@@ -43,12 +43,12 @@ class PolicyObjective:
             return torch.where(mask > 0, mb[name].to(logprobs.dtype), logprobs.detach())
 
         generated = column("logprobs")
-        old = column("prox_logprobs") if config.recomputes else generated
+        old = column("prox_logprobs") if config.recomputes_logprobs else generated
         given = mb["demonstrations"] if config.policy_loss.uses_demonstrations else None
         terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents, given)
         policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
-        policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.weighs_tokens else weights
+        policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.has_token_weights else weights
         loss = (policy.loss * policy_weights).sum()
         metrics = {
             "policy_loss": (loss.detach(), units),

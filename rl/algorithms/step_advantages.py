@@ -31,15 +31,15 @@ def step_wise_grpo(inputs: AdvantageInputs, settings: StepWiseSettings) -> Tenso
     Rewards of earlier rows do not count. The standard deviation is unbiased (n − 1).
     """
     own = inputs.groups  # only for the trajectory of each row
-    rows = torch.arange(len(own.of_row), device=own.of_row.device)
-    last = torch.zeros_like(rows).scatter_reduce(0, own.of_row, rows, "amax")
-    outcomes = Groups(inputs.totals[last[own.of_row]], inputs.group_ids, inputs.trajectory_ids)
+    rows = torch.arange(len(own.trajectory_index), device=own.trajectory_index.device)
+    last = torch.zeros_like(rows).scatter_reduce(0, own.trajectory_index, rows, "amax")
+    outcomes = Groups(inputs.totals[last[own.trajectory_index]], inputs.group_ids, inputs.trajectory_ids)
     advantages = normalized_rows(outcomes, settings.eps)
     if settings.per_step:
         counts = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        of_step = own.of_row[[step.row for step in inputs.steps]]
-        advantages = advantages / counts.index_add(0, of_step, torch.ones_like(counts[of_step]))[own.of_row]
-    return inputs.on_tokens(advantages)
+        of_step = own.trajectory_index[[step.row for step in inputs.steps]]
+        advantages = advantages / counts.index_add(0, of_step, torch.ones_like(counts[of_step]))[own.trajectory_index]
+    return inputs.broadcast_to_tokens(advantages)
 
 
 class GiGPOSettings(NormalizedGroupSettings):
@@ -73,8 +73,8 @@ def gigpo(inputs: AdvantageInputs, settings: GiGPOSettings) -> Tensor:
     if settings.normalize:
         of_run, of_step = normalized_rows(runs, settings.eps), normalized_rows(states, settings.eps)
     else:
-        of_run, of_step = runs.minus_baseline(runs.mean), states.minus_baseline(states.mean)
-    advantages = inputs.on_tokens(of_run)
+        of_run, of_step = runs.subtract_baseline(runs.mean), states.subtract_baseline(states.mean)
+    advantages = inputs.broadcast_to_tokens(of_run)
     for step, advantage in zip(steps, of_step.tolist(), strict=True):
         advantages[step.row, list(step.tokens)] += settings.step_weight * advantage
     return advantages

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from archon.data import encode_prompt
 from archon.data.encoding import plain_prompt
-from archon.data.environments import environment_part, parse_environment
+from archon.data.environments import environment_function, parse_environment
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import SamplingWorkflow, kept_samples
+from archon.rl.workflows.base import SamplingWorkflow, drop_failed_samples
 from archon.rl.workflows.conversation import converse
 from archon.schema.errors import ConfigError, UserError
 from archon.schema.lazy import import_dotted
@@ -82,15 +82,15 @@ class EnvironmentWorkflow(SamplingWorkflow):
 
         Samples that fail are dropped and counted by kind; the first failure is raised when none is left.
         """
-        seed = self._seed_of(data)
+        seed = self._episode_seed(data)
         records = [TokenRecord() for _ in range(self.gconfig.n_samples)]
         played = (self._play(engine, record, seed, index) for index, record in enumerate(records))
-        kept = kept_samples(records, await asyncio.gather(*played, return_exceptions=True))
+        kept = drop_failed_samples(records, await asyncio.gather(*played, return_exceptions=True))
         for record, (_, done) in kept:
             workflow_context.record(turns=record.turns, unfinished=not done)
         return trajectory_tensors([record for record, _ in kept], [reward for _, (reward, _) in kept])
 
-    def _seed_of(self, data: dict[str, Any]) -> int:
+    def _episode_seed(self, data: dict[str, Any]) -> int:
         seed = data.get("seed")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ConfigError(
@@ -106,20 +106,20 @@ class EnvironmentWorkflow(SamplingWorkflow):
         """Fills `record`. Returns the sum of the rewards, and whether the episode is over."""
         total, done = 0.0, False
         async with self._places:
-            environment = await self._guarded(self.open)
+            environment = await self._call_environment(self.open)
 
             async def act(action: str, response: ModelResponse) -> str | None:
                 nonlocal total, done
-                observation, reward, done = await self._guarded(environment.step, action)
+                observation, reward, done = await self._call_environment(environment.step, action)
                 total += float(reward)
                 return None if done or record.turns == self.max_turns else str(observation)
 
             try:
-                prompt_ids = self._prompt_ids(await self._guarded(environment.reset, seed))
+                prompt_ids = self._prompt_ids(await self._call_environment(environment.reset, seed))
                 await converse(engine, record, prompt_ids, index, act, self.gconfig, self.tokenizer)
             finally:
                 if hasattr(environment, "close"):
-                    await self._guarded(environment.close)
+                    await self._call_environment(environment.close)
         return total, done
 
     def _prompt_ids(self, observation: str) -> list[int]:
@@ -127,7 +127,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
         messages = [*system, {"role": "user", "content": observation}]
         return encode_prompt(self.tokenizer, {"messages": messages, "prompt": plain_prompt(messages)})
 
-    async def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _call_environment(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns what a method of the environment returns; what it raises costs the sample."""
         try:
             returned = function(*arguments)
@@ -139,12 +139,12 @@ class EnvironmentWorkflow(SamplingWorkflow):
             raise UnusableAnswerError("environment_failed", what) from error
 
 
-def scores_itself(name: str) -> Callable[..., float]:
+def environment_reward(name: str) -> Callable[..., float]:
     """Returns the reward function that stands for an environment's own rewards, and refuses to be called."""
-    return _SelfScored(name)
+    return _EnvironmentReward(name)
 
 
-class _SelfScored:
+class _EnvironmentReward:
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -159,7 +159,7 @@ def _opener(environment: Any) -> Callable[[], TextEnvironment]:
     if isinstance(environment, str):
         name = parse_environment(environment)
         if name is not None:
-            opened: Callable[[], TextEnvironment] = environment_part(name, "opener")(name)
+            opened: Callable[[], TextEnvironment] = environment_function(name, "make_environment")(name)
             return opened
         environment = import_dotted(environment, "environment")
     if not callable(environment):

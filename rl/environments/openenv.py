@@ -10,7 +10,7 @@ from typing import Any
 
 from archon.data.environments import EnvironmentName
 from archon.remote.clients import require_package
-from archon.rl.environments.episodes import Step, scores_itself
+from archon.rl.environments.episodes import Step, environment_reward
 from archon.rl.environments.splits import SIZE, episode_rows
 from archon.rl.episode_context import workflow_context
 from archon.schema.errors import ConfigError
@@ -19,22 +19,26 @@ SECONDS = 60.0
 """Limit of one answer of the server."""
 
 _FRAME_BYTES = 100 * 2**20
-_OWN_FIELDS = ("done", "reward", "metadata")  # of an observation and of an action: OpenEnv's, not the environment's
+_RESERVED_FIELDS = (
+    "done",
+    "reward",
+    "metadata",
+)  # of an observation and of an action: OpenEnv's, not the environment's
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     """Returns the seeds of `size` episodes (500 by default), which the environment's workflow plays."""
     _require_url(name)
     name.require_options(["size"], "train_data of an environment (its fields go to workflow)")
-    return episode_rows(name, split, seed, name.whole_number("size", SIZE))
+    return episode_rows(name, split, seed, name.integer_option("size", SIZE))
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
     """Returns what stands for the rewards that the server gives."""
-    return scores_itself(name.text)
+    return environment_reward(name.text)
 
 
-def opener(name: EnvironmentName) -> Callable[[], Session]:
+def make_environment(name: EnvironmentName) -> Callable[[], Session]:
     """Returns a function that makes a session. The server is asked for the fields of its actions and observations.
 
     Raises ConfigError where it does not answer, or where the field of text is not the only one and not given as
@@ -69,19 +73,19 @@ class Session:
         async with asyncio.timeout(SECONDS):
             http = await workflow_context.get_aiohttp_session()
             self._socket = await http.ws_connect(self._url, max_msg_size=_FRAME_BYTES)
-        return self._shown(await self._ask("reset", {"seed": seed}))
+        return self._observation_text(await self._ask("reset", {"seed": seed}))
 
     async def step(self, action: str) -> Step:
         """Returns what the server answers to an action."""
         answer = await self._ask("step", {self._action_field: action})
-        return Step(self._shown(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
+        return Step(self._observation_text(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
 
     async def close(self) -> None:
         """Ends the session, if there is one."""
         if self._socket is not None:
             await self._socket.close()
 
-    def _shown(self, answer: Mapping[str, Any]) -> str:
+    def _observation_text(self, answer: Mapping[str, Any]) -> str:
         return str(answer["observation"].get(self._observation_field, ""))
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def _require_url(name: EnvironmentName) -> str:
 
 def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:
     """Returns the field of an action or an observation that holds its text."""
-    fields = {field: of for field, of in properties.items() if field not in _OWN_FIELDS}
+    fields = {field: of for field, of in properties.items() if field not in _RESERVED_FIELDS}
     option = f"{part}_field"
     given = name.options.get(option)
     texts = [field for field, of in fields.items() if _is_text(of)]

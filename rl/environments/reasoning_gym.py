@@ -13,14 +13,14 @@ from itertools import islice
 from typing import Any
 
 from archon.data.environments import EnvironmentName, import_environment, parse_environment
-from archon.rl.environments.splits import HELD_OUT_SHARE, SIZE, is_held_out, require_split
+from archon.rl.environments.splits import HELD_OUT_EVERY, SIZE, is_held_out, require_split
 from archon.schema.errors import ConfigError, DatasetError, RewardError
 
 NO_ANSWER = "(none: many answers are right)"
-"""The gold answer of the few tasks for which the package states none; of these set `rollout.gold_checked` to 0."""
+"""The gold answer of the few tasks for which the package states none; of these set `rollout.n_gold_checks` to 0."""
 
 _STATED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_DRAWN = 4 * HELD_OUT_SHARE  # questions drawn for each row, at most
+_DRAWN = 4 * HELD_OUT_EVERY  # questions drawn for each row, at most
 _DRAWN_BALANCED = 5 * _DRAWN  # the same where rows of frequent answers are left out
 _ROW_OPTIONS = {"size", "max_share"}  # of the name, and not of the task
 
@@ -39,9 +39,9 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
         DatasetError: no such split, or a task with too few questions, or too few answers, for it.
     """
     require_split(name, split, ("train", "test", "all"))
-    size, share = name.whole_number("size", SIZE), _max_share(name)
+    size, share = name.integer_option("size", SIZE), _max_answer_fraction(name)
     drawn = size * (_DRAWN_BALANCED if share < 1 else 1 if split == "all" else _DRAWN)
-    kept = list(islice(_limited(_drawn(name, seed, drawn, split), share), size))
+    kept = list(islice(_cap_answer_share(_draw_split(name, seed, drawn, split), share), size))
     if len(kept) < size:
         few, remedy = ("questions", "") if share == 1 else ("answers", "raise max_share, ")
         raise DatasetError(
@@ -59,21 +59,21 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _max_share(name: EnvironmentName) -> float:
+def _max_answer_fraction(name: EnvironmentName) -> float:
     share = name.options.get("max_share", 1)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"{name.text}: max_share is {share!r}, expected a share of the rows, above 0 and at most 1")
     return float(share)
 
 
-def _drawn(name: EnvironmentName, seed: int, drawn: int, split: str) -> Iterator[dict[str, Any]]:
+def _draw_split(name: EnvironmentName, seed: int, drawn: int, split: str) -> Iterator[dict[str, Any]]:
     """Yields the questions of a split among the first `drawn` of the task."""
     for item in _dataset(name, seed, drawn):
         if split == "all" or is_held_out(item["question"]) == (split == "test"):
             yield item
 
 
-def _limited(items: Iterable[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
+def _cap_answer_share(items: Iterable[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
     """Yields items of which no answer has more than `share` of those that were yielded, rounded up."""
     counts, yielded = Counter[str](), 0
     for item in items:
@@ -96,7 +96,7 @@ def reward(name: EnvironmentName) -> Callable[..., float]:
     return partial(score, name.task)
 
 
-def opener(name: EnvironmentName) -> Callable[[], Any]:
+def make_environment(name: EnvironmentName) -> Callable[[], Any]:
     """Raises ConfigError: the package has no episodes of several turns."""
     raise ConfigError(
         f"workflow {name.text}: the tasks of reasoning_gym are single questions, which the default workflow asks; "
@@ -124,10 +124,10 @@ def score(
         )
     if task not in ("", name.task):
         raise RewardError(f"the reward reasoning_gym:{task} cannot score a row of {environment}; set it to that task")
-    return float(_scorer(environment)(stated_answer(completions), entry))
+    return float(_scorer(environment)(extract_answer_tag(completions), entry))
 
 
-def stated_answer(completion: str) -> str:
+def extract_answer_tag(completion: str) -> str:
     """Returns what the last `<answer>…</answer>` holds, and without one the completion, without spaces around it."""
     stated = _STATED.findall(completion)
     return str(stated[-1] if stated else completion).strip()

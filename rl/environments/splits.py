@@ -10,7 +10,7 @@ from archon.schema.errors import DatasetError
 
 SIZE = 500
 """Rows of a set whose name says no `size`."""
-HELD_OUT_SHARE = 5
+HELD_OUT_EVERY = 5
 """One question in so many is held out."""
 
 
@@ -22,7 +22,7 @@ def require_split(name: EnvironmentName, split: str, known: tuple[str, ...]) -> 
 
 def is_held_out(question: str) -> bool:
     """Returns whether a question belongs to the split `test`, by its text alone, so that no other split has it."""
-    return sha256(question.encode(errors="surrogatepass")).digest()[0] % HELD_OUT_SHARE == 0
+    return sha256(question.encode(errors="surrogatepass")).digest()[0] % HELD_OUT_EVERY == 0
 
 
 def episode_rows(name: EnvironmentName, split: str, seed: int, size: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from archon.data.environments import EnvironmentName, import_environment
-from archon.rl.environments.episodes import Step, scores_itself
+from archon.rl.environments.episodes import Step, environment_reward
 from archon.rl.environments.splits import SIZE, episode_rows
 from archon.schema.errors import ConfigError
 
@@ -19,15 +19,15 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     known = import_environment(name, "textarena").envs.registration.ENV_REGISTRY
     name.require_task(known)
     name.require_options(["size"], "train_data of a game (the game's own go to workflow)")
-    return episode_rows(name, split, seed, name.whole_number("size", SIZE))
+    return episode_rows(name, split, seed, name.integer_option("size", SIZE))
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
     """Returns what stands for the rewards that the game gives."""
-    return scores_itself(name.text)
+    return environment_reward(name.text)
 
 
-def opener(name: EnvironmentName) -> Callable[[], Game]:
+def make_environment(name: EnvironmentName) -> Callable[[], Game]:
     """Returns a function that makes a game; the name's options are arguments of the game's class.
 
     Raises ConfigError for an unknown game or option, one of several players, or one whose words are not there.
@@ -72,28 +72,28 @@ class Game:
 
     def reset(self, seed: int) -> str:
         """Begins the game of a seed, and returns its rules."""
-        with self._own_stream():
+        with self._game_rng():
             self._game.reset(num_players=1, seed=seed)
-            return self._seen()
+            return self._new_observation()
 
     def step(self, action: str) -> Step:
         """Returns what the game answers; its reward comes with its end."""
-        with self._own_stream():
+        with self._game_rng():
             done, _ = self._game.step(action=action)
-            seen = self._seen()
+            seen = self._new_observation()
         if not done:
             return Step(seen)
         rewards, _ = self._game.close()
         return Step(seen, float(rewards[0]), done=True)
 
-    def _seen(self) -> str:
+    def _new_observation(self) -> str:
         """Returns what is new to the player: the game's own wrappers would repeat the conversation."""
         player_action = self._textarena.ObservationType.PLAYER_ACTION
         _, messages = self.inner.get_observation()
         return "\n".join(text.strip() for _, text, kind in messages if kind != player_action)
 
     @contextmanager
-    def _own_stream(self) -> Iterator[None]:
+    def _game_rng(self) -> Iterator[None]:
         """Lets the game draw from its own state of Python's generator, which all games and the trainer share."""
         outside = random.getstate()
         random.setstate(self._stream)

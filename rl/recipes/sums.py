@@ -29,7 +29,7 @@ def rows(split: str) -> list[dict[str, Any]]:
         pairs = pairs[:HELD_OUT]
     kind = split.removesuffix("_test")
     if kind == "sft":
-        return [{"prompt": [*question(a, b), _says(answer(a, b))]} for a, b in pairs]
+        return [{"prompt": [*question(a, b), _assistant_message(answer(a, b))]} for a, b in pairs]
     if kind == "pairs":
         rng = random.Random("lora_learning")
         return [
@@ -42,8 +42,8 @@ def question(a: int, b: int) -> list[dict[str, str]]:
     """Returns the conversation that asks for a + b."""
     messages = [{"role": "system", "content": "Add."}]
     for x, y in SHOWN:
-        messages += [_asks(x, y), _says(answer(x, y))]
-    return [*messages, _asks(a, b)]
+        messages += [_user_message(x, y), _assistant_message(answer(x, y))]
+    return [*messages, _user_message(a, b)]
 
 
 def answer(a: int, b: int, error: int = 0) -> str:
@@ -56,9 +56,9 @@ def _error(rng: random.Random) -> int:
     return rng.choice((1, -1)) * rng.choice((1, 2, 10, 20))
 
 
-def _asks(a: int, b: int) -> dict[str, str]:
+def _user_message(a: int, b: int) -> dict[str, str]:
     return {"role": "user", "content": f"What is {a} + {b}?"}
 
 
-def _says(content: str) -> dict[str, str]:
+def _assistant_message(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}

@@ -72,7 +72,7 @@ class AsyncRewardWrapper:
         workers: WorkersConfig | None = None,
     ) -> None:
         if isinstance(reward_fn, type(self)):  # `reward_fn is self`, from __new__
-            self._require_own_limits(timeout_seconds, max_workers, max_retries)
+            self._require_same_limits(timeout_seconds, max_workers, max_retries)
             return
         if worker.in_worker:
             raise RewardError(
@@ -86,11 +86,11 @@ class AsyncRewardWrapper:
         if max_retries < 0:
             raise RewardError(f"max_retries must be at least 0, got {max_retries!r}")
         function = get_reward_fn(reward_fn) if isinstance(reward_fn, str) else reward_fn
-        self.name, is_async = _name_and_is_async(function)
+        self.name, is_async = _inspect_function(function)
         self.timeout_seconds = float(timeout_seconds)
         self.max_retries = max_retries
         self._max_workers = max_workers or min(8, os.cpu_count() or 1)
-        self._signature = _signature_of(function)
+        self._signature = _get_signature(function)
         parameters = self._signature.parameters if self._signature else {}
         self._parameters = list(parameters)
         self._ids = [
@@ -140,7 +140,7 @@ class AsyncRewardWrapper:
             return await self._run_here(arguments, data)
         return await self._run_in_pool(self._pool, arguments, data)
 
-    def _require_own_limits(self, timeout_seconds: float, max_workers: int | None, max_retries: int) -> None:
+    def _require_same_limits(self, timeout_seconds: float, max_workers: int | None, max_retries: int) -> None:
         if (
             timeout_seconds not in (_SECONDS, self.timeout_seconds)
             or max_workers not in (None, self._max_workers)
@@ -167,10 +167,10 @@ class AsyncRewardWrapper:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._raised(error) from error
+            raise self._wrap_exception(error) from error
         return as_reward(value, self.name)
 
-    def _raised(self, error: BaseException) -> RewardRaised:
+    def _wrap_exception(self, error: BaseException) -> RewardRaised:
         return RewardRaised(
             f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
         )
@@ -187,7 +187,7 @@ class AsyncRewardWrapper:
                 raise RewardTimeout(
                     f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
                 ) from error
-            raise self._raised(error) from error
+            raise self._wrap_exception(error) from error
         return as_reward(value, self.name)
 
     async def _run_in_pool(
@@ -216,14 +216,14 @@ class AsyncRewardWrapper:
         self.close()
 
 
-def _name_and_is_async(function: Callable[..., Any]) -> tuple[str, bool]:
+def _inspect_function(function: Callable[..., Any]) -> tuple[str, bool]:
     inner = function.func if isinstance(function, functools.partial) else function
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     return f"{named.__module__}.{named.__qualname__}", is_async
 
 
-def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+def _get_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     if not callable(function):
         raise RewardError(f"a reward must be a function or a name, got {function!r}")
     try:

@@ -58,5 +58,5 @@ async def _check(reward: AsyncRewardWrapper, index: int, row: Mapping[str, Any])
     raise RewardError(
         f"the gold answer of row {index} ({answer[-80:]!r}) scores {max(scores):g} instead of 1.0 with the reward "
         f"{reward.name}; choose the reward that fits the dataset, or fix its `answer` column; for a reward that "
-        "returns less than 1.0 to a bare answer, set rollout.gold_checked=0"
+        "returns less than 1.0 to a bare answer, set rollout.n_gold_checks=0"
     )

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from archon.data.environments import environment_part, parse_environment
+from archon.data.environments import environment_function, parse_environment
 from archon.schema.errors import RewardError
 from archon.schema.registry import NamedObjects
 
@@ -41,7 +41,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
         RewardError: no such name, module or function, or a built-in one whose package is not installed.
     """
     if environment := parse_environment(name):
-        scorer: Callable[..., Any] = environment_part(environment, "reward")(environment)
+        scorer: Callable[..., Any] = environment_function(environment, "reward")(environment)
         return scorer
     if name.startswith("areal."):  # by dotted path, as the core does not import other frameworks' forms
         name = importlib.import_module("archon.rl.compat.areal.paths").native_path(name)
@@ -52,7 +52,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         )
     found = name if "." in name else _NAMED.find(short) or name
-    function: Any = _imported(name, found) if isinstance(found, str) else found
+    function: Any = _import_object(name, found) if isinstance(found, str) else found
     if not callable(function):
         raise RewardError(f"the reward {name!r} is a {type(function).__name__}, not a function")
     return function
@@ -68,7 +68,7 @@ def _short_name(name: str) -> str:
     return name
 
 
-def _imported(name: str, path: str) -> Any:
+def _import_object(name: str, path: str) -> Any:
     """Returns the object at a dotted path; `name` is what the user gave."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or path.startswith("."):

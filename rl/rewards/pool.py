@@ -148,7 +148,7 @@ class WorkerPool:
                         self._wake_pending = False
                     elif key.data in self._workers:
                         self._serve(key.data, events)
-                self._queue.extend(_pop_all(self._inbox))
+                self._queue.extend(_drain(self._inbox))
                 self._dying = [process for process in self._dying if process.poll() is None]
                 self._expire()
                 self._dispatch()
@@ -258,7 +258,7 @@ class WorkerPool:
     def _dispatch(self) -> None:
         if self._broken is not None:
             message, text = self._broken
-            for call in _pop_all(self._queue):
+            for call in _drain(self._queue):
                 error = RewardError(message)
                 error.add_note(text)
                 self._done.append((call, error))
@@ -340,14 +340,14 @@ class WorkerPool:
     def _flush(self) -> None:
         """Delivers outcomes, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RewardCall, Outcome]]] = {}
-        for call, outcome in _pop_all(self._done):
+        for call, outcome in _drain(self._done):
             by_loop.setdefault(call.future.get_loop(), []).append((call, outcome))
         for loop, settled in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits the outcome
                 loop.call_soon_threadsafe(_set_results, settled)
 
     def _fail(self, calls: deque[RewardCall]) -> None:
-        for call in _pop_all(calls):
+        for call in _drain(calls):
             self._done.append((call, RewardError(f"the wrapper of reward {self.name} is closed")))
 
 
@@ -357,7 +357,7 @@ def _set_results(settled: list[tuple[RewardCall, Outcome]]) -> None:
             call.future.set_result(outcome)
 
 
-def _pop_all(items: deque[Item]) -> Iterator[Item]:
+def _drain(items: deque[Item]) -> Iterator[Item]:
     """Removes and yields items one by one, safe with other threads doing the same."""
     while True:
         try:

@@ -33,7 +33,7 @@ class RewardActor(WorkerActor):
 
     async def run(self, call: bytes) -> bytes:
         """Returns the outcome of one call as JSON."""
-        return packed(await self._pool.run(call))
+        return pack_outcome(await self._pool.run(call))
 
 
 class RayPool:
@@ -54,7 +54,7 @@ class RayPool:
     async def run(self, frame: bytes) -> Outcome:
         """Returns the outcome of one call, whose pickled arguments `frame` is."""
         try:
-            return unpacked(await self._workers.run(frame, self._seconds))
+            return unpack_outcome(await self._workers.run(frame, self._seconds))
         except WorkerLostError as error:
             return RewardCrashed(str(error))
         except TimeoutError:
@@ -67,7 +67,7 @@ class RayPool:
         self._workers.close()
 
 
-def packed(outcome: Outcome) -> bytes:
+def pack_outcome(outcome: Outcome) -> bytes:
     """Returns an outcome as JSON."""
     if isinstance(outcome, Reward):
         return json.dumps({"total": float(outcome), "parts": outcome.parts}).encode()
@@ -76,8 +76,8 @@ def packed(outcome: Outcome) -> bytes:
     return json.dumps({"kind": kind, "text": str(outcome), "notes": notes}).encode()
 
 
-def unpacked(answer: bytes) -> Outcome:
-    """Returns the outcome that `packed` made JSON of."""
+def unpack_outcome(answer: bytes) -> Outcome:
+    """Returns the outcome that `pack_outcome` made JSON of."""
     found = json.loads(answer)
     if "total" in found:
         return Reward(found["total"], found["parts"])

@@ -29,7 +29,7 @@ def main(descriptor: int, parent: int) -> None:
     """Runs until the parent closes the socket `descriptor`. `parent` is the process id that started this one."""
     global in_worker
     in_worker = True
-    _die_with(parent)
+    _exit_with_parent(parent)
     os.set_inheritable(descriptor, False)
     with open(descriptor, "rb") as calls:
         try:
@@ -42,7 +42,7 @@ def main(descriptor: int, parent: int) -> None:
             _reply(descriptor, _run(function, name, frame))
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Asks Linux to kill this process when its parent dies, even during a call that never returns."""
     if sys.platform == "linux":
         import ctypes

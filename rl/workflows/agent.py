@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
@@ -21,9 +21,9 @@ from archon.remote.clients import require_package
 from archon.remote.config import WorkersConfig
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.episode_context import EpisodeEngine, workflow_context
-from archon.rl.logprob_check import cut_fields
+from archon.rl.logprob_check import truncating_fields
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
-from archon.rl.trajectories import trajectory_tensors, with_temperatures
+from archon.rl.trajectories import add_temperatures, trajectory_tensors
 from archon.rl.workflows.agent_runs import Agent, AgentFailure, make_runs
 from archon.rl.workflows.base import SamplingWorkflow
 from archon.schema.errors import ConfigError, RolloutError
@@ -111,7 +111,7 @@ class AgentWorkflow(SamplingWorkflow):
         turn_discount: float = 1.0,
         timeout_seconds: float = 600.0,
         tool_call_parser: str | None = None,
-        processor: PictureReader | None = None,
+        processor: ImageReader | None = None,
         workers: WorkersConfig | None = None,
     ) -> None:
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1 or not timeout_seconds > 0:
@@ -126,7 +126,7 @@ class AgentWorkflow(SamplingWorkflow):
         self.timeout_seconds = timeout_seconds
         tool_format(tokenizer, tool_call_parser)  # refuses an unknown name before the run starts
         self._runs = make_runs(self.agent, workers)
-        self._serving = Serving(tokenizer, tool_call_parser, processor, self._runs.host)
+        self._serving = SharedServer(tokenizer, tool_call_parser, processor, self._runs.host)
 
     async def aclose(self) -> None:
         """Ends the agent's workers."""
@@ -150,7 +150,7 @@ class AgentWorkflow(SamplingWorkflow):
         if not rows:
             raise next(iter(workflow_context.get().first_errors.values()))
         group = trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs_of_rows)
-        return with_temperatures(group, [row.record for row in rows], self.gconfig.temperature)
+        return add_temperatures(group, [row.record for row in rows], self.gconfig.temperature)
 
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
@@ -162,7 +162,7 @@ class AgentWorkflow(SamplingWorkflow):
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index), policy)
         try:
             reward = await self._runs.run(data, base_url, session.key, self.timeout_seconds)
-            credit(session, reward)
+            set_session_rewards(session, reward)
             rows = session.export(self.style, self.turn_discount)
         except ConfigError:
             raise
@@ -189,7 +189,7 @@ def record_session(session: Session, rows: Sequence[Trajectory]) -> None:
     if isinstance(policy, SamplingPolicy) and policy.mode == "override":
         counts["answers_overridden"] = session.overridden
     elif isinstance(policy, SamplingPolicy) and policy.mode == "allow":
-        counts["answers_uncorrected"] = sum(bool(cut_fields(node.gconfig)) for node in session.interactions)
+        counts["answers_uncorrected"] = sum(bool(truncating_fields(node.gconfig)) for node in session.interactions)
     workflow_context.record(**{f"agent_{name}": count for name, count in counts.items()})
 
 
@@ -201,7 +201,7 @@ def _kind(error: Exception) -> str:
     return error.kind if isinstance(error, UnusableAnswerError | AgentFailure) else "agent_raised"
 
 
-def credit(session: Session, reward: float | Mapping[str, float]) -> None:
+def set_session_rewards(session: Session, reward: float | Mapping[str, float]) -> None:
     """Sets the rewards that the agent returned in its session."""
     if not isinstance(reward, Mapping):
         session.reward_every_branch(reward)
@@ -224,14 +224,14 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
     return resolved
 
 
-class Serving:
+class SharedServer:
     """A server that all running episodes share; it is closed when the last of them ends."""
 
     def __init__(
         self,
         tokenizer: Any,
         tool_call_parser: str | None = None,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         self._tokenizer, self._tool_call_parser, self._reader = tokenizer, tool_call_parser, reader

@@ -112,7 +112,7 @@ def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tup
     return results, failures
 
 
-async def outcome_of(work: Awaitable[Result]) -> Result | BaseException:
+async def capture_outcome(work: Awaitable[Result]) -> Result | BaseException:
     """Returns what `work` returns or raises, as `asyncio.gather` does of tasks."""
     try:
         return await work
@@ -120,7 +120,9 @@ async def outcome_of(work: Awaitable[Result]) -> Result | BaseException:
         return error
 
 
-def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]) -> list[tuple[Sample, Result]]:
+def drop_failed_samples(
+    samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]
+) -> list[tuple[Sample, Result]]:
     """Returns the samples that did not fail, each with its outcome; raises the first failure where none is left."""
     results, failures = split_outcomes(outcomes)
     if not results:
@@ -128,14 +130,14 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Result | BaseExce
     return [(samples[index], result) for index, result in results]
 
 
-def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
+def wrap_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
     """Returns the wrapper of a reward function, which must take the four documented arguments, else `RewardError`."""
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper
 
 
-def record_parts(rewards: Iterable[Reward]) -> None:
+def record_reward_parts(rewards: Iterable[Reward]) -> None:
     """Add the parts of the rewards to the step's metrics."""
     for reward in rewards:
         workflow_context.record(**{f"reward/{name}": part for name, part in reward.parts.items()})

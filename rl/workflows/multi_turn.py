@@ -14,7 +14,7 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import SamplingWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import SamplingWorkflow, drop_failed_samples, record_reward_parts, wrap_reward
 from archon.rl.workflows.conversation import converse
 from archon.schema.errors import ConfigError
 
@@ -22,7 +22,8 @@ RETRY = "That is not right. Try again."
 
 
 class MultiTurnWorkflow(SamplingWorkflow):
-    """Samples `gconfig.n_samples` conversations. After each answer whose reward is below `enough` the model is sent
+    """Samples `gconfig.n_samples` conversations. After each answer whose reward is below `reward_threshold` the
+    model is sent
     `retry` and answers again, up to `max_turns` times.
 
     The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. All answers
@@ -34,7 +35,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         tokenizer: renders prompts and messages; its end-of-text and padding ids stop an answer.
         max_turns: the maximal number of answers.
         turn_discount: factor of the reward for each turn after the first, in (0, 1].
-        enough: the reward that ends the conversation.
+        reward_threshold: the reward that ends the conversation.
         retry: the user's message after a lower reward.
     """
 
@@ -45,7 +46,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         tokenizer: Any,
         max_turns: int = 2,
         turn_discount: float = 1.0,
-        enough: float = 1.0,
+        reward_threshold: float = 1.0,
         retry: str = RETRY,
     ) -> None:
         if max_turns < 1 or not 0 < turn_discount <= 1:
@@ -53,10 +54,10 @@ class MultiTurnWorkflow(SamplingWorkflow):
                 f"max_turns = {max_turns} must be at least 1, and turn_discount = {turn_discount:g} in (0, 1]"
             )
         super().__init__(gconfig, tokenizer)
-        self.reward_fn = wrapped_reward(reward_fn)
+        self.reward_fn = wrap_reward(reward_fn)
         self.max_turns = max_turns
         self.turn_discount = turn_discount
-        self.enough = enough
+        self.reward_threshold = reward_threshold
         self.retry = retry
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
@@ -70,8 +71,8 @@ class MultiTurnWorkflow(SamplingWorkflow):
             *(self._converse(engine, record, prompt_ids, data, index) for index, record in enumerate(records)),
             return_exceptions=True,
         )
-        kept = kept_samples(records, outcomes)
-        record_parts(reward for _, reward in kept)
+        kept = drop_failed_samples(records, outcomes)
+        record_reward_parts(reward for _, reward in kept)
         for record, _ in kept:
             workflow_context.record(turns=record.turns)
         discounted = [reward * self.turn_discount ** (record.turns - 1) for record, reward in kept]
@@ -87,7 +88,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         async def reply(completion: str, response: ModelResponse) -> str | None:
             nonlocal reward
             reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
-            return None if reward >= self.enough or record.turns == self.max_turns else self.retry
+            return None if reward >= self.reward_threshold or record.turns == self.max_turns else self.retry
 
         await converse(engine, record, prompt_ids, index, reply, self.gconfig, self.tokenizer)
         return reward

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.clients import require_package
 from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.rewards import AsyncRewardWrapper
-from archon.rl.trajectories import trajectory_tensors, with_temperatures
+from archon.rl.trajectories import add_temperatures, trajectory_tensors
 from archon.rl.workflows.agent import AgentWorkflow, record_session
 from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow
 from archon.rl.workflows.rlvr import RLVRWorkflow
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from archon.serve.server import AgentServer
 
 
-def slots(split: str) -> list[dict[str, str]]:
+def session_rows(split: str) -> list[dict[str, str]]:
     """Returns the rows of an online run: places for groups of sessions, whose prompts come from outside."""
     return [{"prompt": str(number), "response": "."} for number in range(1024)]
 
@@ -71,7 +71,7 @@ class OnlineWorkflow(SamplingWorkflow):
         group_timeout: float = 1800.0,
         eval_agent: str | None = None,
         tool_call_parser: str | None = None,
-        processor: PictureReader | None = None,
+        processor: ImageReader | None = None,
     ) -> None:
         super().__init__(gconfig, tokenizer)
         if max_age < 0:
@@ -80,7 +80,7 @@ class OnlineWorkflow(SamplingWorkflow):
             raise ConfigError(
                 f"group_timeout = {group_timeout} must be a number of seconds above 0, {MAX_SECONDS:g} at most"
             )
-        if ControlPlane.of_run().size > 1:
+        if ControlPlane.world().size > 1:
             raise ConfigError("sessions are served by one process; set a layout of one")
         self._reward_fn, self._host, self._port = reward_fn, host, port
         self._style: ExportStyle = style
@@ -122,7 +122,7 @@ class OnlineWorkflow(SamplingWorkflow):
                 runs += [index] * len(found)
             if rows:
                 tensors = trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs)
-                return with_temperatures(tensors, [row.record for row in rows], self.gconfig.temperature)
+                return add_temperatures(tensors, [row.record for row in rows], self.gconfig.temperature)
 
     def _rows(self, session: Session, engine: InferenceEngine) -> list[Trajectory]:
         """Returns the rows of a session; a session without usable ones is counted."""
@@ -156,12 +156,12 @@ class OnlineWorkflow(SamplingWorkflow):
         name = session.group or session.id
         if name not in self._waiting:
             self._waiting[name] = []
-            self._timers[name] = asyncio.get_running_loop().call_later(self._group_timeout, self._pass_on, name)
+            self._timers[name] = asyncio.get_running_loop().call_later(self._group_timeout, self._release_group, name)
         self._waiting[name].append(session)
         if len(self._waiting[name]) == size:
-            self._pass_on(name)
+            self._release_group(name)
 
-    def _pass_on(self, name: str) -> None:
+    def _release_group(self, name: str) -> None:
         """Gives a group, complete or not, to the next episode."""
         self._timers.pop(name).cancel()
         self._rated.put_nowait(self._waiting.pop(name))

@@ -30,38 +30,38 @@ ENVIRONMENT_WORKFLOW = "archon.rl.environments.episodes.EnvironmentWorkflow"
 
 
 def resolve_workflow(
-    workflow: WorkflowLike, further: Mapping[str, Any] | None = None, **arguments: Any
+    workflow: WorkflowLike, workflow_args: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
     """Returns the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
 
     The name of an environment, such as `textarena:2048-v0`, becomes an `EnvironmentWorkflow`. An agent, which has
     `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is constructed with those
-    of `arguments` that it names, and with all of `further`. Raises `ConfigError` naming what was given.
+    of `arguments` that it names, and with all of `workflow_args`. Raises `ConfigError` naming what was given.
     """
-    further = further or {}
+    workflow_args = workflow_args or {}
     if isinstance(workflow, str) and parse_environment(workflow):
-        further = {**further, "environment": workflow}
-    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), further)
+        workflow_args = {**workflow_args, "environment": workflow}
+    found, workflow_args = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_resolve_name(workflow), workflow_args)
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         given = {name: arguments[name] for name in ("gconfig", "tokenizer")}
         processor, workers = arguments.get("processor"), arguments.get("workers")
-        return AgentWorkflow(_constructed(found, further, {}), **given, processor=processor, workers=workers)
+        return AgentWorkflow(_construct(found, workflow_args, {}), **given, processor=processor, workers=workers)
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "
             "class, or a dotted string"
         )
-    resolved: RolloutWorkflow = _constructed(found, further, arguments)
+    resolved: RolloutWorkflow = _construct(found, workflow_args, arguments)
     return resolved
 
 
 def reads_raw_rows(workflow: WorkflowLike) -> bool:
     """Returns whether the workflow reads its source's own rows."""
-    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), {})
+    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_resolve_name(workflow), {})
     return bool(getattr(found, "reads_raw_rows", False))
 
 
-def _named(workflow: WorkflowLike) -> Any:
+def _resolve_name(workflow: WorkflowLike) -> Any:
     """Returns what a registered name, an environment's or one of AReaL's paths stands for; anything else unchanged."""
     if not isinstance(workflow, str):
         return workflow
@@ -73,23 +73,23 @@ def _named(workflow: WorkflowLike) -> Any:
     return workflow if found is None else found  # which may be Trinity's
 
 
-def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns an instance unchanged; constructs a class with `further` and those of `arguments` that it names."""
+def _construct(found: Any, workflow_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Returns an instance unchanged; constructs a class with `workflow_args` and those of `arguments` that it names."""
     if not isinstance(found, type):
-        if further:
-            raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
+        if workflow_args:
+            raise ConfigError(f"workflow_args {', '.join(workflow_args)}: the workflow is an instance already")
         return found
     accepted = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
-    for name in further:
+    for name in workflow_args:
         if name not in accepted and not takes_all:
             raise ConfigError(
                 f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
             )
-    if "gconfig" in further and not isinstance(further["gconfig"], type(arguments.get("gconfig"))):
-        raise ConfigError(f"workflow_args.gconfig: got {further['gconfig']!r}; set the run's `gconfig` instead")
-    given |= further
+    if "gconfig" in workflow_args and not isinstance(workflow_args["gconfig"], type(arguments.get("gconfig"))):
+        raise ConfigError(f"workflow_args.gconfig: got {workflow_args['gconfig']!r}; set the run's `gconfig` instead")
+    given |= workflow_args
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
     if missing := sorted(needed - given.keys()):

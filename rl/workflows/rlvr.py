@@ -11,11 +11,17 @@ from torch import Tensor
 from archon.data import encode_prompt
 from archon.generation.record import check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.rl.episode_context import answers, workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import SamplingWorkflow, kept_samples, outcome_of, record_parts, wrapped_reward
+from archon.rl.workflows.base import (
+    SamplingWorkflow,
+    capture_outcome,
+    drop_failed_samples,
+    record_reward_parts,
+    wrap_reward,
+)
 
 
 class RLVRWorkflow(SamplingWorkflow):
@@ -40,9 +46,9 @@ class RLVRWorkflow(SamplingWorkflow):
     ) -> None:
         super().__init__(gconfig, tokenizer)
         self.template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self.reward_fn = wrapped_reward(reward_fn)
+        self.reward_fn = wrap_reward(reward_fn)
 
-    def encoded(self, data: dict[str, Any]) -> tuple[list[int], list[Picture]]:
+    def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
         """Returns the tokens of a row's prompt, and its pictures, of which there are none here."""
         return encode_prompt(self.tokenizer, data, **self.template_options), []
 
@@ -51,10 +57,10 @@ class RLVRWorkflow(SamplingWorkflow):
 
         Raises the first failure where all of them fail.
         """
-        prompt_ids, pictures = self.encoded(data)
+        prompt_ids, images = self.encode_row(data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         requests = [
-            ModelRequest(prompt_ids, one, tokenizer=self.tokenizer, image_data=pictures)
+            ModelRequest(prompt_ids, one, tokenizer=self.tokenizer, image_data=images)
             for _ in range(self.gconfig.n_samples)
         ]
         responses = await answers(engine, requests)
@@ -73,9 +79,9 @@ class RLVRWorkflow(SamplingWorkflow):
         scores = map(score, range(len(responses)), completions, responses)
         outcomes: Sequence[Reward | BaseException]
         if in_process:  # a task for each would take longer
-            outcomes = [await outcome_of(one) for one in scores]
+            outcomes = [await capture_outcome(one) for one in scores]
         else:
             outcomes = await asyncio.gather(*scores, return_exceptions=True)
-        kept = kept_samples(responses, outcomes)
-        record_parts(reward for _, reward in kept)
+        kept = drop_failed_samples(responses, outcomes)
+        record_reward_parts(reward for _, reward in kept)
         return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])

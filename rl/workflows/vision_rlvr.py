@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from archon.data.picture_rows import encode_pictured
-from archon.data.pictures import PictureReader
+from archon.data.image_rows import encode_image_prompt
+from archon.data.images import ImageReader
 from archon.generation.types import GenerationHyperparameters
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.workflows.rlvr import RLVRWorkflow
 from archon.schema.errors import ConfigError
@@ -21,7 +21,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
     The pixels are made once, and travel with the trajectories, so that generator and trainer see the same.
 
     Args:
-        processor: reads pictures: the folder of the model's checkpoint, or its `PictureReader`.
+        processor: reads pictures: the folder of the model's checkpoint, or its `ImageReader`.
         reward_fn, gconfig, tokenizer, enable_thinking: see `RLVRWorkflow`.
     """
 
@@ -30,7 +30,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        processor: PictureReader | str | Path | None,
+        processor: ImageReader | str | Path | None,
         enable_thinking: bool | None = None,
     ) -> None:
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking)
@@ -39,13 +39,13 @@ class VisionRLVRWorkflow(RLVRWorkflow):
                 "VisionRLVRWorkflow needs what reads pictures, and the model sees none; choose a checkpoint with a "
                 "vision tower and its preprocessor_config.json, and leave `vision` at frozen or trained"
             )
-        if not isinstance(processor, PictureReader | str | Path):
+        if not isinstance(processor, ImageReader | str | Path):
             raise ConfigError(
                 f"VisionRLVRWorkflow: processor is a {type(processor).__name__}; expected the checkpoint's folder, or "
-                "a PictureReader of it"
+                "a ImageReader of it"
             )
-        self.processor = processor if isinstance(processor, PictureReader) else PictureReader(processor)
+        self.processor = processor if isinstance(processor, ImageReader) else ImageReader(processor)
 
-    def encoded(self, data: dict[str, Any]) -> tuple[list[int], list[Picture]]:
+    def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
         """Returns the tokens of a row's prompt, with a placeholder for each row of a picture, and the pictures."""
-        return encode_pictured(self.tokenizer, data, self.processor, **self.template_options)
+        return encode_image_prompt(self.tokenizer, data, self.processor, **self.template_options)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from archon.bench.origin import ROOT
-from archon.check.card import read_card
-from archon.check.contracts import CONTRACTS
+from archon.tools.bench.origin import ROOT
+from archon.tools.check.card import read_card
+from archon.tools.check.contracts import CONTRACTS
 from benchmarks import families
 from benchmarks.families import CARDS, checked_families, lines_report, pages, with_table
 
@@ -51,7 +51,7 @@ def test_every_family_keeps_to_its_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     checked = checked_families()
     text, fine = lines_report(checked)
     assert fine, text
-    monkeypatch.setattr("archon.check.family.LINE_BUDGETS", (20, 30, 40))
+    monkeypatch.setattr("archon.tools.check.family.LINE_BUDGETS", (20, 30, 40))
     text, fine = lines_report(checked)
     assert not fine and "llama.py" in text
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from archon.check.family import CheckedFamily
-from archon.check.oracle import ContractError
+from archon.tools.check.family import CheckedFamily
+from archon.tools.check.oracle import ContractError
 from benchmarks.command_rows import RECORD, Row, card_with_commands, recorded
 from benchmarks.families import CARDS, checked_families
 from benchmarks.family_commands import COMMANDS, check_commands, make_subject, run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from archon.bench.origin import spread
-from archon.planner.hardware import read_hardware
+from archon.tools.bench.origin import spread
+from archon.tools.planner.hardware import read_hardware
 from benchmarks import gpu_step, harness, readme, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.peer_models import hf_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from archon.bench.origin import spread
+from archon.tools.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, Sides
 from tests.tolerances import HELD_MEMORY

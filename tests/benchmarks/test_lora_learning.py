@@ -17,7 +17,7 @@ from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, PreferenceConfig, SFTConfig
 from benchmarks.harness import ROOT
 from benchmarks.lora_learning.__main__ import RUNS, measured, named, reward_of, run, verdicts
-from benchmarks.lora_learning.picture import draw
+from benchmarks.lora_learning.figure import draw
 from benchmarks.lora_learning.record import append, read_record
 from tests.small_qwen3 import SMALL_QWEN3
 
@@ -113,8 +113,8 @@ def test_a_picture_is_made_of_a_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     record.write_text(json.dumps(line("grpo-seed0", 0.8)) + "\n")
     lines = {"grpo-seed0": line("grpo-seed0", 0.8), "sft-seed0": line("sft-seed0", 0.8)}
-    assert draw(lines, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    call = [sys.executable, "-m", "benchmarks.lora_learning", "--record", str(record), "--picture"]
+    assert draw(lines, tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    call = [sys.executable, "-m", "benchmarks.lora_learning", "--record", str(record), "--figure"]
     out = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
     assert out.returncode == 0 and record.with_suffix(".png").exists(), out.stderr
 

@@ -6,11 +6,11 @@ import statistics
 
 import pytest
 
-from archon.bench.origin import spread
 from archon.schema.errors import ConfigError
+from archon.tools.bench.origin import spread
 from benchmarks import harness, readme
+from benchmarks.figures import Figure, figures, paint_growth
 from benchmarks.growth import AXES
-from benchmarks.pictures import Figure, figures, paint_growth
 from benchmarks.record import Record, read_records
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import generate, head_memory, load, lora, step_check, time_to_reward, train_step
-from benchmarks.checkpoints import SHAPES, make_adapter, make_checkpoint, shape
+from benchmarks.checkpoints import SHAPES, make_checkpoint, make_lora, shape
 from benchmarks.harness import BenchmarkError, check_close, check_same
 from benchmarks.peer_models import hf_tensors
 from tests.benchmarks.parameter_counts import parameters_of
@@ -42,20 +42,20 @@ def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_step_of_archons_adapter_is_that_of_peft(checkpoint, tmp_path, dtype):
-    adapter = make_adapter(tmp_path, checkpoint, rank=3)
+    lora = make_lora(tmp_path, checkpoint, rank=3)
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": dtype}
-    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "adapters": [str(adapter)]}
+    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "loras": [str(lora)]}
     facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_ONE)}
     check_steps(facts, dtype)
     width = 2 if dtype == "bfloat16" else 4  # what a generator is sent
     assert facts["archon"]["base_bytes"] == width * parameters_of(shape("tiny"))
-    assert facts["archon"]["adapter_bytes"] == width * sum(t.numel() for t in hf_tensors(str(adapter)).values())
+    assert facts["archon"]["lora_bytes"] == width * sum(t.numel() for t in hf_tensors(str(lora)).values())
 
 
 def test_several_adapters_take_the_same_steps_in_one_batch_and_one_after_the_other(checkpoint, tmp_path):
-    adapters = [str(make_adapter(tmp_path / str(seed), checkpoint, rank=3, seed=seed)) for seed in range(3)]
+    loras = [str(make_lora(tmp_path / str(seed), checkpoint, rank=3, seed=seed)) for seed in range(3)]
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
-    options |= {"lengths": [9, 5, 17], "max_tokens_per_mb": 40, "adapters": adapters}
+    options |= {"lengths": [9, 5, 17], "max_tokens_per_mb": 40, "loras": loras}
     facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_EIGHT)}
     assert len(step_check.compare(facts, "float32")) == 6
 

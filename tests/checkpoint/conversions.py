@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from archon.checkpoint.convert import convert
-from archon.checkpoint.megatron.rank_files import MANIFEST_FILE
-from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from tests.checkpoint.tiny_checkpoints import MOE, QWEN2, make_checkpoint
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 36}

@@ -22,8 +22,8 @@ import archon
 from archon.checkpoint.atomic import KILL_AT
 from archon.checkpoint.native import load_latest, load_state, save_state
 from archon.engine.engine import ArchonEngine
+from archon.engine.forkserver import forkserver_context
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.warm_processes import warm_context
 from archon.schema.config import EngineConfig, LoRAConfig, OptimizerConfig, SchedulerConfig
 from tests.checkpoint.tiny_checkpoints import hf_state
 from tests.engine.tiny import sft_batch, write_config
@@ -37,7 +37,7 @@ AFTER_PUBLISHING = ("export.published", "export.end")
 
 
 def start(work: Callable[..., None], *args: Any, kill_at: str | None = None) -> BaseProcess:
-    process = warm_context().Process(target=_run, args=(work, args, kill_at), daemon=True)
+    process = forkserver_context().Process(target=_run, args=(work, args, kill_at), daemon=True)
     process.start()
     return process
 

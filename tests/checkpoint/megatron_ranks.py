@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from archon.checkpoint.megatron.sharding import MegatronLayout, RankCoordinates
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankCoordinates
 from benchmarks.peer_models import causal_mask, megatron_model, megatron_on_a_cpu, megatron_rank
 
 TOKENS = torch.arange(3, 59, 5)

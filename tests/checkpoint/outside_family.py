@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, is_supported_model, register_model_spec
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, dense_fields
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from archon.checkpoint import tensor_reader
 from archon.checkpoint.convert import convert, detect_format
-from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
-from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE, RANK_FILE
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from archon.checkpoint.native import model_fingerprint, save_state
 from archon.checkpoint.safetensors_file import Region, SafetensorsFile, TensorEntry
 from archon.engine.engine import ArchonEngine

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from archon.checkpoint import tensor_reader
 from archon.checkpoint.convert import convert, detect_format
-from archon.checkpoint.dcp.folder import open_dcp
-from archon.checkpoint.dcp.names import MARKER_FILE, Names
+from archon.checkpoint.formats.dcp.folder import open_dcp
+from archon.checkpoint.formats.dcp.names import MARKER_FILE, Names
 from archon.checkpoint.safetensors_file import RegularFile, TensorEntry
 from archon.cli import main
 from archon.models import get_model_spec

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from archon.check.oracle import build_pair, random_config
-from archon.check.round_trip import folder_tensors
 from archon.checkpoint.hf_io import load_model, save_model
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.tools.check.oracle import build_pair, random_config
+from archon.tools.check.round_trip import folder_tensors
 
 FAMILY = "qwen3_5_text"
 

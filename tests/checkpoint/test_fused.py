@@ -16,8 +16,8 @@ from archon.checkpoint.hf_io import save_model
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
 from archon.checkpoint.safetensors_file import CHUNK_BYTES
 from archon.models import get_model_spec
-from archon.models.fused_tensors import Fused, place_parts
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.hf.fused_tensors import Fused, place_parts
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
 from tests.models import fused_family
@@ -112,7 +112,7 @@ def test_a_stored_bias_keeps_its_dtype_and_does_not_widen_the_config(tmp_path: P
     folder = write_checkpoint(tmp_path / "in", config, stored)
     model = archon.load_model(folder)
     for name, dtype in (("same", None), ("narrow", torch.float16)):
-        save_model(model, tmp_path / name, folder, dtype=dtype, carry=False)
+        save_model(model, tmp_path / name, folder, dtype=dtype, passthrough=False)
         found = load_file(tmp_path / name / "model.safetensors")
         assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == (
             "bfloat16" if dtype is None else "float16"

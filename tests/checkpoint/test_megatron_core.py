@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import archon
-from archon.check.oracle import relative
-from archon.check.parity import ROUNDING
+from archon.tools.check.oracle import relative_error
+from archon.tools.check.parity import ROUNDING
 from tests.checkpoint.tiny_checkpoints import MOE, QWEN2, make_checkpoint
 from tests.tolerances import PARITY_FP32
 
@@ -69,10 +69,12 @@ def test_logits_are_archons(tmp_path: Path) -> None:
     theirs = torch.load(tmp_path / "out.pt", weights_only=True)
     for folder, logits in zip(folders, theirs, strict=True):
         ours = archon_logits(folder)
-        if relative(logits, ours) > PARITY_FP32:  # a model that rounding moves farther: as near to float64 as theirs
+        if (
+            relative_error(logits, ours) > PARITY_FP32
+        ):  # a model that rounding moves farther: as near to float64 as theirs
             exact = archon_logits(folder, torch.float64)
-            assert relative(ours.double(), exact) <= ROUNDING * relative(logits.double(), exact)
-            assert relative(logits.double(), exact) <= 10 * PARITY_FP32
+            assert relative_error(ours.double(), exact) <= ROUNDING * relative_error(logits.double(), exact)
+            assert relative_error(logits.double(), exact) <= 10 * PARITY_FP32
 
 
 @pytest.mark.slow

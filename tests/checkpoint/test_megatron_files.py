@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from archon.checkpoint.convert import convert
-from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
-from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE, RANK_FILE
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from archon.schema.errors import CheckpointError, LayoutError, UserError
 from tests.checkpoint.conversions import EXPERTS, FAMILIES, SIZES, edit, read_back, to_megatron
 from tests.checkpoint.tiny_checkpoints import QWEN2, assert_bitwise, make_checkpoint

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from archon.checkpoint.convert import convert
-from archon.checkpoint.megatron.rank_files import MANIFEST_FILE
-from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
-from archon.planner.memory_model import MemoryModel
-from archon.planner.weight_shards import ModelWeights
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
+from archon.tools.planner.memory_model import MemoryModel
+from archon.tools.planner.weight_shards import ModelWeights
 from tests.checkpoint.outside_family import MODEL_TYPE, register
 from tests.checkpoint.tiny_checkpoints import (
     assert_bitwise,
@@ -52,14 +52,14 @@ def estimate(tmp_path: Path, layout: str, config: dict[str, Any]) -> Any:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = get_model_spec(config["model_type"])
     args = spec.model_args_class.from_hf_config(config)
-    model = MemoryModel(args, ModelWeights.of(spec, args), "cpu")
+    model = MemoryModel(args, ModelWeights.from_spec(spec, args), "cpu")
     engine = EngineConfig(path=str(tmp_path), layout=layout, dtype="bfloat16", init_from_scratch=True)
     return model.estimate_rank(engine, parse_layout(layout), 0, 512, 1)
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2t2", "c2"])
 def test_it_is_planned_with_the_memory_of_its_twin(tmp_path: Path, layout: str) -> None:
-    """Whose estimates are those of traced steps (tests/planner)."""
+    """Whose estimates are those of traced steps (tests/tools/planner)."""
     outside, twin, dense = (estimate(tmp_path, layout, config_with(**config)) for config in (OUTSIDE, TWIN, SIZES))
     assert outside == twin
     assert outside != dense

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from archon.checkpoint.dcp.plain_pickle import GlobalName, PlainDict, Record, read_pickle
+from archon.checkpoint.formats.dcp.plain_pickle import GlobalName, PickledDict, Record, read_pickle
 from archon.schema.errors import CheckpointError
 
 ALLOWED = frozenset({"collections.OrderedDict", "torch.Size"})
@@ -62,7 +62,7 @@ def test_plain_values_are_read(protocol: int) -> None:
     ]
     assert read(pickle.dumps(value, protocol)) == value
     found = read(pickle.dumps({"a": 1, 2: {"b": []}}, protocol))
-    assert isinstance(found, PlainDict) and found.items[0] == ("a", 1)
+    assert isinstance(found, PickledDict) and found.items[0] == ("a", 1)
     assert found.items[1][1].items == [("b", [])]
 
 

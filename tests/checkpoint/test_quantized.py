@@ -15,23 +15,23 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import archon
-from archon.check.oracle import (
-    checkpoint_tensors,
-    hf_model,
-    own_config,
-    pack,
-    random_config,
-    reference_logits,
-    relative,
-)
-from archon.check.parity import FP32_TOLERANCE
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
 from archon.checkpoint.quantized import StoredTensor, stored_tensors
 from archon.checkpoint.safetensors_file import CHUNK_BYTES
-from archon.models.quantization import Quantization
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.hf.quantization import Quantization
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
+from archon.tools.check.oracle import (
+    checkpoint_tensors,
+    family_config,
+    hf_model,
+    pack,
+    random_config,
+    reference_logits,
+    relative_error,
+)
+from archon.tools.check.parity import FP32_TOLERANCE
 from tests.checkpoint.quantizing import BLOCK, blocks_of, dequantized, packed, quantize, random_fp8, random_scales
 from tests.checkpoint.tiny_checkpoints import config_with, random_weights, write_checkpoint
 from tests.models.fused_family import WAYS, adapter_of, checkpoint_by_hand, random_native
@@ -288,12 +288,12 @@ def test_gpt_oss_with_4_bit_experts_computes_what_transformers_does(tmp_path: Pa
     # Weights of ordinary size: with larger ones the rounding of float32 is as large as the tolerance.
     state, expected = packed(dict(reference.state_dict()), (118, 126))
     reference.load_state_dict(expected, strict=False)
-    own = own_config(config) | {"quantization_config": MXFP4, "torch_dtype": "float32"}
+    own = family_config(config) | {"quantization_config": MXFP4, "torch_dtype": "float32"}
     folder = write_checkpoint(tmp_path, own, {key: tensor.contiguous() for key, tensor in state.items()}, shards=2)
     tokens, positions, cu_seqlens, longest = pack([9, 1, 5], config.vocab_size, SEED)
     with torch.no_grad():
         ours = archon.load_model(folder)(tokens, positions, cu_seqlens, longest)
-        assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
+        assert relative_error(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
 
 
 def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Path) -> None:
@@ -306,16 +306,16 @@ def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Pat
     norm = {f"{layer}enorm.weight": torch.rand(9).bfloat16()}
     extra = {key: data, f"{key}_scale_inv": scale} | norm
     carried = {key: dequantized(data, scale, BLOCK)} | norm
-    own = own_config(config) | {"quantization_config": FP8, "torch_dtype": "float32"}
+    own = family_config(config) | {"quantization_config": FP8, "torch_dtype": "float32"}
     folder = write_checkpoint(tmp_path / "in", own, {key: x.contiguous() for key, x in (state | extra).items()})
     save_file({key: x.contiguous() for key, x in expected.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(own_config(config)))
+    (tmp_path / "config.json").write_text(json.dumps(family_config(config)))
     reference = type(reference).from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
     tokens, positions, cu_seqlens, longest = pack([9, 1, 5], config.vocab_size, SEED)
     model = archon.load_model(folder)
     with torch.no_grad():
         ours = model(tokens, positions, cu_seqlens, longest)
-        assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
+        assert relative_error(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
     archon.save_model(model, tmp_path / "out", folder)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == expected.keys() | carried.keys()

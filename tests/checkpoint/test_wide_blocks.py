@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from archon.checkpoint.quantized import stored_tensors
 from archon.checkpoint.safetensors_file import SafetensorsFile
-from archon.models.quantization import Quantization
+from archon.models.hf.quantization import Quantization
 
 
 def test_blocks_wider_than_the_matrix(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_value_that_no_run_could_honor(archon, rl_overrides, override, complaint
     ids=["no room", "nan", "hang"],
 )
 def test_episodes_that_always_fail_by_a_mistake(archon, rl_overrides, overrides, complaint):
-    complained = archon("rl", *rl_overrides, "rollout.gold_checked=0", *overrides).complaint
+    complained = archon("rl", *rl_overrides, "rollout.n_gold_checks=0", *overrides).complaint
     assert "failed on 4 prompts and succeeded on none" in complained and complaint in complained
 
 
@@ -353,6 +353,6 @@ def test_an_unexpected_error_keeps_its_traceback(checkpoint, monkeypatch):
     def broken(*_):
         raise RuntimeError("a defect of archon")
 
-    monkeypatch.setattr("archon.planner.inspection.inspect_checkpoint", broken)
+    monkeypatch.setattr("archon.tools.planner.inspection.inspect_checkpoint", broken)
     with pytest.raises(RuntimeError, match="a defect of archon"):
         main(["inspect", str(checkpoint)])

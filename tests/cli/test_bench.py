@@ -7,10 +7,10 @@ import json
 import pytest
 import yaml
 
-from archon.bench import SweepConfig, read_record
-from archon.cli.bench import sweep_of
+from archon.cli.bench import sweep_config
 from archon.schema.config import EngineConfig
-from tests.bench.made import record, row
+from archon.tools.bench import SweepConfig, read_record
+from tests.tools.bench.made import record, row
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_measured_of_a_plan_is_what_it_runs(archon, checkpoint, tmp_path
     run["model"] |= changes
     file.write_text(yaml.safe_dump(run))
 
-    config = SweepConfig.parse(sweep_of(file, "cpu"))
+    config = SweepConfig.parse(sweep_config(file, "cpu"))
 
     (point,) = config.points()
     assert (point.layout, point.shape.lengths) == (run["model"]["layout"], [32] * 32)

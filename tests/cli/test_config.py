@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from archon.cli.config import field_lines, leaves, load_config, schema_of
+from archon.cli.config import field_lines, import_schema, leaves, load_config
 from archon.cli.config_leaves import SCHEMAS, count, main
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, merge_sections
@@ -142,7 +142,7 @@ def test_settings_in_an_override_are_laid_over_a_method_that_the_file_names_alon
     assert load_config(AlgorithmConfig, file, ["policy_loss=gspo"]).policy_loss.kind == "gspo"
 
 
-@pytest.mark.parametrize("schema", [EngineConfig, *map(schema_of, SCHEMAS.values())])
+@pytest.mark.parametrize("schema", [EngineConfig, *map(import_schema, SCHEMAS.values())])
 def test_every_field_is_described(schema):
     lines = list(field_lines(schema))
     table = [line for line in lines if not line.startswith(("\n", "  fields as those of "))]

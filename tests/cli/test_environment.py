@@ -33,7 +33,10 @@ def test_a_folder_that_was_removed(tmp_path: Path):
 
 
 def test_data_sheets_are_read_in_any_locale():
-    code = "from archon.planner.hardware import known_hardware, read_hardware; [*map(read_hardware, known_hardware())]"
+    code = (
+        "from archon.tools.planner.hardware import known_hardware, read_hardware; "
+        "[*map(read_hardware, known_hardware())]"
+    )
     done = python(code, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0, done.stderr
 
@@ -49,9 +52,9 @@ def test_data_sheets_are_read_in_any_locale():
 )
 def test_processes_that_cannot_join(variables: dict[str, str], reason: str):
     code = (
-        "from archon.cli.app import errors_told\n"
+        "from archon.cli.app import exit_on_error\n"
         "from archon.parallel.process_group import join_process_group\n"
-        "with errors_told():\n"
+        "with exit_on_error():\n"
         "    join_process_group(2, 'cpu', timeout_s=1.0)\n"
     )
     surroundings = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

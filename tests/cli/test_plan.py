@@ -78,7 +78,7 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
     assert again.out.splitlines()[0] == planned.out.splitlines()[0], "the question is that of the configuration"
     found = json.loads(archon(*asked, "--lora", "rank=2", "--json").out)
     memory = found["best"][0]["memory"]
-    assert 0 < memory["adapters"] < memory["parameters"] and memory["moments"] == 2 * memory["adapters"]
+    assert 0 < memory["lora"] < memory["parameters"] and memory["moments"] == 2 * memory["lora"]
     assert found["question"]["lora"] == {"rank": 2}
     assert "none of this model's linear layers" in archon(*asked, "--lora", "targets=[qkv]").complaint
     assert "unknown key 'rnk'" in archon(*asked, "--lora", "rnk=2").complaint
@@ -106,4 +106,4 @@ def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
 def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):
     ranks = ("--lora", "adapters.a.rank=4", "--lora", "adapters.b.rank=8")
     told = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", 32, *ranks).complaint
-    assert "lora.adapters has several adapters, and a plan counts one" in told and "--lora rank=12" in told
+    assert "lora.loras has several adapters, and a plan counts one" in told and "--lora rank=12" in told

@@ -64,7 +64,7 @@ def root(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 @pytest.fixture
 async def client(base: Path, root: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client with the token of a server of the checkpoint as `tiny`, and of two adapters."""
-    config = ServeConfig(device="cpu", model_name="tiny", max_adapters=4)
+    config = ServeConfig(device="cpu", model_name="tiny", max_loras=4)
     server = make_server(base, config, "secret", {name: root / name for name in ("red", "green")}, root)
     url = await server.start()
     async with httpx.AsyncClient(base_url=url, headers=TOKEN, trust_env=False, timeout=60) as made:
@@ -342,8 +342,8 @@ async def test_a_server_without_a_root_keeps_the_adapters_that_it_began_with(bas
     server = make_server(base, ServeConfig(device="cpu", model_name="tiny"), None, {"red": root / "red"})
     url = await server.start()
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
-        assert "start it with --adapter-root and --token" in complaint(await load(client, "blue", root / "blue"), 403)
-        assert "start it with --adapter-root and --token" in complaint(await unload(client, "red"), 403)
+        assert "start it with --lora-root and --token" in complaint(await load(client, "blue", root / "blue"), 403)
+        assert "start it with --lora-root and --token" in complaint(await unload(client, "red"), 403)
         assert len(await tokens_of(client, "red", [1, 2, 3])) == 8
     await server.close()
 
@@ -375,13 +375,13 @@ def test_the_lines_of_the_guide_run(base: Path, root: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--adapter", "red"], "--adapter 'red'; expected NAME=FOLDER"),
-        (["--adapter", "x=a", "--adapter", "x=b"], "names 'x' twice"),
-        (["--adapter-root", "."], "which needs a token: set one with --token"),
-        (["--adapter-root", "no/where", "--token", "t"], "'no/where', which is no folder"),
-        (["--adapter", "x=a", "--train", "run.yaml"], "leave out one of them"),
-        (["--adapter", "x=no/where"], "no/where"),
-        (["--adapter", "checkpoint=a"], "has the model's own name, 'checkpoint'"),
+        (["--lora", "red"], "--lora 'red'; expected NAME=FOLDER"),
+        (["--lora", "x=a", "--lora", "x=b"], "names 'x' twice"),
+        (["--lora-root", "."], "which needs a token: set one with --token"),
+        (["--lora-root", "no/where", "--token", "t"], "'no/where', which is no folder"),
+        (["--lora", "x=a", "--train", "run.yaml"], "leave out one of them"),
+        (["--lora", "x=no/where"], "no/where"),
+        (["--lora", "checkpoint=a"], "has the model's own name, 'checkpoint'"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(archon: Any, checkpoint: Path, options: list[str], expected: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.check.random_configs import draw_fields
 from archon.models import BaseArchonModel, get_model_spec
 from archon.models.attention.meta import PackedAttention
+from archon.tools.check.random_configs import draw_fields
 from tests.cuda_traced.trace import CUDA
 
 VOCAB = 64

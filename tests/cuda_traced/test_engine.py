@@ -25,7 +25,7 @@ from tests.cuda_traced.trace import CUDA, CudaTrace, cuda_trace
 from tests.distributed.cases import EVEN as EVEN_SIZES
 from tests.engine.test_host_waits import scored
 from tests.engine.tiny import padded, sft_batch
-from tests.models.seeing import picture_rows, seeing_config
+from tests.models.vision_language import image_rows, vision_language_config
 
 pytestmark = pytest.mark.cuda_traced
 
@@ -127,17 +127,17 @@ def test_common_beginnings(traced: Callable[..., None], tmp_path: Path, hf: dict
     with made(tmp_path, hf, attn_type=backend, max_tokens_per_mb=600) as (engine, trace):
         check_step(engine, trace, batch, CrossEntropyLoss(), micro_batches=1)
         assert trace.waits == READ_ONCE
-        assert sum(mb.n_computed for mb in engine._split(batch)[1]) < sum(map(len, documents)) // 2
+        assert sum(mb.n_computed_tokens for mb in engine._split(batch)[1]) < sum(map(len, documents)) // 2
 
 
 @pytest.mark.parametrize("attn_type", ["auto", "sdpa"])
 def test_images(traced: Callable[..., None], tmp_path: Path, attn_type: str) -> None:
     traced("qwen3_5", attn_type, "engine: step with pictures")
-    hf = seeing_config()
+    hf = vision_language_config()
     image = get_model_spec("qwen3_5").model_args_class.from_hf_config(hf).image_format
     assert image is not None
     with made(tmp_path, hf, vision="trained", attn_type=attn_type, max_tokens_per_mb=100) as (engine, trace):
-        check_step(engine, trace, picture_rows([1, 0, 2, 1], image), CrossEntropyLoss(), micro_batches=1)
+        check_step(engine, trace, image_rows([1, 0, 2, 1], image), CrossEntropyLoss(), micro_batches=1)
         assert trace.waits == READ_ONCE
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.random_configs import ROPE_KINDS
 from archon.models.base import BaseArchonModel
-from archon.models.head import TokenScores, WeightedLoss
+from archon.models.layers.head import TokenScores, WeightedLoss
 from archon.models.spec import FAMILIES
+from archon.tools.check.random_configs import ROPE_KINDS
 from tests.cuda_traced.models import LENGTHS, VOCAB, Pack, build, family_config, on_device
 from tests.cuda_traced.stand_ins import triton_without_launches
 from tests.cuda_traced.trace import CudaTrace, cuda_trace, require_on_cuda
@@ -67,7 +67,7 @@ def test_delta_net_with_fla(traced: Callable[..., None]) -> None:
     with triton_without_launches() as launched:
         trace = trace_forwards(family_config("qwen3_5_text"), "varlen", delta_rule="fla")
     assert launched
-    assert trace.waits == {"archon.models.layers.delta_rule._with_fla": 3}  # once in each of three forwards
+    assert trace.waits == {"archon.models.layers.delta_rule._fla_delta_rule": 3}  # once in each of three forwards
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [(torch.float16, "varlen"), (torch.float32, "sdpa")])

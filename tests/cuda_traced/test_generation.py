@@ -16,7 +16,7 @@ from tests.cuda_traced.trace import CudaTrace, cuda_trace, require_on_cuda
 
 pytestmark = pytest.mark.cuda_traced
 
-SAMPLED = "archon.generation.sampler._sampled"
+SAMPLED = "archon.generation.sampler._sample_torch"
 NEW = 3
 REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
     ([5, 6, 7], {"greedy": True}),

@@ -13,8 +13,8 @@ import pytest
 
 from archon.engine.loss import CrossEntropyLoss
 from archon.engine.train_step import MicroBatchRunner
-from archon.models.attention import page_batches
-from archon.models.attention.varlen import _Varlen
+from archon.models.attention.decode import page_batches
+from archon.models.attention.packed.varlen import _Varlen
 from archon.models.layers import delta_rule, moe
 from archon.models.layers.moe import MoE, Router
 from tests.cuda_traced.models import family_config
@@ -79,7 +79,7 @@ PLANTED = {
         "= self.queries, (torch.arange(len(self.keys[0])).int(), self.keys[1])",
         forward("qwen3"),
         MixedDevicesError,
-        "torch_attn._varlen_attn.default in archon.models.attention.varlen",
+        "torch_attn._varlen_attn.default in archon.models.attention.packed.varlen",
     ),
     "queries have another dtype than keys": Planted(
         _Varlen,
@@ -101,7 +101,7 @@ PLANTED = {
     ),
     "the host asks how many rows an expert has": Planted(
         MoE,
-        "_routed",
+        "_apply_experts",
         ROWS_OF_EXPERTS,
         f"counts.max().item()\n    {ROWS_OF_EXPERTS}",
         forward("qwen3_moe"),
@@ -110,7 +110,7 @@ PLANTED = {
     ),
     "the host finds the rows of an expert": Planted(
         MoE,
-        "_routed",
+        "_apply_experts",
         ROWS_OF_EXPERTS,
         f"(group_ids == 0).nonzero()\n    {ROWS_OF_EXPERTS}",
         forward("qwen3_moe"),
@@ -128,7 +128,7 @@ PLANTED = {
     ),
     "a kernel of fla has to ask for the boundaries": Planted(
         delta_rule,
-        "_with_fla",
+        "_fla_delta_rule",
         "cu_seqlens_cpu=documents.host_bounds,",
         "",
         forward_with_fla,
@@ -142,7 +142,7 @@ PLANTED = {
         SLOT_ROWS,
         answers,
         MixedDevicesError,
-        "aten.index_select.default in archon.models.attention.page_batches",
+        "aten.index_select.default in archon.models.attention.decode.page_batches",
     ),
     "a step reads its loss before its metrics": Planted(
         MicroBatchRunner,

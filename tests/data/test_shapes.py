@@ -13,23 +13,23 @@ from PIL import Image
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data.image_datasets import get_clevr_count_70k_sft_dataset, get_geometry3k_rl_dataset
-from archon.data.picture_files import as_png, save_pictures
-from archon.data.picture_rows import encode_pictured, sources_of
-from archon.data.pictures import PictureReader
+from archon.data.image_files import as_png, save_images
+from archon.data.image_rows import encode_image_prompt, image_sources
+from archon.data.images import ImageReader
 from archon.data.registry import get_custom_dataset
 from archon.data.shapes import CELL, COLORS, SIDE, Scene, scenes
 from archon.rl.bootstrap import write_blank
-from archon.schema.errors import DatasetError, PictureError
+from archon.schema.errors import DatasetError, ImageError
 from archon.training.config import BootstrapConfig
-from tests.small_sight import RECIPE, SMALL_SIGHT
+from tests.small_vision import RECIPE, SMALL_VISION
 
-PNG = Scene((("red", "square"), None, None, None, ("blue", "circle"), None, None, None, ("red", "circle"))).picture()
+PNG = Scene((("red", "square"), None, None, None, ("blue", "circle"), None, None, None, ("red", "circle"))).image()
 
 
 @pytest.fixture(scope="module")
 def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sight")
-    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=RECIPE), folder)
+    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_VISION, tokenizer=RECIPE), folder)
     return folder
 
 
@@ -42,7 +42,7 @@ def test_scenes_are_the_same_for_a_seed_and_none_is_in_both_splits() -> None:
 
 def test_a_question_has_the_answer_that_the_pixels_have() -> None:
     for scene, question, answer in scenes("test"):
-        image = Image.open(io.BytesIO(scene.picture()))
+        image = Image.open(io.BytesIO(scene.image()))
         centers = [(place % SIDE * CELL + CELL // 2, place // SIDE * CELL + CELL // 2) for place in range(SIDE**2)]
         seen = [image.getpixel(center) for center in centers]
         if question.startswith("how many"):
@@ -62,7 +62,7 @@ def test_a_subset_has_questions_of_its_kinds_alone(blank: Path, subset: str, ask
     assert {question.split()[0] for _, question, _ in rows} == asked
     train = {scene for scene, _, _ in scenes("train", 0, subset)}
     assert len(rows) == 400 and train.isdisjoint(scene for scene, _, _ in rows)
-    loaded = get_custom_dataset("shapes", split="test", subset=subset, reader=PictureReader(blank))
+    loaded = get_custom_dataset("shapes", split="test", subset=subset, reader=ImageReader(blank))
     assert [row["answer"] for row in loaded] == [answer for _, _, answer in rows]
 
 
@@ -70,7 +70,7 @@ def test_a_kind_of_question_that_does_not_exist_is_refused(blank: Path) -> None:
     with pytest.raises(
         DatasetError, match=r"subset is 'count\+size', .* no questions of kind 'size'; expected some of"
     ):
-        get_custom_dataset("shapes", subset="count+size", reader=PictureReader(blank))
+        get_custom_dataset("shapes", subset="count+size", reader=ImageReader(blank))
 
 
 @pytest.mark.parametrize("form", ["path", "bytes", "base64", "data URL", "PIL", "mapping"])
@@ -86,13 +86,13 @@ def test_a_picture_of_any_form_becomes_the_same_row(blank: Path, tmp_path: Path,
         "PIL": Image.open(file),
         "mapping": {"bytes": PNG, "path": None},
     }
-    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    reader, tokenizer = ImageReader(blank), load_tokenizer(blank)
     row = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}
-    tokens, (picture,) = encode_pictured(tokenizer, row | {"images": [forms[form]]}, reader)
-    assert picture.digest == reader.read(PNG).digest
+    tokens, (image,) = encode_image_prompt(tokenizer, row | {"images": [forms[form]]}, reader)
+    assert image.digest == reader.read(PNG).digest
     assert tokens.count(reader.image_format.token) == 9
-    assert Image.open(io.BytesIO(as_png(picture, reader))).tobytes() == Image.open(file).tobytes()
-    names = save_pictures(tmp_path / "pictures", reader, [picture, picture])
+    assert Image.open(io.BytesIO(as_png(image, reader))).tobytes() == Image.open(file).tobytes()
+    names = save_images(tmp_path / "pictures", reader, [image, image])
     assert len({*names}) == len([*(tmp_path / "pictures").iterdir()]) == 1
 
 
@@ -102,7 +102,7 @@ def test_named_sets_have_their_pictures_for_a_model_that_sees(blank: Path, tmp_p
 
     rows = [{"problem": "<image>how many?", "answer": "3", "images": [{"bytes": PNG, "path": "p.png"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    reader, tokenizer = ImageReader(blank), load_tokenizer(blank)
     (rl,) = get_geometry3k_rl_dataset(tmp_path, "train", tokenizer, processor=reader, instruction=None)
     assert rl["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "how many?"}]
     assert rl["images"][0]["bytes"] == PNG
@@ -113,12 +113,12 @@ def test_named_sets_have_their_pictures_for_a_model_that_sees(blank: Path, tmp_p
 
 
 def test_a_column_without_a_value_hides_no_picture_of_the_other() -> None:
-    assert sources_of({"images": None, "image": "a"}) == sources_of({"images": ["a"], "image": None}) == ["a"]
-    assert sources_of({"images": None}) == sources_of({"images": [], "image": "b"}) == []
+    assert image_sources({"images": None, "image": "a"}) == image_sources({"images": ["a"], "image": None}) == ["a"]
+    assert image_sources({"images": None}) == image_sources({"images": [], "image": "b"}) == []
 
 
 def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Path, tmp_path: Path) -> None:
-    reader, tokenizer = PictureReader(blank), load_tokenizer(blank)
+    reader, tokenizer = ImageReader(blank), load_tokenizer(blank)
     file = tmp_path / "rows.jsonl"
     for text, images, problem in (
         ("<image><image>?", [base64.b64encode(PNG).decode()], "2 places of pictures"),
@@ -133,5 +133,5 @@ def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Pat
         assert "\n" not in str(raised.value)
     with pytest.raises(DatasetError, match="nothing to read them with"):
         get_custom_dataset("shapes", kind="sft", tokenizer=tokenizer)
-    with pytest.raises(PictureError, match="nothing to read them with"):
-        encode_pictured(tokenizer, {"prompt": "a", "images": [PNG]}, None)
+    with pytest.raises(ImageError, match="nothing to read them with"):
+        encode_image_prompt(tokenizer, {"prompt": "a", "images": [PNG]}, None)

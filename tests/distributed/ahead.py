@@ -29,7 +29,7 @@ def run_config(folder: Path, layout: str, staleness: int, servers: list[str] | N
         "actor": {"path": str(folder / "blank"), "device": "cpu", "layout": layout, "init_from_scratch": True},
         "algorithm": {"kl": {"coef": 0.0}},
         "gconfig": {"n_samples": N_SAMPLES, "max_new_tokens": 12, "ignore_eos": True},
-        "rollout": {"prompts_per_step": BATCH, "gold_checked": 0, "dump_groups": BATCH, "workers": {"rewards": 1}},
+        "rollout": {"prompts_per_step": BATCH, "n_gold_checks": 0, "dump_groups": BATCH, "workers": {"rewards": 1}},
         "train_data": {"path": "arithmetic"},
         "reward": "tests.rl.rewards_for_tests.nearness",
     }

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.check.layouts import LENGTHS, MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count
 from archon.schema.config import EngineConfig
+from archon.tools.check.layouts import LENGTHS, MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
 from tests.engine.tiny import full_tensor
 
 PADDING_TOKEN = 46
@@ -378,7 +378,7 @@ def whole_gradients(
     engine: ArchonEngine, rows: dict[str, Tensor], loss_fn: LossFn, temperature: float = 1.0
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The engine's gradients of every parameter, gathered as PyTorch does by itself, and its metrics."""
-    found, metrics = engine.gradients(rows, loss_fn, loss_token_count, temperature, whole=False)
+    found, metrics = engine.gradients(rows, loss_fn, loss_token_count, temperature, full=False)
     trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
     missing = trained ^ found.keys()
     assert not missing, f"{sorted(missing)} have no gradient"

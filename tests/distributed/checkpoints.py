@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from archon.check.layouts import LENGTHS, rows_of
 from archon.checkpoint.hf_export import save_hf
-from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
+from archon.checkpoint.native import broadcast_latest_checkpoint, model_fingerprint, open_state
 from archon.checkpoint.safetensors_file import write_safetensors
 from archon.checkpoint.state_file import write_shards
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.schema.errors import CheckpointError
+from archon.tools.check.layouts import LENGTHS, rank_rows
 from tests.checkpoint.killing import digest
 from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.engine.tiny import full_tensor
@@ -38,7 +38,7 @@ def engine_of(case: Case, model: str, **changes: Any) -> ArchonEngine:
 def train(engine: ArchonEngine, case: Case, steps: range) -> None:
     ranks = engine.ranks
     for step in steps:
-        rows = rows_of(batch(LENGTHS, seed=10 + step), ranks.dp.rank, ranks.dp.size)
+        rows = rank_rows(batch(LENGTHS, seed=10 + step), ranks.dp.rank, ranks.dp.size)
         engine.train_batch(rows, loss_of(case), loss_token_count)
         engine.step_lr_scheduler()
 
@@ -93,7 +93,7 @@ def load_into(case: Case, model: str, saved: str) -> tuple[dict[str, str], dict[
 
 
 def resume(engine: ArchonEngine, saved: str) -> None:
-    folder = agree_on_latest(saved)
+    folder = broadcast_latest_checkpoint(saved)
     assert folder is not None
     with open_state(folder, model_fingerprint(engine.args)) as (_, state):
         engine.load_state_dict(state["engine"])

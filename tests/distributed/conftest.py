@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.check.rank_pool import Pool
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case
 from tests.distributed.matrix import reference_key, run_reference
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from archon.cli.app import errors_told
+from archon.cli.app import exit_on_error
 from archon.engine.engine import ArchonEngine
 from archon.rl import SFTTrainer
 from archon.schema.errors import DatasetError
@@ -58,5 +58,5 @@ def main(how: str, rank: str, folder: str, timeout: str, steps: str = "2000") ->
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with exit_on_error():
         main(*sys.argv[1:])

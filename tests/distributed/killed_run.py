@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from archon.checkpoint.native import agree_on_latest, open_state
+from archon.checkpoint.native import broadcast_latest_checkpoint, open_state
 from archon.checkpoint.state_tree import Shard, read_all
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
@@ -49,7 +49,7 @@ def train(folder: Path, rank: int, port: int, base: str | None) -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5 + engine.ranks.dp.rank)
     fingerprint, losses = engine.fingerprint, list[float]()
-    latest = agree_on_latest(folder / "run")
+    latest = broadcast_latest_checkpoint(folder / "run")
     if latest is not None:
         with open_state(latest, fingerprint) as (_, state):
             engine.load_state_dict(state["engine"])

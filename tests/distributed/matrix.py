@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.check.layouts import LENGTHS, compare, rows_of
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.models import get_model_spec
-from archon.models.routed_experts import record_sizes, unknown
-from archon.models.vision.images import Grid, Picture
+from archon.models.layers.routed_experts import routed_experts_sizes, unknown_expert_id
+from archon.models.vision.images import Grid, ProcessedImage
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
+from archon.tools.check.layouts import LENGTHS, compare, rank_rows
 from tests.distributed.cases import (
     MODELS,
     STEPS,
@@ -99,14 +99,14 @@ def with_images(
     generator = torch.Generator().manual_seed(step)
     ids = data["input_ids"]
     ids[ids == token] = 1
-    images: list[list[Picture]] = [[] for _ in ids]
+    images: list[list[ProcessedImage]] = [[] for _ in ids]
     for documents, grids in sizes.items():
         start = 1
         for height, width in grids:
-            picture = Picture(torch.randn(height * width, features, generator=generator), (1, height, width))
+            image = ProcessedImage(torch.randn(height * width, features, generator=generator), (1, height, width))
             stop = start + height * width // tower["spatial_merge_size"] ** 2
             for document in documents:
-                images[document].append(picture)
+                images[document].append(image)
                 ids[document, start:stop] = token
             start = stop
     return data | {"images": images}
@@ -117,9 +117,9 @@ def case_data(case: Case, step: int) -> dict[str, Any]:
     data: dict[str, Any] = branching_batch(10 + step) if branches else data_of(step)
     if "vision_config" in MODELS[case.model]:
         data = with_images(data, MODELS[case.model], step, IMAGES_OF_BRANCHES if branches else IMAGES[step])
-    if "adapters" in case.config.get("lora", {}):
+    if "loras" in case.config.get("lora", {}):
         third = 2 if step == 0 else 1
-        data["adapter"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
+        data["lora"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
     if case.config.get("replay"):
         data["routed_experts"] = experts_of(case.model, data["input_ids"].shape, step)
     return data
@@ -127,12 +127,12 @@ def case_data(case: Case, step: int) -> dict[str, Any]:
 
 def experts_of(model: str, shape: torch.Size, seed: int) -> Tensor:
     """Random experts of every token, as they are recorded, for every fifth one none."""
-    layers, top_k, n_experts = record_sizes(
+    layers, top_k, n_experts = routed_experts_sizes(
         get_model_spec(MODELS[model]["model_type"]).model_args_class.from_hf_config(MODELS[model])
     )
     generator = torch.Generator().manual_seed(50 + seed)
     experts = torch.rand(*shape, layers, n_experts, generator=generator).topk(top_k).indices
-    experts.flatten(0, 1)[::5] = unknown(torch.uint8)
+    experts.flatten(0, 1)[::5] = unknown_expert_id(torch.uint8)
     return experts.to(torch.uint8)
 
 
@@ -192,7 +192,7 @@ def _of_all_shares(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradients, loss and norm of the shares together: each share's mean counts by the units that it is the mean of."""
     of_each = [
-        whole_gradients(engine, rows_of(data, share, shares), loss_of(case), TEMPERATURE) for share in range(shares)
+        whole_gradients(engine, rank_rows(data, share, shares), loss_of(case), TEMPERATURE) for share in range(shares)
     ]
     units = sum(metrics["loss_weight"] for _, metrics in of_each)
     parts = [(metrics["loss_weight"] / units, grads, metrics) for grads, metrics in of_each]
@@ -205,12 +205,12 @@ def _of_all_shares(
 def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """The weights after a few clipped steps."""
     for step in range(STEPS):
-        engine.train_batch(rows_of(case_data(case, step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
+        engine.train_batch(rank_rows(case_data(case, step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
         engine.step_lr_scheduler()
-    base = [] if engine.adapters else engine.weights()
+    base = [] if engine.loras else engine.weights()
     changed = [(name, tensor) for name, tensor in base if not engine.lora or name in engine.lora]
     weights = {f"weight.{name}": tensor.clone() for name, tensor in changed}
-    return weights | {f"adapter.{name}": tensor.clone() for name, tensor in engine.adapter_weights()}
+    return weights | {f"adapter.{name}": tensor.clone() for name, tensor in engine.lora_weights()}
 
 
 def run_case(case: Case, folder: str) -> dict[str, float]:
@@ -223,7 +223,7 @@ def run_case(case: Case, folder: str) -> dict[str, float]:
     ranks = engine.ranks
     check_shards(engine)
     with Collectives() as comms:
-        found = measure(engine, case, rows_of(case_data(case, 0), ranks.dp.rank, ranks.dp.size))
+        found = measure(engine, case, rank_rows(case_data(case, 0), ranks.dp.rank, ranks.dp.size))
     check_collectives(engine, comms.kinds)
     if _trains(case):
         found |= train(engine, case, ranks.dp.rank, ranks.dp.size)

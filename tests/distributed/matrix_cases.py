@@ -397,7 +397,7 @@ EXPERTS: tuple[Case, ...] = (
 LORA = {"lora": {"rank": 3, "alpha": 5.0, "init": "random"}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
-ADAPTED: tuple[Case, ...] = (
+LORA_CASES: tuple[Case, ...] = (
     _case("d2", "tied", **LORA),
     _case("t2", "dense", "an adapter's part that every rank has whole", **LORA),
     _case("t4", "few_kv", "adapters of key heads that ranks share", **LORA),
@@ -426,14 +426,14 @@ ADAPTED: tuple[Case, ...] = (
 # document of "y", and "z" has some in the first step alone.
 SEVERAL = {
     "lora": {
-        "adapters": {
+        "loras": {
             "x": {"rank": 3, "init": "random"},
             "y": {"rank": 5, "alpha": 2.0, "rslora": True, "init": "random", "optimizer": {"lr": 0.003}},
             "z": {"rank": 2, "init": "random"},
         }
     }
 }
-SEVERAL_ADAPTERS: tuple[Case, ...] = (
+MULTI_LORA: tuple[Case, ...] = (
     _case("d2", "tied", "a rank without a document of an adapter", **SEVERAL),
     _case("t2", "few_kv", **SEVERAL),
     _case("c2", "dense", context_parallel="allgather", **SEVERAL),
@@ -448,8 +448,8 @@ SEVERAL_ADAPTERS: tuple[Case, ...] = (
 
 # Images, in the first step on one of two data-parallel ranks alone, in the second on the other, in the third on none.
 TRAINED = {"vision": "trained"}
-TOWER_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "visual.blocks.0.attn.qkv", "linear_fc2"]}}
-SEEING: tuple[Case, ...] = (
+VISION_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "visual.blocks.0.attn.qkv", "linear_fc2"]}}
+VISION_LANGUAGE: tuple[Case, ...] = (
     _case("d2", "seeing", "images on one rank alone", **TRAINED),
     _case("d2", "seeing", "images on one rank alone"),
     _case("d2", "seeing", "images on one rank alone", **TRAINED, gradient_reduction="per_microbatch"),
@@ -464,12 +464,12 @@ SEEING: tuple[Case, ...] = (
     _pipeline("p2", "1f1b", "seeing"),
     _pipeline("d2p2", "interleaved_1f1b", "seeing", "images on one rank alone", **TRAINED),
     _case("d2", "seeing", **LORA),
-    _case("d2", "seeing", "adapters of the tower on one rank alone", **TOWER_LORA),
-    _case("t2", "seeing", "adapters of the tower", **TOWER_LORA),
+    _case("d2", "seeing", "adapters of the tower on one rank alone", **VISION_LORA),
+    _case("t2", "seeing", "adapters of the tower", **VISION_LORA),
 )
 
 # The same, of a tower that also gives features to the first layers.
-DEEPSTACK_LORA = {"lora": {**TOWER_LORA["lora"], "targets": ["q_proj", "visual.deepstack_merger_list.1.linear_fc1"]}}
+DEEPSTACK_LORA = {"lora": {**VISION_LORA["lora"], "targets": ["q_proj", "visual.deepstack_merger_list.1.linear_fc1"]}}
 DEEPSTACK: tuple[Case, ...] = (
     _case("d2", "deepstack", "images on one rank alone", **TRAINED),
     _case("d2", "deepstack", "images on one rank alone"),
@@ -537,7 +537,7 @@ REPLAYED: tuple[Case, ...] = (
 
 
 # 8-bit products: with one scale for all tokens of a micro-batch the reference is given the micro-batches of each rank.
-def _in_8_bits(fp8: str) -> tuple[Case, ...]:
+def _fp8_cases(fp8: str) -> tuple[Case, ...]:
     return (
         _case("d2", "fp8", "ranks with scales of their own", fp8=fp8),
         _case(
@@ -571,7 +571,7 @@ def _in_8_bits(fp8: str) -> tuple[Case, ...]:
     )
 
 
-FP8 = _in_8_bits("tensorwise") + _in_8_bits("rowwise")
+FP8 = _fp8_cases("tensorwise") + _fp8_cases("rowwise")
 FP8 += (
     _case("c2", "fp8", context_parallel="allgather", fp8="rowwise"),
     _case("c2", "fp8_latent", "the expansion of gathered latents is not", context_parallel="allgather", fp8="rowwise"),
@@ -579,5 +579,5 @@ FP8 += (
     _case("t2", "fp8_moe", "experts given for padding too", fp8="tensorwise", replay=True),
 )
 
-BLOCKS += DELTA + FP8 + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + DEEPSTACK + BRANCHES + REPLAYED
+BLOCKS += DELTA + FP8 + EXPERTS + LORA_CASES + MULTI_LORA + VISION_LANGUAGE + DEEPSTACK + BRANCHES + REPLAYED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -44,7 +44,7 @@ def _norm_over(dim_names: frozenset[str], mesh_name: str) -> Plant:
 
     def plant(case: Case) -> Any:
         dims = parse_layout(case.layout).dims()
-        wrong, holders = Group.of(dims.get_mesh(mesh_name)), archon.engine.optim._holders
+        wrong, holders = Group.from_mesh(dims.get_mesh(mesh_name)), archon.engine.optim._shard_groups
 
         def mistaken(grad: Tensor) -> tuple[Group, ...]:
             assert isinstance(grad, DTensor)
@@ -52,7 +52,7 @@ def _norm_over(dim_names: frozenset[str], mesh_name: str) -> Plant:
             groups = holders(grad)
             return (wrong,) if dim_names & set(names) else groups
 
-        return mock.patch.object(archon.engine.optim, "_holders", mistaken)
+        return mock.patch.object(archon.engine.optim, "_shard_groups", mistaken)
 
     return plant
 
@@ -81,10 +81,10 @@ def _denominator_of_each_rank(case: Case) -> Iterator[None]:
 
 def _idle_micro_batches_scored(case: Case) -> Any:
     def mistaken(self: MicroBatchRunner, mb: PackedBatch) -> Tensor:
-        scores: Any = self.call(mb, mb.scored_labels(), entropy=False)
+        scores: Any = self.call(mb, mb.loss_labels(), entropy=False)
         return scores.logprobs.sum() * 1e-3
 
-    return mock.patch.object(MicroBatchRunner, "idle", mistaken)
+    return mock.patch.object(MicroBatchRunner, "run_idle", mistaken)
 
 
 def _head_of_a_pipeline_decayed(case: Case) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.check.layouts import LENGTHS, VOCAB, rows_of
-from archon.check.oracle import checkpoint_tensors, hf_model, own_config, random_config, randomize_vectors
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.tools.check.layouts import LENGTHS, VOCAB, rank_rows
+from archon.tools.check.oracle import checkpoint_tensors, family_config, hf_model, random_config, randomize_vectors
 from tests.checkpoint.killing import digest
 from tests.checkpoint.quantizing import packed, rounded_to_fp8
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
@@ -114,7 +114,7 @@ def fp8_checkpoint(folder: Path) -> tuple[Path, STATE]:
             stored |= {key: data, f"{key}_scale_inv": scales}
             rows, columns = (torch.arange(size) // step for size, step in zip(tensor.shape, BLOCK, strict=True))
             expected[key] = data.float() * scales[rows][:, columns]
-    hf_config = own_config(config) | {"quantization_config": FP8, "num_nextn_predict_layers": 1}
+    hf_config = family_config(config) | {"quantization_config": FP8, "num_nextn_predict_layers": 1}
     return write(folder, hf_config, stored), expected
 
 
@@ -122,7 +122,7 @@ def mxfp4_checkpoint(folder: Path) -> tuple[Path, STATE]:
     """A folder as OpenAI publishes gpt-oss, and the weights it stands for."""
     config = config_of("gpt_oss")
     stored, expected = packed(fresh_state(config), exponents=(118, 122))
-    return write(folder, own_config(config) | {"quantization_config": MXFP4}, stored), expected
+    return write(folder, family_config(config) | {"quantization_config": MXFP4}, stored), expected
 
 
 def write(folder: Path, hf_config: dict[str, Any], stored: STATE) -> Path:
@@ -137,7 +137,7 @@ def train_and_export(case: Case, path: str, out: str) -> tuple[dict[str, str], d
     loaded = {name: digest(tensor) for name, tensor in engine.weights()}
     engine.save(f"{out}/loaded", dtype=torch.bfloat16)
     ranks = engine.ranks
-    rows = rows_of(batch(LENGTHS, seed=1), ranks.dp.rank, ranks.dp.size)
+    rows = rank_rows(batch(LENGTHS, seed=1), ranks.dp.rank, ranks.dp.size)
     metrics = engine.train_batch(rows, CrossEntropyLoss(), loss_token_count)
     engine.save(f"{out}/trained", dtype=torch.bfloat16)
     return loaded, {name: metrics[name] for name in ("loss", "grad_norm")}

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from archon.bench.origin import commit
-from archon.check.rank_pool import Pool, RankError
 from archon.parallel.layout import parse_layout
+from archon.tools.bench.origin import commit
+from archon.tools.check.rank_pool import Pool, RankError
 from tests.distributed.cases import Case
 from tests.distributed.matrix import reference_key, run_reference
 from tests.distributed.matrix_cases import CASES

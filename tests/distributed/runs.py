@@ -59,7 +59,7 @@ def rl_config(folder: Path, layout: str, **changes: Any) -> RLConfig:
         "ref": {"path": str(folder / "blank"), "device": "cpu", "init_from_scratch": True, "share_prefixes": False},
         "algorithm": {"kl": {"coef": 0.1}, "zero_variance_groups": "resample", "minibatches": 2},
         "gconfig": {"n_samples": 4, "max_new_tokens": 4},
-        "rollout": {"prompts_per_step": 5, "gold_checked": 4, "dump_groups": 5, "workers": {"rewards": 1}},
+        "rollout": {"prompts_per_step": 5, "n_gold_checks": 4, "dump_groups": 5, "workers": {"rewards": 1}},
         "generator": {"max_slots": 32, "page_size": 8},
         "train_data": {"path": "arithmetic"},
         "eval_data": {"path": "arithmetic", "split": "test"},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from archon.models import is_supported_model, register_model_spec
-from archon.models.args import BaseModelArgs
+from archon.models.args.base import BaseModelArgs
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
@@ -54,7 +54,7 @@ class RoutedMoEArgs(SharedMoEArgs):
         """See `MoEModelArgs.experts`."""
         return replace(
             super().experts(), hidden_act=ClampedSwiGLU(alpha=1.3, limit=0.2), score="sigmoid", scale=1.5, n_groups=4,
-            top_groups=2, wide_logits=True, router_bias=True, expert_biases=True, shared_gate=True,
+            top_groups=2, fp32_logits=True, router_bias=True, expert_biases=True, shared_gate=True,
         )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.schema.config import EngineConfig
+from archon.tools.check.rank_pool import Pool
 from tests.engine.tiny import make_engine
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from archon.check.rank_pool import Pool
 from archon.parallel.layout import parse_layout
+from archon.tools.check.rank_pool import Pool
 from archon.training.metrics import read_jsonl
 from tests.distributed.ahead import BATCH, N_SAMPLES, run_config, train
 from tests.distributed.runs import make_inputs

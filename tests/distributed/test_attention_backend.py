@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.check.layouts import LENGTHS
-from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.attention.registry import candidates, resolve_backend, saved_ops
+from archon.tools.check.layouts import LENGTHS
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case, batch, engine_config, write_config
 from tests.distributed.features import BY_OP, FULL
 from tests.distributed.matrix import run_case

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.rank_pool import Pool, RankError
 from archon.checkpoint.native import load_state
 from archon.checkpoint.state_tree import Shard, select_region
 from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import CheckpointError
+from archon.tools.check.rank_pool import Pool, RankError
 from tests.checkpoint.killing import digest
 from tests.distributed import checkpoints
 from tests.distributed.cases import Case, engine_config, write_config

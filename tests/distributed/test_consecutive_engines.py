@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from archon.check.layouts import FP64_TOLERANCE, rows_of
-from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.engine.optim import gradient_norm
 from archon.parallel.layout import parse_layout
+from archon.tools.check.layouts import FP64_TOLERANCE, rank_rows
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, write_config
 from tests.warm import run_code
 
@@ -77,7 +77,7 @@ def train_in_turn(path: str, case: Case, layouts: Sequence[str]) -> list[Result]
         engine = ArchonEngine(engine_config(case, path, layout, init_from_scratch=True))
         engine.initialize()
         dp = engine.ranks.dp
-        rows = rows_of(batch(LENGTHS, 1), dp.rank, dp.size)
+        rows = rank_rows(batch(LENGTHS, 1), dp.rank, dp.size)
         grads, _ = engine.gradients(rows, loss_of(case), loss_token_count, whole=False)
         foreign = foreign_tensors(engine, grads)
         metrics = engine.train_batch(rows, loss_of(case), loss_token_count)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from archon.check.rank_pool import Pool
 from archon.checkpoint.convert import convert
-from archon.checkpoint.dcp.metadata import read_metadata
+from archon.checkpoint.formats.dcp.metadata import read_metadata
 from archon.parallel.layout import parse_layout
+from archon.tools.check.rank_pool import Pool
 from tests.checkpoint.tiny_checkpoints import assert_bitwise, random_weights, write_checkpoint
 from tests.distributed.cases import MODELS, Case
 from tests.distributed.checkpoints import engine_of

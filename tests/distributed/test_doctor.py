@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.check.rank_pool import Pool
-from archon.doctor.checks import inconsistencies, memory, placements, self_test
 from archon.engine.batch import PackedBatch
 from archon.engine.dry_run import documents
 from archon.engine.engine import ArchonEngine
@@ -25,6 +23,8 @@ from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
+from archon.tools.check.rank_pool import Pool
+from archon.tools.doctor.checks import memory, placements, replica_mismatches, self_test
 from tests.distributed.cases import write_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -46,12 +46,12 @@ def plant_copy(path: str, layout: str, rank: int, name: str) -> tuple[list[str],
     """What is found after a step, and once one rank's weight has moved by its last bit."""
     engine = built(path, layout)
     step(engine, CrossEntropyLoss())
-    before = inconsistencies(engine)
+    before = replica_mismatches(engine)
     if dist.get_rank() == rank:
         parameters = dict(engine.model.named_parameters(remove_duplicate=False))
         first = local_tensor(parameters[name].detach()).view(-1)[:1]
         first.copy_(torch.nextafter(first, torch.tensor(torch.inf)))
-    return before, inconsistencies(engine)
+    return before, replica_mismatches(engine)
 
 
 @pytest.mark.parametrize(

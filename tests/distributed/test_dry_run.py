@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from archon.check.rank_pool import Pool
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.dry_run import RankReport, documents, dry_run, rank_report
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
-from archon.parallel.collectives import CollectiveRecorder, Sum, group_names
+from archon.parallel.collectives import CollectiveRecorder, CollectiveStats, group_names
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import plan_stages
 from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import write_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -73,7 +73,7 @@ def test_the_predicted_rank_is_the_real_one(
 def comparable(of: RankReport) -> RankReport:
     """Without what depends on values: bytes of tokens sent to experts, and of the metrics told through a pipeline."""
     step = {
-        traffic: Sum(total.count) if traffic.kind in ("all_to_all", "broadcast") else total
+        traffic: CollectiveStats(total.count) if traffic.kind in ("all_to_all", "broadcast") else total
         for traffic, total in of.step.items()
     }
     return replace(of, step=step)

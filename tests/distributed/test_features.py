@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from archon.check.layouts import LENGTHS
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.schema.errors import ConfigError
+from archon.tools.check.layouts import LENGTHS
 from tests.distributed.cases import batch, engine_config, loss_of, write_config
 from tests.distributed.features import FEATURES, PAIRS, REFUSED, features, pairs, refused_case
 from tests.distributed.matrix_cases import CASES, QUICK

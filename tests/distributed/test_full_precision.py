@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from archon.check.layouts import rows_of
-from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.layers.delta_net import LogDecay
 from archon.parallel.comm import local
-from archon.parallel.gather import whole_tensors
+from archon.parallel.gather import full_tensors
+from archon.tools.check.layouts import rank_rows
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case, engine_config
 from tests.distributed.matrix import data_of
 
@@ -30,7 +30,7 @@ def decays_of_a_step(folder: str, layout: str) -> list[str]:
         for name, parameter in engine.model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
                 parameter.add_(1 / 3)  # no number of bfloat16
-    masters = {name: whole.clone() for name, whole in whole_tensors(engine.model.named_parameters())}
+    masters = {name: whole.clone() for name, whole in full_tensors(engine.model.named_parameters())}
     wrong, seen = list[str](), set[str]()
 
     def look(name: str, module: LogDecay) -> None:
@@ -45,7 +45,7 @@ def decays_of_a_step(folder: str, layout: str) -> list[str]:
         if isinstance(module, LogDecay):
             # After FSDP has gathered the parameters, and before it frees them.
             module.register_forward_pre_hook(lambda module, _, name=name: look(name, module))
-    rows = rows_of(data_of(0), engine.ranks.dp.rank, engine.ranks.dp.size)
+    rows = rank_rows(data_of(0), engine.ranks.dp.rank, engine.ranks.dp.size)
     engine.train_batch(rows, CrossEntropyLoss(), loss_token_count)
     if missing := engine.model.full_precision_names() - seen:
         wrong.append(f"{sorted(missing)} were not used")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from archon.check.rank_pool import Pool
 from archon.models import get_model_spec
+from archon.tools.check.rank_pool import Pool
 from tests.checkpoint.killing import digest
 from tests.checkpoint.quantizing import BLOCK, quantize
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
@@ -32,7 +32,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     config = MODELS["fused"]
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
     native = fused_family.random_native(adapter)
-    state = adapter.to_hf(native) | fused_family.carried_tensors(config["num_hidden_layers"])
+    state = adapter.to_hf(native) | fused_family.passthrough_tensors(config["num_hidden_layers"])
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     folder = tmp_path_factory.mktemp("fused") / "model"
     return write_checkpoint(folder, config, state, shards=3), state, native
@@ -84,7 +84,7 @@ def test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32(
     case = Case("p2", "fused", dtype="bfloat16", config={"optimizer": None})
     ranks(2).run(checkpoints.reexport, case, str(folder), str(tmp_path / "out"))
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    carried = fused_family.carried_tensors(MODELS["fused"]["num_hidden_layers"]).keys()
+    carried = fused_family.passthrough_tensors(MODELS["fused"]["num_hidden_layers"]).keys()
     for key in state.keys() - carried:
         expected = state[key] if key.endswith("correction_bias") else state[key].bfloat16()
         assert exported[key].dtype == expected.dtype and torch.equal(exported[key], expected), key

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from archon.check.rank_pool import Pool
 from archon.checkpoint.hf_io import load_model
 from archon.engine.engine import ArchonEngine
 from archon.parallel import gather
 from archon.parallel.layout import parse_layout
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case, engine_config
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from archon.check.rank_pool import Pool
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.runs import make_inputs
 from tests.rl.objectives import (
     OBJECTIVES,

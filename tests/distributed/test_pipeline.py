@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archon.check.layouts import LENGTHS, VOCAB, rows_of
-from archon.check.rank_pool import Pool
 from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
@@ -29,8 +27,11 @@ from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, StagePlan, plan_stages, prune
 from archon.parallel.pipeline_schedule import Pipeline, _Stage
 from archon.parallel.torch_groups import default_group
-from archon.planner.memory_model import in_flight
 from archon.schema.config import PipelineConfig
+from archon.tools.check import layouts
+from archon.tools.check.layouts import LENGTHS, VOCAB
+from archon.tools.check.rank_pool import Pool
+from archon.tools.planner.memory_model import in_flight
 from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.distributed.checkpoints import whole_state
 
@@ -46,8 +47,8 @@ def engine_of(case: Case, folder: str) -> ArchonEngine:
     return engine
 
 
-def own_rows(engine: ArchonEngine) -> dict[str, Tensor]:
-    return rows_of(batch(LENGTHS, seed=3), engine.ranks.dp.rank, engine.ranks.dp.size)
+def rank_rows(engine: ArchonEngine) -> dict[str, Tensor]:
+    return layouts.rank_rows(batch(LENGTHS, seed=3), engine.ranks.dp.rank, engine.ranks.dp.size)
 
 
 def plain_logprobs(path: str, rows: dict[str, Tensor]) -> Tensor:
@@ -66,7 +67,7 @@ def plain_logprobs(path: str, rows: dict[str, Tensor]) -> Tensor:
 def evaluate_uneven(folder: str, case: Case) -> tuple[float, float, int]:
     """Largest error of the logprobs, the loss's error, and this rank's micro-batches."""
     engine = engine_of(case, folder)
-    rows = own_rows(engine)
+    rows = rank_rows(engine)
     scores = engine.forward_batch(rows)
     expected = plain_logprobs(f"{folder}/checkpoint", rows)
     everything = batch(LENGTHS, seed=3)
@@ -91,7 +92,7 @@ def test_ranks_with_unequal_micro_batches_evaluate_together(
 def undo(folder: str, case: Case) -> list[str]:
     """Names that differ after train, remember, train, and back."""
     engine = engine_of(case, folder)
-    rows = own_rows(engine)
+    rows = rank_rows(engine)
     engine.train_batch(rows, loss_of(case), loss_token_count)
     state = copied(engine.state_dict())
     before = whole_state(engine)
@@ -142,9 +143,9 @@ def train_after_an_error(folder: str, case: Case) -> str:
     if engine.ranks.pp.rank == 1:  # the other would wait for it
         fails = mock.patch.object(PipelineRunner, "accumulate", side_effect=ZeroDivisionError)
         with fails, suppress(ZeroDivisionError):
-            engine.train_batch(own_rows(engine), loss_of(case), loss_token_count)
+            engine.train_batch(rank_rows(engine), loss_of(case), loss_token_count)
         try:
-            engine.forward_batch(own_rows(engine))
+            engine.forward_batch(rank_rows(engine))
         except Exception as error:  # noqa: BLE001
             return str(error)
     return ""
@@ -237,7 +238,7 @@ def most_under_way(schedule: Any, stages_per_rank: int, wanted: int) -> tuple[in
     group = Group(world.group_name, world.size(), world.rank())
     config = PipelineConfig(schedule=schedule, stages_per_rank=stages_per_rank, head_weight=0.0)
     plan = plan_stages(config, group.size, 12)
-    model = StagedModel(plan, {stage: nn.Linear(4, 4) for stage in plan.stages_of(group.rank)})
+    model = StagedModel(plan, {stage: nn.Linear(4, 4) for stage in plan.rank_stages(group.rank)})
     layers, numbers = dict(zip(model.numbers, model.stages, strict=True)), [0]
 
     def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:

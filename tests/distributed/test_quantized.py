@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 import archon
-from archon.check.oracle import hf_classes, pack, reference_logits, relative
-from archon.check.parity import FP32_TOLERANCE
-from archon.check.rank_pool import Pool
 from archon.cli import main
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import CheckpointError
+from archon.tools.check.oracle import hf_classes, pack, reference_logits, relative_error
+from archon.tools.check.parity import FP32_TOLERANCE
+from archon.tools.check.rank_pool import Pool
 from tests.checkpoint.killing import digest
 from tests.distributed.cases import Case
 from tests.distributed.quantized import fp8_checkpoint, mxfp4_checkpoint, train_and_export
@@ -48,7 +48,7 @@ def widened(checkpoint: Checkpoint) -> dict[str, str]:
     family, folder, expected = checkpoint
     config = json.loads((folder / "config.json").read_text())
     adapter = get_model_spec(family).state_dict_adapter_class(config)
-    computed = {key: tensor.float() for key, tensor in expected.items() if not adapter.is_carried(key)}
+    computed = {key: tensor.float() for key, tensor in expected.items() if not adapter.is_passthrough(key)}
     return {name: digest(tensor.contiguous()) for name, tensor in adapter.from_hf(computed).items()}
 
 
@@ -94,7 +94,7 @@ def test_the_export_is_read_by_transformers_with_the_layer_that_predicts_a_furth
     tokens, positions, cu_seqlens, longest = pack([9, 1, 5], model.args.vocab_size, 1)
     with torch.no_grad():
         ours = model(tokens, positions, cu_seqlens, longest)
-        assert relative(ours, reference_logits(theirs, tokens, [9, 1, 5])) <= FP32_TOLERANCE
+        assert relative_error(ours, reference_logits(theirs, tokens, [9, 1, 5])) <= FP32_TOLERANCE
     if family != "deepseek_v3":
         return
     theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]  # the published model has 61 layers

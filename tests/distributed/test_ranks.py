@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.layouts import rows_of
-from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
-from archon.parallel.control_plane import PATIENT, ControlPlane
-from archon.parallel.failure import Failure
+from archon.parallel.control_plane import LONG_TIMEOUT_PREFIX, ControlPlane
+from archon.parallel.failure import FailureMonitor
 from archon.parallel.layout import parse_layout
 from archon.parallel.torch_groups import all_groups, default_group, set_time_limit, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.tools.check.layouts import rank_rows
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case, engine_config
 from tests.distributed.matrix import data_of
 
@@ -45,7 +45,7 @@ def train_with_other_names(folder: str, layout: str) -> tuple[int, str]:
     engine.initialize()
     rank = engine.ranks.dp.rank
     try:
-        engine.train_batch(rows_of(data_of(0), rank, 2), _NamedByRank(rank), loss_token_count)
+        engine.train_batch(rank_rows(data_of(0), rank, 2), _NamedByRank(rank), loss_token_count)
     except RuntimeError as error:
         return rank, str(error)
     return rank, "no error"
@@ -65,12 +65,12 @@ def test_metrics_of_other_names_end_every_rank(
 def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
     """Worker threads of each process group, threads of this process that wait for the network, and the limits in
     seconds of the groups that train."""
-    ControlPlane.patient("saves").barrier()  # which waits for files, and keeps its own
+    ControlPlane.with_long_timeout("saves").barrier()  # which waits for files, and keeps its own
     engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2", timeout_s=217.0))
     engine.initialize()
     groups = all_groups()
     options = {group: group._get_backend(torch.device("cpu")).options for group in groups}
-    train = [of for group, of in options.items() if not group.group_desc.startswith(PATIENT)]
+    train = [of for group, of in options.items() if not group.group_desc.startswith(LONG_TIMEOUT_PREFIX)]
     assert 10 < len(train) < len(groups)
     workers, limits = {of._threads for of in options.values()}, {of._timeout.total_seconds() for of in train}
     agree = {of._timeout.total_seconds() for of in options.values() if of not in train}
@@ -91,7 +91,7 @@ def test_gloo_groups_have_one_worker_and_share_a_device(
 
 def talk(_: str) -> list[Any]:
     """What each way of telling one another gives on this rank."""
-    plane = ControlPlane.of_run()
+    plane = ControlPlane.world()
     rank = plane.rank
 
     def fails_on_rank_1() -> str:
@@ -132,7 +132,7 @@ def test_ranks_tell_one_another(ranks: Callable[[int], Pool], tmp_path: Path) ->
 def talk_in_two_threads(_: str) -> list[int]:
     """A thread tells the others something on a plane of its own while the main thread does on its own."""
     found: list[int] = []
-    saves, run = ControlPlane.patient("saves"), ControlPlane.of_run()
+    saves, run = ControlPlane.with_long_timeout("saves"), ControlPlane.world()
     saves.barrier()  # groups are made by the main thread
 
     def save() -> None:
@@ -165,9 +165,9 @@ def limits(_: str) -> tuple[float, float, float]:
     world = default_group()
     before = time_limit(world)
     set_time_limit(world, timedelta(seconds=217))
-    short = [plane.connect() for plane in (ControlPlane._of_world("a", False), ControlPlane._of_world("b", True))]
+    short = [plane.connect() for plane in (ControlPlane._create("a", False), ControlPlane._create("b", True))]
     set_time_limit(world, timedelta(seconds=7200))
-    long = ControlPlane.patient("c").connect()
+    long = ControlPlane.with_long_timeout("c").connect()
     set_time_limit(world, before)
     return tuple(time_limit(group).total_seconds() for group in (*short, long))  # type: ignore[return-value]
 
@@ -179,11 +179,11 @@ def test_a_patient_plane_waits_half_an_hour_or_the_time_limit_where_that_is_long
 
 
 def compare(_: str) -> list[str]:
-    ControlPlane.of_run().require_same("train.jsonl", "5 rows")
+    ControlPlane.world().require_same("train.jsonl", "5 rows")
     messages = []
     for values in (("5 rows", "6 rows"), ("", "6 rows")):
         try:
-            ControlPlane.of_run().require_same("train.jsonl", values[ControlPlane.of_run().rank])
+            ControlPlane.world().require_same("train.jsonl", values[ControlPlane.world().rank])
         except ConfigError as error:
             messages.append(str(error))
     return messages
@@ -200,9 +200,9 @@ def test_other_files_on_another_rank_are_an_error_everywhere(ranks: Callable[[in
 
 def test_an_ended_rank_watches_no_more() -> None:
     """A thread that is still within the store when Python ends aborts the process."""
-    failure = Failure(0, range(1), torch.distributed.HashStore())
+    failure = FailureMonitor(0, range(1), torch.distributed.HashStore())
     failure.watch()
-    failure.done()
+    failure.mark_done()
     assert "archon-failure" not in {thread.name for thread in threading.enumerate()}
 
 

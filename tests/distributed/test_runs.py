@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.rank_pool import Pool, RankError
 from archon.checkpoint.hf_io import load_model
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
@@ -23,6 +22,7 @@ from archon.rl import SFTTrainer
 from archon.rl.bootstrap import warm_up
 from archon.rl.experience_buffer import ExperienceBuffer
 from archon.schema.errors import ConfigError
+from archon.tools.check.rank_pool import Pool, RankError
 from archon.training.config import WarmupConfig
 from archon.training.metrics import read_jsonl
 from tests.distributed.runs import explore_and_train, make_inputs, rl_config, sft_config, train_rl, train_sft
@@ -168,7 +168,7 @@ def train_until_one_rank_has_enough(folder: str, run_dir: str) -> int:
     """The steps done where the probe of rank 1 alone says at the second that it is enough."""
 
     def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
-        return {}, step == 2 and ControlPlane.of_run().rank == 1
+        return {}, step == 2 and ControlPlane.world().rank == 1
 
     trainer = SFTTrainer(sft_config(Path(folder), "d2", run_dir=run_dir), probe=probe)
     trainer.train()
@@ -189,7 +189,7 @@ def warm_up_with_a_late_signal(folder: str, run_dir: str) -> int:
 
     def save_then_signal(engine: ArchonEngine, *args: Any, **kwargs: Any) -> None:
         save(engine, *args, **kwargs)
-        if ControlPlane.of_run().rank == 1:
+        if ControlPlane.world().rank == 1:
             signal.raise_signal(signal.SIGTERM)
 
     warmup = WarmupConfig.parse({"total_steps": 2, "batch_size": 9, "train_data": {"path": folder}})
@@ -207,10 +207,10 @@ def test_a_signal_to_one_rank_late_in_a_warm_up_stops_all(
 
 def train_with_own_rows_held_out(folder: str, elsewhere: str) -> str:
     """What this rank is told where, beneath one path, it finds other held-out rows than the other."""
-    machine = Path(elsewhere) / str(ControlPlane.of_run().rank)
+    machine = Path(elsewhere) / str(ControlPlane.world().rank)
     (machine / "held_out").mkdir(parents=True)
     rows = (Path(folder) / "test.jsonl").read_text().splitlines()
-    (machine / "held_out" / "test.jsonl").write_text("\n".join(rows[: 5 + 9 * ControlPlane.of_run().rank]))
+    (machine / "held_out" / "test.jsonl").write_text("\n".join(rows[: 5 + 9 * ControlPlane.world().rank]))
     changes = {"run_dir": f"{elsewhere}/run", "eval_data": {"path": "held_out", "split": "test"}}
     try:
         with chdir(machine):

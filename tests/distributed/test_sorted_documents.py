@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
+from archon.tools.check.rank_pool import Pool
 from tests.distributed import matrix
 from tests.distributed.cases import Case, batch, engine_config
 from tests.distributed.verdict import examine
@@ -41,7 +41,7 @@ def short_documents(step: int) -> dict[str, Tensor]:
 def run_sorted(case: Case, folder: str) -> dict[str, float]:
     """On every rank: the case on short documents, of which some micro-batch was sorted."""
     seen: list[bool] = []
-    sort = PackedBatch.sorted_for_model
+    sort = PackedBatch.sorted_by_length
 
     def noted(self: PackedBatch) -> PackedBatch:
         found = sort(self)
@@ -50,7 +50,7 @@ def run_sorted(case: Case, folder: str) -> dict[str, float]:
 
     with (
         mock.patch("tests.distributed.matrix.data_of", short_documents),
-        mock.patch.object(PackedBatch, "sorted_for_model", noted),
+        mock.patch.object(PackedBatch, "sorted_by_length", noted),
     ):
         differences = matrix.run_case(case, folder)
     assert any(seen)
@@ -74,7 +74,7 @@ def unsorted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]
             folders[key] = tmp_path_factory.mktemp("unsorted")
             with (
                 mock.patch("tests.distributed.matrix.data_of", short_documents),
-                mock.patch.object(PackedBatch, "sorted_for_model", lambda self: self),
+                mock.patch.object(PackedBatch, "sorted_by_length", lambda self: self),
             ):
                 matrix.run_reference(case, folders[key])
         return folders[key]

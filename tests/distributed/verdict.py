@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from archon.check.rank_pool import Pool
 from archon.parallel.layout import parse_layout
+from archon.tools.check.rank_pool import Pool
 from tests.distributed.cases import Case
 from tests.distributed.matrix import run_case
 from tests.tolerances import REORDER_FP32, REORDER_FP64, STEPS_FP64

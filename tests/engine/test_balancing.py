@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import archon
-from archon.check.layouts import LENGTHS
-from archon.check.oracle import build_pair, checkpoint_tensors, pack, random_config, relative
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.train_step import micro_batches
 from archon.models.layers.moe import expert_biases, load_balancing_loss
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.tools.check.layouts import LENGTHS
+from archon.tools.check.oracle import build_pair, checkpoint_tensors, pack, random_config, relative_error
 from tests.distributed.cases import Case, batch, engine_config, whole_gradients, write_config
 from tests.tolerances import PARITY_FP32
 
@@ -55,7 +55,7 @@ def chosen(engine: ArchonEngine, data: dict[str, Tensor]) -> list[Tensor]:
     """How often each expert of each sparse layer is chosen for the tokens of a batch, in one pass over all of them."""
     packed, _ = micro_batches(data, 10**6, engine.args.vocab_size)
     engine.model(packed.tokens, packed.positions, packed.cu_seqlens, packed.max_seqlen)
-    return [stats.counts for stats in engine.whole_model.router_stats]
+    return [stats.counts for stats in engine.full_model.router_stats]
 
 
 # The auxiliary loss
@@ -70,7 +70,7 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_transformers(seed: in
     ours = load_balancing_loss(model.router_stats)
     out = reference(input_ids=tokens.unsqueeze(0), use_cache=False, output_router_logits=True)
     theirs = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
-    assert relative(ours, theirs) <= PARITY_FP32
+    assert relative_error(ours, theirs) <= PARITY_FP32
     ours.backward()
     theirs.backward()
     for parameter in (*model.parameters(), *reference.parameters()):  # what is behind the last router has none
@@ -109,7 +109,7 @@ def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> 
     assert read["router_aux_loss"] == pytest.approx(float(aux.detach()), rel=PARITY_FP32)
     (entropy + 0.3 * aux).backward()
     for name, gradient in adapter.from_hf(checkpoint_tensors(reference, gradients=True)).items():
-        assert relative(found[name], gradient) <= PARITY_FP32, name
+        assert relative_error(found[name], gradient) <= PARITY_FP32, name
 
 
 # Biases
@@ -205,12 +205,12 @@ def test_a_state_with_biases_needs_an_engine_with_them_and_the_reverse(tmp_path:
 def test_a_bias_that_is_not_0_cannot_be_exported(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.save(tmp_path / "fresh")  # biases of 0 change nothing
-    archon.save_model(engine.whole_model, tmp_path / "fresh_too", like=tmp_path / "config")
+    archon.save_model(engine.full_model, tmp_path / "fresh_too", like=tmp_path / "config")
     train(engine, range(1))
     with pytest.raises(CheckpointError, match=r"3 balancing biases are not 0 \(layers.0.moe.router.expert_bias"):
         engine.save(tmp_path / "out")
     with pytest.raises(CheckpointError, match="a Hugging Face checkpoint cannot hold them"):
-        archon.save_model(engine.whole_model, tmp_path / "out", like=tmp_path / "config")
+        archon.save_model(engine.full_model, tmp_path / "out", like=tmp_path / "config")
     assert not (tmp_path / "out").exists()
     engine.load(tmp_path / "fresh")
     assert all(not bias.any() for bias in biases(engine).values())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archon.engine.batch import PackedBatch, first_fit_decreasing, merge, pack, split, unpack
-from archon.models.head import IGNORE_INDEX
+from archon.models.layers.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
 from tests.engine.tiny import documents, padded
 
@@ -144,14 +144,14 @@ def test_the_model_is_given_documents_by_length_and_nothing_else_moves(lengths: 
     _, batch = make(lengths)
     packed = pack(batch)
 
-    mb = packed.sorted_for_model()
+    mb = packed.sorted_by_length()
 
     runs = len(list(itertools.groupby(lengths)))
     assert (mb.order is None) == (runs <= 2 * len(set(lengths)))
     for name in ("tokens", "positions", "labels", "cu_seqlens", "lengths"):
         assert torch.equal(torch.as_tensor(getattr(mb, name)), torch.as_tensor(getattr(packed, name)))
     assert torch.equal(mb.in_pack_order(mb.in_model_order(mb.tokens)), packed.tokens)
-    trained = mb.in_model_order(mb.scored_labels()) != IGNORE_INDEX
+    trained = mb.in_model_order(mb.loss_labels()) != IGNORE_INDEX
     assert mb.labeled_rows(only_trained=True).tolist() == trained.nonzero().squeeze(1).tolist()
     assert (mb.in_model_order(mb.labels)[mb.labeled_rows(only_trained=False)] != IGNORE_INDEX).all()
     if mb.order is not None:
@@ -166,7 +166,7 @@ def test_untrained_tokens_are_not_scored() -> None:
     _, batch = make([4, 3])
     batch["loss_mask"][0, 1] = 0
     packed = pack(batch)
-    assert packed.scored_labels().tolist() == [-100, *packed.labels.tolist()[1:]]
+    assert packed.loss_labels().tolist() == [-100, *packed.labels.tolist()[1:]]
     assert (packed.labels != IGNORE_INDEX).sum() == 5
 
 

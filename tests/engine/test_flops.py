@@ -11,8 +11,8 @@ import torch
 
 from archon.models import get_model_spec
 from archon.models.flops import Flops, MatmulShape, training_state_bytes
-from archon.models.lora import add_adapters
-from archon.models.lora_targets import active_parameters, adapter_sizes
+from archon.models.lora.model import add_lora
+from archon.models.lora.targets import active_parameters, resolve_lora_sizes
 from archon.schema.config import LoRAConfig
 from archon.schema.errors import ConfigError
 
@@ -86,7 +86,7 @@ def test_packed_documents_pay_attention_by_the_square_of_their_length() -> None:
 
 
 def test_frozen_weights_cost_no_gradient_and_their_adapters_all_three_products() -> None:
-    shape = MatmulShape(active=1000, total=1000, attention=((8, None),), adapters=10)
+    shape = MatmulShape(active=1000, total=1000, attention=((8, None),), lora=10)
     assert shape.packed([3, 5]).full == (4 * 1000 + 6 * 10) * 8 + 12 * 8 * (9 + 25)
 
 
@@ -96,10 +96,10 @@ def test_a_token_uses_the_adapters_of_the_experts_it_chooses(name: str) -> None:
     config = config_of(name)
     spec = get_model_spec(config["model_type"])
     names = spec.state_dict_adapter_class(config)
-    sizes = adapter_sizes(names, LoRAConfig(rank=4))
+    sizes = resolve_lora_sizes(names, LoRAConfig(rank=4))
     with torch.device("meta"):
         model = spec.model_class(names.args)
-        add_adapters(model, sizes, torch.float32)
+        add_lora(model, sizes, torch.float32)
     expected = 0
     for parameter, tensor in model.named_parameters():
         if ".lora." in parameter:

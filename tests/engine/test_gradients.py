@@ -267,11 +267,11 @@ def test_gradients_are_those_of_a_step_that_is_not_taken(tmp_path: Path, config:
     config = {"optimizer": {"lr": 1e-4}} | config
     engine, batch = make_engine(tmp_path, **config), sft_batch()
     before = {name: tensor.clone() for name, tensor in engine.weights()}
-    whole, metrics = engine.gradients(batch, CrossEntropyLoss(), loss_token_count)
-    local, again = engine.gradients(batch, CrossEntropyLoss(), loss_token_count, whole=False)
-    assert whole.keys() == local.keys() == before.keys()
-    assert all(torch.equal(whole[name], full_tensor(local[name])) for name in whole)
-    assert all(not isinstance(grad, DTensor) and grad.shape == before[name].shape for name, grad in whole.items())
+    full, metrics = engine.gradients(batch, CrossEntropyLoss(), loss_token_count)
+    local, again = engine.gradients(batch, CrossEntropyLoss(), loss_token_count, full=False)
+    assert full.keys() == local.keys() == before.keys()
+    assert all(torch.equal(full[name], full_tensor(local[name])) for name in full)
+    assert all(not isinstance(grad, DTensor) and grad.shape == before[name].shape for name, grad in full.items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
     assert all(parameter.grad is None for parameter in engine.model.parameters()) and engine.step == 0
     step = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)

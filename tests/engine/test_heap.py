@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from archon.engine import heap
-from archon.engine.heap import trim_if_grown
+from archon.engine.heap import trim_heap_if_grown
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.schema.kernel_caches import bound_kernel_caches
+from archon.schema.kernel_caches import limit_kernel_caches
 from tests.engine.tiny import make_engine, sft_batch
 
 HOLES = 96 << 20
@@ -27,16 +27,16 @@ def holes(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     tensors = [torch.ones(small, dtype=torch.uint8) for _ in range(HOLES // small)]
     kept = tensors[::8]
     del tensors
-    monkeypatch.setattr(heap, "_allowed", 0.0)
-    monkeypatch.setattr(heap, "_held_before", {})
+    monkeypatch.setattr(heap, "_trim_threshold", 0.0)
+    monkeypatch.setattr(heap, "_bytes_before_trim", {})
     yield heap._resident_bytes()
     del kept
 
 
 def test_they_go_back_and_then_only_after_more_growth(holes: int) -> None:
-    assert trim_if_grown("a test")
+    assert trim_heap_if_grown("a test")
     assert heap._resident_bytes() < holes - HOLES // 2
-    assert not trim_if_grown("a test")
+    assert not trim_heap_if_grown("a test")
 
 
 def test_they_go_back_at_the_end_of_a_training_step(tmp_path: Path, holes: int) -> None:
@@ -47,14 +47,14 @@ def test_they_go_back_at_the_end_of_a_training_step(tmp_path: Path, holes: int) 
 
 def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_malloc_trim", lambda: None)
-    monkeypatch.setattr(heap, "_allowed", 0.0)
-    assert not trim_if_grown("a test")
+    monkeypatch.setattr(heap, "_trim_threshold", 0.0)
+    assert not trim_heap_if_grown("a test")
 
 
 def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
     """Let this process seem to hold so much, time after time, and returning seem to leave what comes next."""
-    monkeypatch.setattr(heap, "_allowed", 0.0)
-    monkeypatch.setattr(heap, "_held_before", {})
+    monkeypatch.setattr(heap, "_trim_threshold", 0.0)
+    monkeypatch.setattr(heap, "_bytes_before_trim", {})
     monkeypatch.setattr(heap, "_malloc_trim", lambda: lambda pad: 1)
     monkeypatch.setattr(heap, "_resident_bytes", iter([each << 20 for each in mebibytes]).__next__)
 
@@ -62,20 +62,20 @@ def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
 def test_what_a_step_needs_each_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, 1400, 500, 1400, 1400, 1800, 1900, 500, 1400, 1900, 500)
     #   the first time; the next step is what a step needs: 1400 * 1.25 + 64 = 1814 may be held, until 1900 are
-    assert [trim_if_grown("training") for _ in range(7)] == [True, False, False, False, True, False, True]
+    assert [trim_heap_if_grown("training") for _ in range(7)] == [True, False, False, False, True, False, True]
 
 
 def test_so_is_what_a_turn_of_several_works_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, 1400, 500, 600, 1400, 1400)
     works = ("training", "generation", "training", "generation")
-    assert [trim_if_grown(work) for work in works] == [True, False, False, False]
+    assert [trim_heap_if_grown(work) for work in works] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("once", [800, 20_000])
 def test_what_is_held_once_goes_back(once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an evaluation left behind, or one long batch, just after the step that shows what is needed."""
     holding(monkeypatch, 400, 200, once, 200, 400, 400)
-    assert [trim_if_grown("training") for _ in range(4)] == [True, True, False, False]
+    assert [trim_heap_if_grown("training") for _ in range(4)] == [True, True, False, False]
 
 
 RAGGED = """
@@ -100,5 +100,5 @@ def test_products_of_ever_other_shapes_hold_a_bounded_memory() -> None:
 
 def test_what_the_environment_says_of_the_caches_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
-    bound_kernel_caches()
+    limit_kernel_caches()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"

@@ -11,23 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.doctor.checks import MAX_DIMS, inconsistencies
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.models.seeing import SeeingModel
-from archon.models.vision.images import PackedImages, Picture, multimodal_positions
+from archon.models.vision.images import PackedImages, ProcessedImage, multimodal_positions
+from archon.models.vision.language_model import VisionLanguageModel
 from archon.schema.config import EngineConfig
 from archon.schema.errors import BatchError, ConfigError
-from tests.models.seeing import TEXTS, picture_rows, random_picture, write_seeing
+from archon.tools.doctor.checks import MAX_DIMS, replica_mismatches
+from tests.models.vision_language import TEXTS, image_rows, random_image, write_vision_language
 from tests.tolerances import REORDER_FP64
 
 COUNTS = [0, 2, 1, 0, 1]
 
 
 @pytest.fixture(scope="module", params=TEXTS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SeeingModel]:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, VisionLanguageModel]:
     folder = tmp_path_factory.mktemp("seeing")
-    return folder / "weights", write_seeing(folder, request.param)
+    return folder / "weights", write_vision_language(folder, request.param)
 
 
 def engine_of(path: Path, **options: Any) -> ArchonEngine:
@@ -37,24 +39,24 @@ def engine_of(path: Path, **options: Any) -> ArchonEngine:
     return engine
 
 
-def rows_one_at_a_time(model: SeeingModel, batch: dict[str, Any]) -> list[Tensor]:
+def rows_one_at_a_time(model: VisionLanguageModel, batch: dict[str, Any]) -> list[Tensor]:
     """The log-probabilities of each row's tokens after the first."""
     image, found = model.args.image_format, []
     for ids, mask, pictures in zip(batch["input_ids"], batch["attention_mask"], batch["images"], strict=True):
         tokens = ids[mask != 0]
         sizes = [picture.size for picture in pictures]
         positions, _ = multimodal_positions(tokens, sizes, image.token, image.merge_size)
-        images = PackedImages.of_pictures(tokens, pictures, image) if pictures else None
+        images = PackedImages.from_images(tokens, pictures, image) if pictures else None
         bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
         logits = model(tokens, positions, bounds, len(tokens), images=images)
         found.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1))
     return found
 
 
-def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
     engine = engine_of(path, vision="trained")
-    batch = picture_rows(COUNTS, model.args.image_format)
+    batch = image_rows(COUNTS, model.args.image_format)
     rows = rows_one_at_a_time(model, batch)
     logprobs = engine.forward_batch(batch)
     for row, wanted in zip(logprobs, rows, strict=True):
@@ -72,11 +74,11 @@ def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple
         assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
 
 
-def test_documents_that_begin_alike_may_end_with_a_picture(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_documents_that_begin_alike_may_end_with_a_picture(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     """As a prompt may, whose last tokens predict none but are rows of the picture."""
     path, model = checkpoint
     image = model.args.image_format
-    picture = random_picture(random.Random(4), image)
+    picture = random_image(random.Random(4), image)
     placeholders = [image.token] * (picture.size[0] * picture.size[1] // image.merge_size**2)
     ids = torch.tensor([[3, 5, 4, 6, 1, *placeholders]] * 3)
     mask = torch.ones_like(ids)
@@ -86,9 +88,9 @@ def test_documents_that_begin_alike_may_end_with_a_picture(checkpoint: tuple[Pat
     assert (shared - whole).abs().max() <= REORDER_FP64 * whole.abs().max()
 
 
-def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
-    batch = picture_rows(COUNTS, model.args.image_format)
+    batch = image_rows(COUNTS, model.args.image_format)
     engine = engine_of(path)
     before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
     engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
@@ -99,15 +101,15 @@ def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, Se
     assert all(torch.equal(frozen[name.removeprefix("visual.")], before[name]) for name in before if "visual." in name)
 
 
-def test_doctor_compares_every_parameter_of_a_tower(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_doctor_compares_every_parameter_of_a_tower(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     engine = engine_of(checkpoint[0])
     assert max(parameter.dim() for parameter in engine.model.parameters()) == MAX_DIMS
-    assert inconsistencies(engine) == []
+    assert replica_mismatches(engine) == []
 
 
-def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
-    batch = picture_rows([1, 0, 2], model.args.image_format)
+    batch = image_rows([1, 0, 2], model.args.image_format)
     found = []
     for mode in ("none", "full"):
         engine = engine_of(path, vision="trained", activation_checkpoint={"mode": mode})
@@ -116,10 +118,10 @@ def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, SeeingModel])
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
 
 
-def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
     engine = engine_of(path, vision="off", dtype="float32")
-    text = {k: v for k, v in picture_rows([0, 0], model.args.image_format).items() if k != "images"}
+    text = {k: v for k, v in image_rows([0, 0], model.args.image_format).items() if k != "images"}
     engine.train_batch(text, CrossEntropyLoss(), loss_token_count)
     engine.save(path.parent / "text")
     before, after = (engine_of(folder, dtype="float32").model for folder in (path, path.parent / "text"))
@@ -127,14 +129,14 @@ def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, SeeingM
     assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
     assert not torch.equal(before.layers["0"].feed_forward.w1.weight, after.layers["0"].feed_forward.w1.weight)
     with pytest.raises(BatchError, match="the batch has images, and this model sees none"):
-        engine.forward_batch(picture_rows([1], model.args.image_format))
+        engine.forward_batch(image_rows([1], model.args.image_format))
 
 
-def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
     engine, image = engine_of(path), model.args.image_format
-    batch = picture_rows([1, 2], image)
-    small = Picture(torch.zeros(4, 5), (1, 2, 2))
+    batch = image_rows([1, 2], image)
+    small = ProcessedImage(torch.zeros(4, 5), (1, 2, 2))
     for images, message in [
         ([batch["images"][0], []], "document 1 of the batch: .* placeholder tokens .* for 0 images"),
         ([batch["images"][0]], "images has 1 lists of pictures; expected one for each of 2 rows"),
@@ -154,9 +156,9 @@ def test_a_tower_that_does_not_exist_is_not_trained(tmp_path: Path) -> None:
         EngineConfig(path=str(tmp_path), vision="trained", lora={"rank": 2})
 
 
-def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[Path, SeeingModel]) -> None:
+def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
-    batch = picture_rows([1, 2], model.args.image_format)
+    batch = image_rows([1, 2], model.args.image_format)
     targets = ["q_proj", "visual.blocks.0.attn.qkv"]
     if model.visual.spec.deepstack:
         targets.append("visual.deepstack_merger_list.1.linear_fc2")
@@ -167,4 +169,4 @@ def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[
     assert torch.equal(again.forward_batch(batch), engine.forward_batch(batch))
     assert not any(name.startswith("visual.") for name in engine_of(path, lora={"rank": 2}).lora)
     with pytest.raises(ConfigError, match="one adapter alone can have"):
-        engine_of(path, lora={"adapters": {"x": {"targets": targets}}})
+        engine_of(path, lora={"loras": {"x": {"targets": targets}}})

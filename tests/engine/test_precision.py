@@ -23,7 +23,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
-from archon.parallel.phase import listening
+from archon.parallel.phase import phase_listener
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import LENGTHS, assert_gradients_close, engine_gradients, make_engine, sft_batch
 from tests.tolerances import BF16_COMPUTE, FORMULA_FP32, REORDER_FP32
@@ -70,7 +70,7 @@ def kept_bytes(engine: ArchonEngine, batch: dict[str, Tensor]) -> int:
             kept.append(storages.bytes_alive())
         return storages if part == "forward" else nullcontext()
 
-    with listening(measure):
+    with phase_listener(measure):
         engine.gradients(batch, SFT, loss_token_count)
     assert len(kept) == 1  # one micro-batch
     return kept[0]
@@ -103,7 +103,7 @@ def test_bf16_gradients_are_those_of_a_bf16_copy_of_the_masters(tmp_path: Path) 
     engine = make_engine(tmp_path, dtype="bfloat16")
     narrow = make_engine(tmp_path).model.bfloat16()
     mb = pack(sft_batch())
-    out = narrow(mb.tokens, mb.positions, mb.cu_seqlens, mb.max_seqlen, labels=mb.scored_labels())
+    out = narrow(mb.tokens, mb.positions, mb.cu_seqlens, mb.max_seqlen, labels=mb.loss_labels())
     (-out.logprobs.sum() / loss_token_count(mb)).backward()
 
     _, grads = engine_gradients(engine, sft_batch(), PLAIN_SFT, loss_token_count)
@@ -299,7 +299,7 @@ def saved_bytes(engine: ArchonEngine, batch: dict[str, Tensor]) -> int:
     def remember_in_forward(part: str) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(remember, lambda x: x) if part == "forward" else nullcontext()
 
-    with listening(remember_in_forward):
+    with phase_listener(remember_in_forward):
         engine.gradients(batch, SFT, loss_token_count)
     return sum(saved.values())
 

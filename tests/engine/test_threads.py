@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.threads import SECONDS, FittingThreads, Load, load_of_process
+from archon.engine.threads import SECONDS, Load, ThreadController, process_load
 from tests.engine.tiny import make_engine, sft_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,42 +39,42 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[FittingThreads]:
+def threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadController]:
     """Of a process that may use all four."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
-    fitting = FittingThreads(machine.load, lambda: machine.now)
-    fitting.fit()
+    fitting = ThreadController(machine.load, lambda: machine.now)
+    fitting.adjust()
     yield fitting
     torch.set_num_threads(before)
 
 
-def crowd(machine: Machine, threads: FittingThreads) -> None:
+def crowd(machine: Machine, threads: ThreadController) -> None:
     """Three of the four processors are others' for two looks."""
     for _ in range(2):
         machine.run(1, 3)
-        threads.fit()
+        threads.adjust()
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0, 4), (0.3, 4), (0.7, 3), (1, 3), (2.6, 1), (4, 1)])
 def test_as_many_threads_as_processors_are_free(
-    machine: Machine, threads: FittingThreads, others: float, expected: int
+    machine: Machine, threads: ThreadController, others: float, expected: int
 ) -> None:
     for _ in range(2):
         assert torch.get_num_threads() == 4
         machine.run(4 - others, others)
-        threads.fit()
+        threads.adjust()
     assert torch.get_num_threads() == expected
 
 
-def test_all_of_them_again_once_the_others_have_ended(machine: Machine, threads: FittingThreads) -> None:
+def test_all_of_them_again_once_the_others_have_ended(machine: Machine, threads: ThreadController) -> None:
     crowd(machine, threads)
     machine.run(1, 0, seconds=SECONDS / 2)
-    threads.fit()
+    threads.adjust()
     assert torch.get_num_threads() == 1
     machine.run(1, 0, seconds=4 * SECONDS)
-    threads.fit()
+    threads.adjust()
     assert torch.get_num_threads() == 4
 
 
@@ -84,42 +84,42 @@ def in_a_thread(function: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_each_thread_that_computes_follows(machine: Machine, threads: FittingThreads) -> None:
+def test_each_thread_that_computes_follows(machine: Machine, threads: ThreadController) -> None:
     found = []
 
     def compute() -> None:
         for others in (0, 2, 2, 0):
             machine.run(1, others)
-            threads.fit()
+            threads.adjust()
             found.append(torch.get_num_threads())
 
     in_a_thread(compute)
     assert found == [4, 4, 2, 4]
     in_a_thread(lambda: crowd(machine, threads))
     assert torch.get_num_threads() == 4, "this one has not asked since"
-    threads.fit()
+    threads.adjust()
     assert torch.get_num_threads() == 1
 
 
 def test_a_number_that_somebody_has_chosen_stays(
-    machine: Machine, threads: FittingThreads, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, threads: ThreadController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(3)
     crowd(machine, threads)
-    threads.keep()
+    threads.use_all()
     assert torch.get_num_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    other = FittingThreads(machine.load, lambda: machine.now)
+    other = ThreadController(machine.load, lambda: machine.now)
     for _ in range(3):
         machine.run(1, 3)
-        other.fit()
+        other.adjust()
     assert torch.get_num_threads() == 3
 
 
-def test_a_number_that_is_to_stay_is_all_of_them(machine: Machine, threads: FittingThreads) -> None:
+def test_a_number_that_is_to_stay_is_all_of_them(machine: Machine, threads: ThreadController) -> None:
     crowd(machine, threads)
-    in_a_thread(threads.keep)
-    threads.fit()
+    in_a_thread(threads.use_all)
+    threads.adjust()
     assert torch.get_num_threads() == 4
     crowd(machine, threads)
     assert torch.get_num_threads() == 4
@@ -130,13 +130,13 @@ def test_where_nothing_tells_the_load_it_stays(monkeypatch: pytest.MonkeyPatch, 
         raise OSError("no /proc")
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before, fitting = torch.get_num_threads(), FittingThreads(hidden, lambda: machine.now)
+    before, fitting = torch.get_num_threads(), ThreadController(hidden, lambda: machine.now)
     crowd(machine, fitting)
     assert torch.get_num_threads() == before
 
 
 def test_a_look_that_fails_changes_nothing(
-    machine: Machine, threads: FittingThreads, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, threads: ThreadController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> Load:
         raise OSError("too many open files")
@@ -144,16 +144,16 @@ def test_a_look_that_fails_changes_nothing(
     crowd(machine, threads)
     machine.run(1, 0)
     with monkeypatch.context() as context:
-        context.setattr(threads, "_look_up", fail)
-        threads.fit()
+        context.setattr(threads, "_measure_load", fail)
+        threads.adjust()
         assert torch.get_num_threads() == 1
-    threads.fit()
+    threads.adjust()
     assert torch.get_num_threads() == 4
 
 
 def test_the_machine_is_at_least_as_busy_as_this_process() -> None:
-    before = load_of_process()
-    while (now := load_of_process()).own < before.own + 0.5:
+    before = process_load()
+    while (now := process_load()).own < before.own + 0.5:
         torch.ones(100, 100) @ torch.ones(100, 100)
     assert now.busy - before.busy >= 0.4 and now.processors >= 1
 
@@ -195,7 +195,7 @@ def test_training_next_to_busy_programs_goes_on_with_one_thread(tmp_path: Path) 
 
 def test_a_deterministic_engine_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
-    monkeypatch.setattr("archon.engine.build.keep_threads", lambda: kept.append(True))
+    monkeypatch.setattr("archon.engine.build.use_all_threads", lambda: kept.append(True))
     make_engine(tmp_path / "a", optimizer={"lr": 1e-3}).train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
     assert not kept
     make_engine(tmp_path / "b", compile=True)

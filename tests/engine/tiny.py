@@ -112,7 +112,7 @@ def engine_gradients(
     """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimizer."""
     engine.config.max_tokens_per_mb = max_tokens
     engine.config.gradient_reduction = "per_microbatch" if reduce_every else "per_step"
-    grads, metrics = engine.gradients(batch, loss_fn, weight_fn, temperature, whole=False)
+    grads, metrics = engine.gradients(batch, loss_fn, weight_fn, temperature, full=False)
     missing = dict(engine.model.named_parameters()).keys() - grads.keys()
     assert not missing, f"{sorted(missing)} have no gradient"
     return metrics["loss"], {name: full_tensor(grad) for name, grad in grads.items()}

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from archon.check.family import REFERENCES
-from archon.check.oracle import checkpoint_tensors, hf_classes, hf_model, own_config, randomize_buffers
 from archon.generation import InProcessEngine
 from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import checkpoint_tensors, family_config, hf_classes, hf_model, randomize_buffers
 
 VOCAB = 67
 _SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -152,7 +152,7 @@ def _pair(
         hf = hf_model(config).to(dtype).eval()
         randomize_buffers(hf)
     spec = get_model_spec(family)
-    adapter = spec.state_dict_adapter_class(own_config(config, family))
+    adapter = spec.state_dict_adapter_class(family_config(config, family))
     model = spec.model_class(adapter.args).to(dtype)
     model.load_state_dict(adapter.from_hf(checkpoint_tensors(hf)), strict=False)
     model.tie_weights()

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from archon.checkpoint.adapter_export import Adapters
+from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation import InProcessEngine
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.base import BaseArchonModel
 from archon.models.layers.linear import Linear
-from archon.models.lora import add_adapters
-from archon.models.lora_targets import AdapterSize
-from archon.schema.errors import NotFiniteError, RolloutError, UnknownAdapterError
+from archon.models.lora.model import add_lora
+from archon.models.lora.targets import LoRASize
+from archon.schema.errors import NotFiniteError, RolloutError, UnknownLoRAError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
-from tests.lora.adapters import merged, random_adapter
+from tests.lora.random_lora import merged, random_lora
 from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
 
 RAGGED = prompts(1, 2, 5, 9, 17, 33)
@@ -27,16 +27,16 @@ RAGGED = prompts(1, 2, 5, 9, 17, 33)
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
-def asks(adapter: str | None, prompt: list[int], **gconfig: Any) -> ModelRequest:
+def asks(lora: str | None, prompt: list[int], **gconfig: Any) -> ModelRequest:
     asked = request(prompt, **gconfig)
-    asked.adapter = adapter
+    asked.lora = lora
     return asked
 
 
-def serving(model: BaseArchonModel, adapters: Mapping[str, Adapters], **options: Any) -> InProcessEngine:
+def serving(model: BaseArchonModel, loras: Mapping[str, LoRAWeights], **options: Any) -> InProcessEngine:
     engine = make_engine(model, **{"page_size": 3, "n_pages": 400, "prefill_tokens": 7} | options)
-    for name, adapter in adapters.items():
-        engine.load_adapter(name, adapter)
+    for name, lora in loras.items():
+        engine.load_lora(name, lora)
     return engine
 
 
@@ -55,18 +55,18 @@ def worst_difference(answers: list[ModelResponse], models: list[BaseArchonModel]
 def test_served_together_each_answer_is_that_of_its_adapter_alone(family: str, count: int) -> None:
     """Ranks differ, prompts are the same for all adapters, and fewer slots than requests make them arrive in turn."""
     model = make_model(torch.float64, family)
-    adapters = {f"a{seed}": random_adapter(model, seed, rank=2 + seed % 3) for seed in range(count)}
-    models = {None: model} | {name: merged(model, adapter) for name, adapter in adapters.items()}
+    loras = {f"a{seed}": random_lora(model, seed, rank=2 + seed % 3) for seed in range(count)}
+    models = {None: model} | {name: merged(model, lora) for name, lora in loras.items()}
     chosen = RAGGED[1::2]
     together = [asks(name, prompt, greedy=True, max_new_tokens=6) for prompt in chosen for name in models]
-    answers = serving(model, adapters, max_slots=5).generate(together)
-    whose = [models[asked.adapter] for asked in together]
+    answers = serving(model, loras, max_slots=5).generate(together)
+    whose = [models[asked.lora] for asked in together]
     assert worst_difference(answers, whose, 1.0) < GENERATED_LOGPROB_FP64
-    for name, adapter in [*adapters.items()][-2:]:
-        own = [asked for asked in together if asked.adapter == name]
-        alone = serving(model, {name: adapter}).generate(own)
+    for name, lora in [*loras.items()][-2:]:
+        own = [asked for asked in together if asked.lora == name]
+        alone = serving(model, {name: lora}).generate(own)
         assert [answer.output_tokens for answer in alone] == [
-            answer.output_tokens for answer, asked in zip(answers, together, strict=True) if asked.adapter == name
+            answer.output_tokens for answer, asked in zip(answers, together, strict=True) if asked.lora == name
         ]
     assert len({tuple(answer.output_tokens) for answer in answers}) > len(chosen), "adapters change answers"
 
@@ -74,15 +74,15 @@ def test_served_together_each_answer_is_that_of_its_adapter_alone(family: str, c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_step_ratio_of_sampled_answers_is_one(dtype: torch.dtype) -> None:
     model = make_model()
-    adapters = {f"a{seed}": random_adapter(model, seed) for seed in range(3)}
-    engine = serving(model, adapters, dtype=dtype)
-    together = [asks(name, prompt, temperature=0.7, max_new_tokens=16) for prompt in RAGGED for name in adapters]
+    loras = {f"a{seed}": random_lora(model, seed) for seed in range(3)}
+    engine = serving(model, loras, dtype=dtype)
+    together = [asks(name, prompt, temperature=0.7, max_new_tokens=16) for prompt in RAGGED for name in loras]
     answers = engine.generate(together)
-    whole = {name: merged(make_model(dtype), adapter) for name, adapter in adapters.items()}
+    whole = {name: merged(make_model(dtype), lora) for name, lora in loras.items()}
     differences = []
     for answer, asked in zip(answers, together, strict=True):
-        assert asked.adapter is not None
-        expected = trainer_logprobs(whole[asked.adapter], answer.input_tokens, answer.output_tokens, 0.7)
+        assert asked.lora is not None
+        expected = trainer_logprobs(whole[asked.lora], answer.input_tokens, answer.output_tokens, 0.7)
         differences.append((torch.tensor(answer.output_logprobs) - expected).abs())
     if dtype == torch.float32:
         assert torch.cat(differences).max() < GENERATED_LOGPROB_FP32
@@ -92,30 +92,30 @@ def test_the_first_step_ratio_of_sampled_answers_is_one(dtype: torch.dtype) -> N
 
 def test_answers_of_one_prompt_share_its_pages_within_an_adapter_alone() -> None:
     model = make_model(torch.float64)
-    adapters = {f"a{seed}": random_adapter(model, seed) for seed in range(2)}
-    engine = serving(model, adapters, page_size=4, prefill_tokens=100)
+    loras = {f"a{seed}": random_lora(model, seed) for seed in range(2)}
+    engine = serving(model, loras, page_size=4, prefill_tokens=100)
     owners = [None, "a0", "a1"]
     together = [asks(name, RAGGED[5], seed=n, max_new_tokens=6) for n in range(4) for name in owners]
     answers = engine.generate(together)
     assert engine.stats.shared_prompts == 3 * len(owners)
     assert engine.stats.prefill_tokens == len(owners) * len(RAGGED[5])
-    models = {None: model} | {name: merged(model, adapter) for name, adapter in adapters.items()}
-    assert worst_difference(answers, [models[asked.adapter] for asked in together], 1.0) < GENERATED_LOGPROB_FP64
+    models = {None: model} | {name: merged(model, lora) for name, lora in loras.items()}
+    assert worst_difference(answers, [models[asked.lora] for asked in together], 1.0) < GENERATED_LOGPROB_FP64
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
     model = make_model(torch.float64, family)
-    adapter = random_adapter(model, 1)
-    engine = serving(model, {"one": adapter})
-    for name, whole in ((None, model), ("one", merged(model, adapter))):
+    lora = random_lora(model, 1)
+    engine = serving(model, {"one": lora})
+    for name, whole in ((None, model), ("one", merged(model, lora))):
         expected = make_engine(whole).prompt_logprobs(RAGGED[5], 0.7)
         trained = trainer_logprobs(whole, RAGGED[5][:1], RAGGED[5][1:], 0.7)
         assert (torch.tensor(expected, dtype=torch.float64) - trained).abs().max() < GENERATED_LOGPROB_FP64
         given = engine.prompt_logprobs(RAGGED[5], 0.7, name)
         difference = torch.tensor(given, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
         assert difference.abs().max() < GENERATED_LOGPROB_FP64
-    with pytest.raises(UnknownAdapterError, match="no adapter 'two' is loaded; loaded are: 'one'"):
+    with pytest.raises(UnknownLoRAError, match="no adapter 'two' is loaded; loaded are: 'one'"):
         engine.prompt_logprobs(RAGGED[5], 0.7, "two")
 
 
@@ -125,7 +125,7 @@ def test_requests_of_the_model_itself_are_bitwise_the_same_beside_loaded_adapter
     alone, next_to = make_engine(model), make_engine(model)
     before = next_to.fingerprint
     for seed in range(3):
-        next_to.load_adapter(f"a{seed}", random_adapter(model, seed))
+        next_to.load_lora(f"a{seed}", random_lora(model, seed))
     for one, other in zip(alone.generate(wanted), next_to.generate(wanted), strict=True):
         assert (one.output_tokens, one.output_logprobs) == (other.output_tokens, other.output_logprobs)
     next_to.update_weights(model)
@@ -141,24 +141,24 @@ async def until_tokens(engine: InProcessEngine, count: int) -> None:
 
 async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_others() -> None:
     model = make_model(torch.float64)
-    old, new, other = (random_adapter(model, seed) for seed in range(3))
+    old, new, other = (random_lora(model, seed) for seed in range(3))
     engine = serving(model, {"a": old, "b": other}, page_size=4, prefill_tokens=100)
     together = [asks(name, prompt, seed=1, max_new_tokens=20) for prompt in RAGGED[2:4] for name in (None, "a", "b")]
     tasks = [asyncio.create_task(engine.agenerate(asked)) for asked in together]
     await until_tokens(engine, 6)
     cached = {s.prompt_key: s.computed for s in engine._generator.scheduler.running}
-    engine.update_adapter("a", new, version=7)
+    engine.update_lora("a", new, version=7)
     for sequence in engine._generator.unfinished:
-        own = sequence.adapter is not None and sequence.adapter.name == "a"
+        own = sequence.lora is not None and sequence.lora.name == "a"
         assert sequence.computed == (0 if own else cached[sequence.prompt_key])
     answers = await asyncio.gather(*tasks)
-    untouched = serving(model, {"b": other}).generate([asked for asked in together if asked.adapter != "a"])
-    kept = [answer for answer, asked in zip(answers, together, strict=True) if asked.adapter != "a"]
+    untouched = serving(model, {"b": other}).generate([asked for asked in together if asked.lora != "a"])
+    kept = [answer for answer, asked in zip(answers, together, strict=True) if asked.lora != "a"]
     assert [answer.output_tokens for answer in kept] == [answer.output_tokens for answer in untouched]
     assert {version for answer in kept for version in answer.output_versions} == {0}
     models = {0: merged(model, old), 7: merged(model, new)}
     for answer, asked in zip(answers, together, strict=True):
-        if asked.adapter != "a":
+        if asked.lora != "a":
             continue
         assert {*answer.output_versions} == {0, 7}
         for version, whole in models.items():
@@ -166,54 +166,54 @@ async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_ot
             own = torch.tensor([given == version for given in answer.output_versions])
             given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
             assert (given - expected)[own].abs().max() < GENERATED_LOGPROB_FP64
-    engine.update_adapter("a", old)
-    assert engine.adapters["a"].version == 8
+    engine.update_lora("a", old)
+    assert engine.loras["a"].version == 8
 
 
 async def test_unloading_lets_unfinished_answers_end_with_the_weights_that_they_began_with() -> None:
     model = make_model(torch.float64)
-    old, new = random_adapter(model, 0), random_adapter(model, 1)
+    old, new = random_lora(model, 0), random_lora(model, 1)
     engine = serving(model, {"a": old}, page_size=4, prefill_tokens=100, max_slots=3)
     asked = [asks("a", prompt, greedy=True, max_new_tokens=12) for prompt in RAGGED[2:]]
     tasks = [asyncio.create_task(engine.agenerate(one)) for one in asked]
     await until_tokens(engine, 4)
     assert engine._generator.scheduler.waiting, "some have not begun"
-    engine.unload_adapter("a")
-    assert not engine.adapters
-    with pytest.raises(UnknownAdapterError, match="no adapter 'a' is loaded; loaded are: none"):
+    engine.unload_lora("a")
+    assert not engine.loras
+    with pytest.raises(UnknownLoRAError, match="no adapter 'a' is loaded; loaded are: none"):
         await engine.agenerate(asked[0])
-    engine.load_adapter("a", new)
+    engine.load_lora("a", new)
     later = [asyncio.create_task(engine.agenerate(one)) for one in asked]
     before, after = await asyncio.gather(*tasks), await asyncio.gather(*later)
-    for answers, adapter in ((before, old), (after, new)):
-        alone = serving(model, {"a": adapter}).generate(asked)
+    for answers, lora in ((before, old), (after, new)):
+        alone = serving(model, {"a": lora}).generate(asked)
         assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in alone]
-    engine.unload_adapter("a")
+    engine.unload_lora("a")
     assert not held(engine), "weights of adapters that nobody uses are freed"
-    with pytest.raises(UnknownAdapterError, match="'a'"):
-        engine.unload_adapter("a")
+    with pytest.raises(UnknownLoRAError, match="'a'"):
+        engine.unload_lora("a")
 
 
 def held(engine: InProcessEngine) -> int:
     """How many parts of adapters the layers hold."""
     several = [m.lora for m in engine.model.modules() if isinstance(m, Linear) and m.lora is not None]
-    return sum(len(adapters.parts) for adapters in several)  # type: ignore[arg-type]
+    return sum(len(loras.parts) for loras in several)  # type: ignore[arg-type]
 
 
 async def test_aborted_and_failed_requests_let_go_of_their_adapter() -> None:
     model = make_model()
-    engine = serving(model, {"a": random_adapter(model, 0)})
+    engine = serving(model, {"a": random_lora(model, 0)})
     task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
     await until_tokens(engine, 2)
-    engine.unload_adapter("a")
+    engine.unload_lora("a")
     assert held(engine)
     engine.abort()
     await task
     assert not held(engine)
-    engine.load_adapter("a", random_adapter(model, 0))
+    engine.load_lora("a", random_lora(model, 0))
     task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
     await until_tokens(engine, 2)
-    engine.unload_adapter("a")
+    engine.unload_lora("a")
     with pytest.raises(RolloutError):
         engine.update_weights({}.items())
     with pytest.raises(RolloutError, match="were not sent"):
@@ -223,48 +223,48 @@ async def test_aborted_and_failed_requests_let_go_of_their_adapter() -> None:
 
 def test_what_cannot_be_loaded_is_refused_and_changes_nothing() -> None:
     model = make_model()
-    adapter = random_adapter(model, 0)
-    engine = serving(model, {"a": adapter})
+    lora = random_lora(model, 0)
+    engine = serving(model, {"a": lora})
     parts = held(engine)
     with pytest.raises(RolloutError, match="an adapter 'a' is loaded already"):
-        engine.load_adapter("a", adapter)
-    engine.max_adapters = 1
+        engine.load_lora("a", lora)
+    engine.max_loras = 1
     with pytest.raises(RolloutError, match="1 adapters are loaded, as many as allowed; unload one"):
-        engine.load_adapter("b", adapter)
-    engine.max_adapters = 9
-    wrong = replace(adapter, sizes={name: AdapterSize(2, 6.0, False) for name in adapter.sizes})
-    other = random_adapter(make_model(family="qwen3_moe"), 0)
+        engine.load_lora("b", lora)
+    engine.max_loras = 9
+    wrong = replace(lora, sizes={name: LoRASize(2, 6.0, False) for name in lora.sizes})
+    other = random_lora(make_model(family="qwen3_moe"), 0)
     for weights, message in ((wrong, r"has shapes \(3, 24\) and \(32, 3\); expected \(2, 24\)"), (other, "not have")):
         with pytest.raises(RolloutError, match=message):
-            engine.load_adapter("b", weights)
+            engine.load_lora("b", weights)
         with pytest.raises(RolloutError, match=message):
-            engine.update_adapter("a", weights)
-    assert [*engine.adapters] == ["a"]
+            engine.update_lora("a", weights)
+    assert [*engine.loras] == ["a"]
     assert held(engine) == parts
 
 
 def test_a_model_with_an_adapter_of_its_own_takes_no_others() -> None:
     model = make_model()
-    adapter, engine = random_adapter(model, 0), make_engine(model)
-    add_adapters(engine.model, adapter.sizes, torch.float32)
+    lora, engine = random_lora(model, 0), make_engine(model)
+    add_lora(engine.model, lora.sizes, torch.float32)
     with pytest.raises(RolloutError, match="an adapter of its own"):
-        engine.load_adapter("a", adapter)
+        engine.load_lora("a", lora)
 
 
 def test_counts_are_kept_by_adapter() -> None:
     model = make_model()
-    engine = serving(model, {f"a{seed}": random_adapter(model, seed) for seed in range(2)})
+    engine = serving(model, {f"a{seed}": random_lora(model, seed) for seed in range(2)})
     engine.generate([asks(name, prompt, max_new_tokens=5) for prompt in RAGGED[:3] for name in ("a0", None)])
-    busy, idle = engine.adapters.values()
+    busy, idle = engine.loras.values()
     assert (busy.requests, busy.prompt_tokens, busy.answer_tokens, busy.unfinished) == (3, 8, 15, 0)
     assert (idle.requests, idle.prompt_tokens, idle.answer_tokens, idle.unfinished) == (0, 0, 0, 0)
 
 
-def broken(adapter: Adapters, part: str = "") -> Adapters:
+def broken(lora: LoRAWeights, part: str = "") -> LoRAWeights:
     """An adapter with finite weights, those of `part` so large that what they compute is not finite in float32."""
-    tensors = {name: x * 1e30 if part in name else x for name, x in adapter.tensors.items()}
+    tensors = {name: x * 1e30 if part in name else x for name, x in lora.tensors.items()}
     assert any(x.abs().max() > 1e28 for x in tensors.values())
-    return replace(adapter, tensors=tensors)
+    return replace(lora, tensors=tensors)
 
 
 @pytest.mark.parametrize(
@@ -273,38 +273,36 @@ def broken(adapter: Adapters, part: str = "") -> Adapters:
 async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(family: str, part: str) -> None:
     """Its pages, with what it computed, pass to other sequences, and those read neighboring ones masked."""
     model = make_model(torch.float32, family)
-    good, bad = random_adapter(model, 0), broken(random_adapter(model, 1), part)
+    good, bad = random_lora(model, 0), broken(random_lora(model, 1), part)
     options: dict[str, Any] = {"max_slots": 6, "n_pages": 40, "prefill_tokens": 9}
     engine = serving(model, {"bad": bad, "good": good}, **options)
     names = ("bad", None, "good", "bad")
     together = [asks(name, prompt, seed=5, max_new_tokens=7) for prompt in RAGGED[:5] for name in names]
     for _ in range(2):
         answers = await asyncio.gather(*map(engine.agenerate, together), return_exceptions=True)
-        assert {type(a) for a, asked in zip(answers, together, strict=True) if asked.adapter == "bad"} == {
-            NotFiniteError
-        }
-        kept = [asked for asked in together if asked.adapter != "bad"]
+        assert {type(a) for a, asked in zip(answers, together, strict=True) if asked.lora == "bad"} == {NotFiniteError}
+        kept = [asked for asked in together if asked.lora != "bad"]
         expected = iter(serving(model, {"good": good}, **options).generate(kept))
         for answer, asked in zip(answers, together, strict=True):
-            if asked.adapter == "bad":
+            if asked.lora == "bad":
                 assert "adapter 'bad' computes numbers that are not finite" in str(answer)
             else:
                 assert isinstance(answer, ModelResponse), answer
                 assert answer.output_tokens == next(expected).output_tokens
-    assert engine.adapters["bad"].unfinished == 0
+    assert engine.loras["bad"].unfinished == 0
     assert all(tensors.keys.isfinite().all() for tensors in engine._generator.cache.layers.values())
 
 
 async def test_unloaded_adapters_count_toward_the_limit_until_their_answers_end() -> None:
     model = make_model()
-    engine = serving(model, {"a": random_adapter(model, 0)})
-    engine.max_adapters = 1
+    engine = serving(model, {"a": random_lora(model, 0)})
+    engine.max_loras = 1
     task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
     await until_tokens(engine, 2)
-    engine.unload_adapter("a")
+    engine.unload_lora("a")
     message = "1 adapters are loaded, as many as allowed, 1 of them until the last answer with them ends"
     with pytest.raises(RolloutError, match=message):
-        engine.load_adapter("b", random_adapter(model, 1))
+        engine.load_lora("b", random_lora(model, 1))
     await task
-    engine.load_adapter("b", random_adapter(model, 1))
-    assert [*engine.adapters] == ["b"]
+    engine.load_lora("b", random_lora(model, 1))
+    assert [*engine.loras] == ["b"]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.attention import decode_kernel
-from archon.models.attention.cache import PagedRows
-from archon.models.attention.paged import DecodeRows, PagedAttention
-from archon.models.attention.paged_cache import PagedCache, PagedTensors
+from archon.models.attention.decode.cache import PagedRows
+from archon.models.attention.decode.paged import DecodeRows, PagedAttention
+from archon.models.attention.decode.paged_cache import PagedCache, PagedTensors
 from archon.models.attention.spec import AttentionSpec
-from archon.models.native import library
+from archon.models.cpu import decode_kernel, library
 from tests.models.naive_attention import attend as plain_attention
 
 LENGTHS = np.array([1, 3, 4, 17, 30, 16, 129])
@@ -71,7 +70,7 @@ def test_attention_to_pages(
     paged, pages, q = filled(rows, page_size)
     sinks = torch.linspace(-2, 2, HEADS) if with_sinks else None
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
-    assert decode_kernel.applies(q, paged)
+    assert decode_kernel.can_use(q, paged)
     got = decode_kernel.attend(q, paged, pages, LENGTHS, spec)
     wide = AttentionSpec(SCALE, window, soft_cap, None if sinks is None else sinks.double())
     torch.testing.assert_close(got.double(), expected(q, paged, pages, wide), rtol=0, atol=FLOAT32_ERROR)
@@ -132,16 +131,16 @@ def test_scores_that_are_all_below_any_number_and_sinks_that_are_none_give_no_nu
 
 def test_where_it_applies() -> None:
     paged, _, q = filled(PagedRows(2, 64, 64), 4)
-    assert decode_kernel.applies(q, paged)
-    assert not decode_kernel.applies(q.double(), paged)
-    assert not decode_kernel.applies(q.clone().requires_grad_(), paged)
-    assert not decode_kernel.applies(q.to("meta"), paged)
+    assert decode_kernel.can_use(q, paged)
+    assert not decode_kernel.can_use(q.double(), paged)
+    assert not decode_kernel.can_use(q.clone().requires_grad_(), paged)
+    assert not decode_kernel.can_use(q.to("meta"), paged)
     wide = PagedTensors(paged.rows, paged.keys.double(), paged.values.double())
-    assert not decode_kernel.applies(q, wide)
+    assert not decode_kernel.can_use(q, wide)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert not decode_kernel.applies(q[:1], paged)  # two tasks, which would leave a thread without one
+        assert not decode_kernel.can_use(q[:1], paged)  # two tasks, which would leave a thread without one
     finally:
         torch.set_num_threads(threads)
 

@@ -15,7 +15,7 @@ from archon.generation import InProcessEngine
 from archon.generation.record import TokenRecord
 from archon.generation.types import ModelResponse
 from archon.models import BaseArchonModel
-from archon.models.routed_experts import to_replay
+from archon.models.layers.routed_experts import to_replay
 from archon.schema.errors import ConfigError
 from tests.generation.models import make_engine, make_model, prompts, request
 from tests.generation.test_engine import other_weights, until_tokens
@@ -143,7 +143,7 @@ async def test_after_a_change_of_weights_a_token_keeps_the_experts_that_its_next
 
 
 def test_a_record_of_turns_keeps_the_experts_of_each_tokens_first_answer() -> None:
-    record = TokenRecord.of_answer(answered([5, 6], [7, 8], 1))  # 3 rows of ones
+    record = TokenRecord.from_response(answered([5, 6], [7, 8], 1))  # 3 rows of ones
     record.observe([9])
     record.answer(answered([5, 6, 7, 8, 9], [4], 2))
     assert record.routed_experts is not None

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from archon.models.attention.blockwise import batched_attention
-from archon.models.attention.cache import PagedRows
-from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
-from archon.models.attention.paged_cache import PagedCache
-from archon.models.attention.sdpa import sdpa_attention
+from archon.models.attention.decode.cache import PagedRows
+from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.decode.paged_cache import PagedCache
+from archon.models.attention.packed.blockwise import batched_attention
+from archon.models.attention.packed.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
 from tests.tolerances import PAGED_FP64
 

@@ -324,7 +324,7 @@ def test_layers_with_one_input_are_one_product(family: str) -> None:
     modules = [block.attention for block in replica.layers.values()]
     modules += [block.feed_forward for block in replica.layers.values() if block.feed_forward is not None]
     for module in modules:
-        layers = module.same_input()
+        layers = module.input_projections()
         assert layers[0].joint is not None
         with torch.inference_mode():
             together = project(x, layers, None)

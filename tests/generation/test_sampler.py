@@ -13,17 +13,17 @@ from archon.generation.sampler import (
     SamplingParams,
     counter_uniform,
     filter_top_k_top_p,
-    invert_cumulative,
+    inverse_cdf_sample,
     sample,
 )
-from archon.models.native import draw
+from archon.models.cpu import draw
 from tests.tolerances import CHI_SQUARE_P, FORMULA_FP32, FORMULA_FP64
 
 
 @pytest.fixture(params=["a C function", "PyTorch"], autouse=True)
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "PyTorch":
-        monkeypatch.setattr(draw, "applies", lambda logits: False)
+        monkeypatch.setattr(draw, "can_use", lambda logits: False)
     return str(request.param)
 
 
@@ -73,7 +73,7 @@ def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
     probs[0, : vocab // 2] = 0  # whole blocks of nothing before the first possible token
     uniform = torch.rand(200, dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    got = invert_cumulative(probs, uniform).tolist()
+    got = inverse_cdf_sample(probs, uniform).tolist()
     for row, u, token in zip(probs.tolist(), uniform.tolist(), got, strict=True):
         running, target = 0.0, u * math.fsum(row)
         possible = [i for i, p in enumerate(row) if p > 0]
@@ -93,7 +93,7 @@ def test_a_token_of_probability_zero_is_never_drawn_at_the_edge_of_a_block() -> 
         uniform = torch.cat([*around, edges])
         uniform = uniform[uniform < 1]
         rows = probs.reshape(1, -1).expand(len(uniform), -1)
-        tokens = invert_cumulative(rows, uniform)
+        tokens = inverse_cdf_sample(rows, uniform)
         assert (rows.gather(1, tokens[:, None]) > 0).all()
 
 
@@ -230,7 +230,7 @@ def test_the_c_function_draws_the_tokens_that_operations_draw(
     finally:
         torch.set_num_threads(1)
     assert len(called) == (by == "a C function")
-    monkeypatch.setattr(draw, "applies", lambda logits: False)
+    monkeypatch.setattr(draw, "can_use", lambda logits: False)
     theirs = sample(logits, given)
     assert ours[0].equal(theirs[0])
     exact = (logits.double() / torch.from_numpy(given.temperature)[:, None]).log_softmax(-1).gather(1, ours[0][:, None])

@@ -143,7 +143,7 @@ def test_followers_survive_the_abort_of_their_leader() -> None:
 def test_a_pool_hands_out_the_lowest_pages_and_counts_owners() -> None:
     pool = BlockPool(5)
     assert pool.take(3) == [0, 1, 2]
-    pool.share([1])
+    pool.retain([1])
     pool.release([0, 1, 2])
     assert pool.n_free == 4
     assert pool.take(4) == [0, 2, 3, 4]

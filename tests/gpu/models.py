@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.check.oracle import randomize_vectors
 from archon.models import BaseArchonModel, get_model_spec
 from archon.models.attention.meta import PackedAttention
-from archon.models.head import WeightedLoss
+from archon.models.layers.head import WeightedLoss
+from archon.tools.check.oracle import randomize_vectors
 from tests.cuda_traced.models import VOCAB
 
 LENGTHS = (5, 17, 1, 40, 40, 150)

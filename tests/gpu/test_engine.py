@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import EXPERT_FIELDS
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
 from archon.schema.config import EngineConfig
+from archon.tools.check.oracle import EXPERT_FIELDS
 from tests.cuda_traced.test_engine import EVEN, LORA, MODELS
 from tests.engine.test_host_waits import scored
 from tests.engine.test_shared_prefixes import answers, histories
 from tests.engine.tiny import sft_batch
 from tests.gpu.models import distance
-from tests.models.seeing import picture_rows, seeing_config
+from tests.models.vision_language import image_rows, vision_language_config
 from tests.tolerances import GPU_FP32, GPU_STEPS, TIMES_BF16
 
 pytestmark = pytest.mark.gpu
@@ -130,12 +130,12 @@ def test_an_adapter(tmp_path: Path, hf: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("attn_type", ["varlen", "sdpa"])
 def test_pictures(tmp_path: Path, attn_type: str) -> None:
-    hf = seeing_config()
+    hf = vision_language_config()
     hf["text_config"].pop("partial_rotary_factor", None)  # some versions of transformers write the default too
     image = get_model_spec("qwen3_5").model_args_class.from_hf_config(hf).image_format
     assert image is not None
     dtype = "bfloat16" if attn_type == "varlen" else "float32"
-    batch, common = picture_rows([1, 0, 2, 1], image), {"vision": "trained", "max_tokens_per_mb": 100}
+    batch, common = image_rows([1, 0, 2, 1], image), {"vision": "trained", "max_tokens_per_mb": 100}
     exact, _ = gradients(engine(tmp_path, hf, "cpu", dtype="float64", **common), batch)
     rounded, _ = gradients(engine(tmp_path, hf, "cpu", dtype=dtype, **common), batch)
     ours, _ = gradients(engine(tmp_path, hf, "cuda", dtype=dtype, attn_type=attn_type, **common), batch)

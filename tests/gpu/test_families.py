@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.oracle import relative
 from archon.models.spec import FAMILIES
+from archon.tools.check.oracle import relative_error
 from tests.cuda_traced.models import family_config
 from tests.gpu.models import CPU, GPU, LENGTHS, Pack, build, distance
 from tests.tolerances import GPU_FP32, TIMES_BF16
@@ -31,7 +31,7 @@ def test_float32(family: str) -> None:
     wanted = pack.gradients(build(config, "sdpa", CPU, torch.float64), "sdpa")
     found = pack.gradients(build(config, "sdpa", GPU, torch.float32), "sdpa")
     assert found.keys() == wanted.keys()
-    beyond = {name: relative(found[name], wanted[name]) for name in wanted}
+    beyond = {name: relative_error(found[name], wanted[name]) for name in wanted}
     assert {name: far for name, far in beyond.items() if not far <= GPU_FP32} == {}
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import relative
 from archon.models.layers.fp8 import fp8_grouped_linear, fp8_linear
 from archon.parallel.fp8 import Fp8Scaling
+from archon.tools.check.oracle import relative_error
 from tests.tolerances import FP8_GPU
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_a_linear_layer(recipe: str, tokens: int) -> None:
     scaling = Fp8Scaling(recipe == "rowwise")
     x, weight, grad = drawn(tokens, 256, seed=1), drawn(96, 256, seed=2), drawn(tokens, 96, seed=3)
     for own, emulated in both(lambda x, w: fp8_linear(x, w, None, scaling), x, weight, grad=grad):
-        assert relative(own, emulated) <= FP8_GPU
+        assert relative_error(own, emulated) <= FP8_GPU
 
 
 @pytest.mark.parametrize("counts", [[9, 0, 30, 1], [128, 64, 0, 300]])
@@ -50,4 +50,4 @@ def test_experts(recipe: str, counts: list[int]) -> None:
         return fp8_grouped_linear(x, weight, torch.tensor(counts, device=x.device), scaling)
 
     for own, emulated in both(compute, x, weight, grad=grad):
-        assert relative(own, emulated) <= FP8_GPU
+        assert relative_error(own, emulated) <= FP8_GPU

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.check.rank_pool import Pool
+from archon.tools.check.rank_pool import Pool
 from tests.engine.tiny import make_engine
 from tests.rl.conftest import blank, fresh_checkpoint
 

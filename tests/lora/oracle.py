@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from archon.check.oracle import hf_model, random_config
 from archon.engine.engine import ArchonEngine
 from archon.schema.config import EngineConfig
+from archon.tools.check.oracle import hf_model, random_config
 
 TOLERANCE = 1e-5
 TOKENS = torch.arange(3, 40)
@@ -34,12 +34,12 @@ def engine_of(base: Path, **options: Any) -> ArchonEngine:
 def logits_of(engine: ArchonEngine) -> Tensor:
     ends = torch.tensor([0, len(TOKENS)], dtype=torch.int32)
     with torch.no_grad():
-        return engine.whole_model(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
+        return engine.full_model(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
 
 
-def theirs(base: Path, adapter: Path | None = None, kind: Any = AutoModelForCausalLM) -> Any:
+def theirs(base: Path, lora: Path | None = None, kind: Any = AutoModelForCausalLM) -> Any:
     model = kind.from_pretrained(base, dtype=torch.float32).eval()
-    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
+    return model if lora is None else peft.PeftModel.from_pretrained(model, lora).eval()
 
 
 def difference(a: Tensor, b: Tensor) -> float:

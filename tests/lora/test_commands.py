@@ -1,4 +1,4 @@
-"""Adapters in the commands: `--adapter` of one that the real `peft` wrote."""
+"""Adapters in the commands: `--lora` of one that the real `peft` wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def peft_adapter(base: Path, folder: Path, **options: Any) -> Any:
 
 
 @pytest.fixture
-def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+def lora(checkpoint: Path, tmp_path: Path) -> Path:
     peft_adapter(checkpoint, tmp_path / "adapter", rank_pattern={"o_proj": 2})
     return tmp_path / "adapter"
 
@@ -45,14 +45,14 @@ def test_generate_answers_as_peft_does(archon, checkpoint, tmp_path):
         theirs = model.generate(input_ids=prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
     wanted = tokenizer.decode(theirs, skip_special_tokens=True)
     asked = ("generate", checkpoint, "--prompt", "1+2=", "greedy=true", "chat=false", "max_new_tokens=24")
-    assert answers(archon(*asked, "--adapter", tmp_path / "adapter")) == [wanted]
+    assert answers(archon(*asked, "--lora", tmp_path / "adapter")) == [wanted]
     assert answers(archon(*asked)) != [wanted]
 
 
-def test_inspect_shows_an_adapter(archon, checkpoint, adapter):
-    done = archon("inspect", checkpoint, "--adapter", adapter)
+def test_inspect_shows_an_adapter(archon, checkpoint, lora):
+    done = archon("inspect", checkpoint, "--lora", lora)
     assert done.code == 0, done.err
-    tensors = load_file(adapter / "adapter_model.safetensors").values()
+    tensors = load_file(lora / "adapter_model.safetensors").values()
     count = sum(tensor.numel() for tensor in tensors)
     assert f"  base         {checkpoint}; it fits this checkpoint" in done.out
     assert "  rank         4, alpha 24, counted 6 times, of 12 matrices" in done.out
@@ -63,28 +63,28 @@ def test_inspect_shows_an_adapter(archon, checkpoint, adapter):
 
 
 @pytest.mark.slow
-def test_eval_asks_the_checkpoint_with_its_adapter(archon, checkpoint, adapter, dataset, tmp_path):
+def test_eval_asks_the_checkpoint_with_its_adapter(archon, checkpoint, lora, dataset, tmp_path):
     asked = ("--data", dataset, "--reward", "exact_match", "--temperature", 0)
     keys = ("data.prompt_key=prompt", "data.response_key=response", "data.split=train", "max_new_tokens=4")
     scored = {}
-    for name, given in (("base", ()), ("adapted", ("--adapter", adapter))):
+    for name, given in (("base", ()), ("adapted", ("--lora", lora))):
         done = archon("eval", checkpoint, *keys, *asked, *given, "--out", tmp_path / name)
         assert done.code == 0, done.err
         scored[name] = (tmp_path / name / "answers.jsonl").read_text()
-    assert json.loads((tmp_path / "adapted" / "results.json").read_text())["who"] == f"{checkpoint} with {adapter}"
+    assert json.loads((tmp_path / "adapted" / "results.json").read_text())["who"] == f"{checkpoint} with {lora}"
     assert scored["base"] != scored["adapted"]
-    refused = archon("eval", "--url", "http://127.0.0.1:9/v1", *keys, *asked, "--adapter", adapter)
-    assert "--adapter belongs to a checkpoint" in refused.complaint
+    refused = archon("eval", "--url", "http://127.0.0.1:9/v1", *keys, *asked, "--lora", lora)
+    assert "--lora belongs to a checkpoint" in refused.complaint
 
 
 @pytest.mark.slow
-def test_doctor_trains_the_adapter(archon, checkpoint, adapter):
-    done = archon("doctor", checkpoint, "--adapter", adapter, "--tokens", 64, "--dtype", "float32")
+def test_doctor_trains_the_adapter(archon, checkpoint, lora):
+    done = archon("doctor", checkpoint, "--lora", lora, "--tokens", 64, "--dtype", "float32")
     assert done.code == 0, done.err
     assert "layers.*.attention.wq.lora.a × 2: [4, 32]" in done.out and "bitwise equal" in done.out
-    predicted = archon("doctor", checkpoint, "--adapter", adapter, "--layout", "d2t2", "--rank", 0, "--tokens", 64)
+    predicted = archon("doctor", checkpoint, "--lora", lora, "--layout", "d2t2", "--rank", 0, "--tokens", 64)
     assert predicted.code == 0, predicted.err
-    count = sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values())
+    count = sum(tensor.numel() for tensor in load_file(lora / "adapter_model.safetensors").values())
     trained = int(predicted.out.split("parameters  ")[1].split(",")[0].replace(",", ""))
     assert 0 < trained < count, "a rank holds a part of the adapters, and the base is not trained"
 
@@ -99,20 +99,20 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("command", "mistake"), [("generate", "no adapter"), ("inspect", "a rank"), ("doctor", "dora")]
 )
-def test_a_folder_that_is_no_adapter_of_the_checkpoint_is_one_line(archon, checkpoint, adapter, command, mistake):
+def test_a_folder_that_is_no_adapter_of_the_checkpoint_is_one_line(archon, checkpoint, lora, command, mistake):
     file, change, complaint = MISTAKES[mistake]
     if change is None:
-        (adapter / file).unlink()
+        (lora / file).unlink()
     else:
-        (adapter / file).write_text(json.dumps(json.loads((adapter / file).read_text()) | change))
+        (lora / file).write_text(json.dumps(json.loads((lora / file).read_text()) | change))
     options = {"generate": ("--prompt", "1+2="), "inspect": (), "doctor": ("--tokens", 64)}[command]
-    assert complaint in archon(command, checkpoint, *options, "--adapter", adapter).complaint
+    assert complaint in archon(command, checkpoint, *options, "--lora", lora).complaint
 
 
-def test_values_that_are_not_finite_are_one_line(archon, checkpoint, adapter):
-    file = adapter / "adapter_model.safetensors"
+def test_values_that_are_not_finite_are_one_line(archon, checkpoint, lora):
+    file = lora / "adapter_model.safetensors"
     tensors = load_file(file)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, file)
-    complaint = archon("generate", checkpoint, "--prompt", "1+2=", "--adapter", adapter).complaint
+    complaint = archon("generate", checkpoint, "--prompt", "1+2=", "--lora", lora).complaint
     assert "has values that are not finite" in complaint

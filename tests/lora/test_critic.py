@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
-from archon.models.lora import is_adapter, share_frozen
+from archon.models.lora.model import is_lora, share_frozen
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
-from archon.schema.config import EngineConfig, derived_critic
+from archon.schema.config import EngineConfig, derive_critic
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.tools.check.rank_pool import Pool
 from archon.training.config import PreferenceConfig
 from tests.engine.tiny import sft_batch
 from tests.lora.tiny import LORA, engine_of, rl_run, train
@@ -36,7 +36,7 @@ def critics(base: str, options: dict[str, Any]) -> tuple[list[dict[str, Tensor]]
     found = []
     shared = False
     for share in (True, False):
-        critic = ArchonEngine(derived_critic(actor.config, {"lora": SIZES, "optimizer": {"lr": 1e-2}}, "critic"))
+        critic = ArchonEngine(derive_critic(actor.config, {"lora": SIZES, "optimizer": {"lr": 1e-2}}, "critic"))
         critic.initialize()
         if share:
             critic.share_base(actor)
@@ -49,8 +49,8 @@ def critics(base: str, options: dict[str, Any]) -> tuple[list[dict[str, Tensor]]
         gradients, _ = critic.gradients(rows, squares, loss_token_count)
         for _ in range(2):
             critic.train_batch(rows, squares, loss_token_count)
-        weights = {name: x.clone() for name, x in critic.adapter_weights()}
-        assert "score.weight" in gradients and any(map(is_adapter, gradients))
+        weights = {name: x.clone() for name, x in critic.lora_weights()}
+        assert "score.weight" in gradients and any(map(is_lora, gradients))
         found += [gradients, weights]
     return found, shared
 
@@ -142,10 +142,10 @@ def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> 
     critic = engine_of(base, is_critic=True, init_score=True)
     with pytest.raises(ConfigError, match="holds adapters and no value head"):
         critic.save(tmp_path, format="peft")
-    several = {"path": base, "lora": {"adapters": {"one": {}}}}
-    with pytest.raises(ConfigError, match=r"one value head, and lora\.adapters names several"):
+    several = {"path": base, "lora": {"loras": {"one": {}}}}
+    with pytest.raises(ConfigError, match=r"one value head, and lora\.loras names several"):
         EngineConfig.parse(several | {"is_critic": True, "init_score": True})
-    with pytest.raises(ConfigError, match=r"actor\.lora\.adapters names several adapters, and a run trains one policy"):
+    with pytest.raises(ConfigError, match=r"actor\.lora\.loras names several adapters, and a run trains one policy"):
         RLConfig.parse({"run_dir": "x", "actor": several, "train_data": data, "reward": "exact_match"})
     model = {"path": base, "lora": {}}
     with pytest.raises(ConfigError, match=r"a value head, which an adapter's files cannot hold; set model\.lora"):

@@ -63,7 +63,7 @@ def test_merged_computes_what_unmerged_does(model_type: str, tmp_path: Path) -> 
     base = base_of(model_type, tmp_path / "base")
     engine = engine_of(base, lora=LORA, optimizer={"lr": 1e-2})
     engine.save(tmp_path / "run", "native")
-    convert(base, tmp_path / "merged", "hf", adapter=tmp_path / "run")
+    convert(base, tmp_path / "merged", "hf", lora=tmp_path / "run")
     expected = unmerged(base, tmp_path / "run")
     assert difference(logits(tmp_path / "merged"), expected) <= TOLERANCE
     assert difference(logits(base), expected) > 1e-3
@@ -117,7 +117,7 @@ def test_a_folder_of_pefts_is_merged_into_the_base_that_it_names(archon, run, tm
     assert difference(logits(tmp_path / "merged"), unmerged(base, checkpoint)) <= TOLERANCE
     assert difference(their_logits(theirs(tmp_path / "merged")), logits_of(engine)) <= 1e-5
     assert archon("export", checkpoint, tmp_path / "same", "--merge", "--base", base).code == 0
-    assert archon("convert", base, tmp_path / "also", "--to", "hf", "--adapter", tmp_path / "adapter").code == 0
+    assert archon("convert", base, tmp_path / "also", "--to", "hf", "--lora", tmp_path / "adapter").code == 0
     merged = stored(tmp_path / "merged")
     for folder in ("same", "also"):
         assert all(torch.equal(tensor, merged[name]) for name, tensor in stored(tmp_path / folder).items())
@@ -132,9 +132,9 @@ def test_a_bfloat16_base_keeps_its_dtype_or_is_merged_in_a_wider_one(archon, run
     wide = ("--merge", "--dtype", "float32", "--base", tmp_path / "half")
     assert archon("export", tmp_path / "adapter", tmp_path / "wide", *wide).code == 0
     half, kept, widened = (stored(tmp_path / name) for name in ("half", "kept", "wide"))
-    adapter = stored(tmp_path / "adapter")
+    lora = stored(tmp_path / "adapter")
     matrix = "model.layers.0.mlp.up_proj"
-    a, b = (adapter[f"base_model.model.{matrix}.lora_{part}.weight"] for part in "AB")
+    a, b = (lora[f"base_model.model.{matrix}.lora_{part}.weight"] for part in "AB")
     exact = half[f"{matrix}.weight"].float() + engine.lora["layers.0.feed_forward.w3.weight"].scale * (b @ a)
     torch.testing.assert_close(widened[f"{matrix}.weight"], exact, rtol=1e-6, atol=1e-7)
     assert torch.equal(kept[f"{matrix}.weight"], widened[f"{matrix}.weight"].bfloat16())
@@ -157,7 +157,7 @@ def test_a_quantized_base_is_dequantized_with_a_word(archon, run, tmp_path: Path
     assert done.code == 0, done.err
     assert "the base is fp8; all of its weights were dequantized, and the copy is not quantized" in done.out
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
-    convert(tmp_path / "plain", tmp_path / "expected", "hf", adapter=tmp_path / "adapter")
+    convert(tmp_path / "plain", tmp_path / "expected", "hf", lora=tmp_path / "adapter")
     expected = stored(tmp_path / "expected")
     assert all(torch.equal(tensor, expected[key]) for key, tensor in stored(tmp_path / "merged").items())
 
@@ -165,14 +165,14 @@ def test_a_quantized_base_is_dequantized_with_a_word(archon, run, tmp_path: Path
 def test_adapters_are_merged_into_other_formats_too(run, tmp_path: Path) -> None:
     base, checkpoint, engine = run
     engine.save(tmp_path / "adapter", "peft")
-    convert(base, tmp_path / "native", "native", adapter=tmp_path / "adapter")
+    convert(base, tmp_path / "native", "native", lora=tmp_path / "adapter")
     plain = engine_of(base, dtype="float64")
     plain.load(tmp_path / "native")
     assert difference(logits_of(plain), unmerged(base, checkpoint)) <= TOLERANCE
     with pytest.raises(CheckpointError, match=r"it holds adapters alone; archon export writes them"):
         convert(checkpoint, tmp_path / "out", "hf", like=base)
     with pytest.raises(ConfigError, match=r"only the base that it was trained on can take its adapters"):
-        convert(tmp_path / "native", tmp_path / "out", "hf", like=base, adapter=checkpoint)
+        convert(tmp_path / "native", tmp_path / "out", "hf", like=base, lora=checkpoint)
 
 
 def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path) -> None:
@@ -205,16 +205,16 @@ def test_adapters_of_a_run_are_for_its_base_alone(run, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "other")
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="its adapters were trained on another base"):
-        convert(tmp_path / "other", tmp_path / "out", "hf", adapter=checkpoint)
+        convert(tmp_path / "other", tmp_path / "out", "hf", lora=checkpoint)
 
 
 def test_one_of_several_adapters_of_a_run_is_chosen_by_its_name(archon, run, tmp_path: Path) -> None:
     base, _, _ = run
-    adapters = {"sums": {"rank": 3, "init": "random"}, "words": {"rank": 2, "init": "random", "seed": 1}}
-    engine = engine_of(base, lora={"adapters": adapters}, optimizer={"lr": 1e-2})
+    loras = {"sums": {"rank": 3, "init": "random"}, "words": {"rank": 2, "init": "random", "seed": 1}}
+    engine = engine_of(base, lora={"loras": loras}, optimizer={"lr": 1e-2})
     engine.save(tmp_path / "several", "native")
-    for name in adapters:
-        engine.save(tmp_path / f"direct_{name}", "peft", adapter=name)
+    for name in loras:
+        engine.save(tmp_path / f"direct_{name}", "peft", lora=name)
         done = archon("export", tmp_path / "several", tmp_path / name, "--base", base, "--name", name)
         assert done.code == 0, done.err
         written, expected = stored(tmp_path / name), stored(tmp_path / f"direct_{name}")

@@ -1,4 +1,4 @@
-"""archon/ADAPTERS.md: its commands and programs run in the order of the page, with small numbers of steps."""
+"""archon/LORA.md: its commands and programs run in the order of the page, with small numbers of steps."""
 
 from __future__ import annotations
 

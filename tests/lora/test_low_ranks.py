@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
-from archon.models.layers import lora
+import archon.models.lora.model.layers as lora_layers
 from archon.models.layers.linear import Linear
-from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE
-from archon.models.lora import initializers
-from archon.models.lora_targets import AdapterSize, parameter_count
+from archon.models.lora.layers import LoRALayer, MultiLoRALayer
+from archon.models.lora.mapping import NO_LORA, LoRAMapping
+from archon.models.lora.model import initializers
+from archon.models.lora.targets import LoRASize, parameter_count
 
 CPU = torch.device("cpu")
 IN, OUT = 16, 24
@@ -29,23 +29,23 @@ IDS = {
 }
 
 
-def random_adapters(experts: int | None = None, out_in: tuple[int, int] = (OUT, IN)) -> LowRanks:
+def random_loras(experts: int | None = None, out_in: tuple[int, int] = (OUT, IN)) -> MultiLoRALayer:
     out_features, in_features = out_in
-    adapters = {name: LowRank(in_features, out_features, rank, scale, experts) for name, (rank, scale) in RANKS.items()}
-    for parameter in (p for adapter in adapters.values() for p in adapter.parameters()):
+    loras = {name: LoRALayer(in_features, out_features, rank, scale, experts) for name, (rank, scale) in RANKS.items()}
+    for parameter in (p for lora_layer in loras.values() for p in lora_layer.parameters()):
         nn.init.normal_(parameter, std=0.3)
-    return LowRanks(adapters)
+    return MultiLoRALayer(loras)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).detach().double().norm() / b.detach().double().norm().clamp_min(1e-30))
 
 
-def alone(layer: Linear, adapters: LowRanks, x: Tensor, ids: Sequence[int]) -> Tensor:
+def alone(layer: Linear, loras: MultiLoRALayer, x: Tensor, ids: Sequence[int]) -> Tensor:
     """Returns the layer's output computed row by row, with the row's adapter as the layer's only one."""
     rows = []
     for row, index in zip(x, ids, strict=True):
-        layer.lora = None if index == NO_ADAPTER else adapters[[*RANKS][index]]  # type: ignore[assignment]
+        layer.lora = None if index == NO_LORA else loras[[*RANKS][index]]  # type: ignore[assignment]
         rows.append(layer(row.unsqueeze(0)))
     return torch.cat(rows)
 
@@ -53,7 +53,7 @@ def alone(layer: Linear, adapters: LowRanks, x: Tensor, ids: Sequence[int]) -> T
 @pytest.fixture(params=["a product a group", "grouped products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to multiply groups of rows, of which a CPU prefers the first."""
-    monkeypatch.setattr(lora, "prefers_loop", lambda x: request.param == "a product a group")
+    monkeypatch.setattr(lora_layers, "prefers_loop", lambda x: request.param == "a product a group")
     return request.param
 
 
@@ -62,14 +62,14 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 def test_each_row_has_its_own_adapter(ids: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer, adapters = Linear(IN, OUT, bias=True, role="column").to(dtype), random_adapters().to(dtype)
+    layer, loras = Linear(IN, OUT, bias=True, role="column").to(dtype), random_loras().to(dtype)
     x = torch.randn(len(ids), IN).to(dtype).requires_grad_()
     weights = torch.randn(len(ids), OUT).to(dtype)
-    expected = alone(layer, adapters, x, ids)
-    inputs = [x, *adapters.parameters()]
+    expected = alone(layer, loras, x, ids)
+    inputs = [x, *loras.parameters()]
     wanted = torch.autograd.grad(expected, inputs, weights, allow_unused=True)
-    layer.lora = adapters
-    got = layer(x, AdapterRows.of([*RANKS], torch.tensor(ids), CPU))
+    layer.lora = loras
+    got = layer(x, LoRAMapping.of([*RANKS], torch.tensor(ids), CPU))
     assert relative(got, expected) <= TOLERANCE[dtype]
     for found, want in zip(torch.autograd.grad(got, inputs, weights), wanted, strict=True):
         if want is None:
@@ -81,15 +81,15 @@ def test_each_row_has_its_own_adapter(ids: list[int], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_sorted_rows_get_bit_for_bit_what_their_adapter_alone_adds(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    adapters, rows = random_adapters().to(dtype), [0] * 5 + [1] * 3 + [2] * 7
+    loras, rows = random_loras().to(dtype), [0] * 5 + [1] * 3 + [2] * 7
     x, out, weights = (torch.randn(len(rows), width, dtype=dtype) for width in (IN, OUT, OUT))
     x.requires_grad_()
-    several = adapters(out, x, AdapterRows.of([*RANKS], torch.tensor(rows), CPU))
-    grads = torch.autograd.grad(several, [x, *adapters.parameters()], weights)
+    several = loras(out, x, LoRAMapping.of([*RANKS], torch.tensor(rows), CPU))
+    grads = torch.autograd.grad(several, [x, *loras.parameters()], weights)
     for index, name in enumerate(RANKS):
         own = slice(rows.index(index), rows.index(index) + rows.count(index))
-        single = LowRanks({name: adapters[name]})
-        added = single(out[own], x[own], AdapterRows.of([name], torch.zeros(rows.count(index)).long(), CPU))
+        single = MultiLoRALayer({name: loras[name]})
+        added = single(out[own], x[own], LoRAMapping.of([name], torch.zeros(rows.count(index)).long(), CPU))
         assert torch.equal(several[own], added)
         alone_grads = torch.autograd.grad(added, [x, *single.parameters()], weights[own])
         found = (grads[0][own], *grads[1 + 2 * index : 3 + 2 * index])
@@ -99,13 +99,13 @@ def test_sorted_rows_get_bit_for_bit_what_their_adapter_alone_adds(dtype: torch.
 @pytest.mark.usefixtures("products")
 def test_a_batch_names_only_the_adapters_that_it_needs() -> None:
     torch.manual_seed(0)
-    layer, adapters = Linear(IN, OUT, bias=False, role="row"), random_adapters()
-    layer.lora, x = adapters, torch.randn(4, IN)
-    rows = AdapterRows.of(["z", "unknown", "x"], torch.tensor([0, 2, 1, 0]), CPU)
+    layer, loras = Linear(IN, OUT, bias=False, role="row"), random_loras()
+    layer.lora, x = loras, torch.randn(4, IN)
+    rows = LoRAMapping.of(["z", "unknown", "x"], torch.tensor([0, 2, 1, 0]), CPU)
     got = layer(x, rows)
-    assert relative(got, alone(layer, adapters, x, [2, 0, -1, 2])) <= 1e-5
-    layer.lora = adapters
-    assert torch.equal(layer(x), layer(x, AdapterRows.of(["unknown"], torch.tensor([0, 0, 0, 0]), CPU)))
+    assert relative(got, alone(layer, loras, x, [2, 0, -1, 2])) <= 1e-5
+    layer.lora = loras
+    assert torch.equal(layer(x), layer(x, LoRAMapping.of(["unknown"], torch.tensor([0, 0, 0, 0]), CPU)))
 
 
 @pytest.mark.usefixtures("products")
@@ -117,19 +117,19 @@ def test_each_row_of_an_expert_has_its_own_adapter(dtype: torch.dtype) -> None:
     for parameter in moe.parameters():
         nn.init.normal_(parameter, std=0.3)
     shapes = {"w1": (OUT, IN), "w2": (IN, OUT), "w3": (OUT, IN)}
-    adapters = {matrix: random_adapters(4, shape).to(dtype) for matrix, shape in shapes.items()}
-    parameters = [p for several in adapters.values() for p in several.parameters()]
+    loras = {matrix: random_loras(4, shape).to(dtype) for matrix, shape in shapes.items()}
+    parameters = [p for several in loras.values() for p in several.parameters()]
     ids = torch.tensor([2, -1, 0, 2, 2, 0, -1, 0, 2, 1, 1, 0])
     x, weights = (torch.randn(len(ids), IN, dtype=dtype) for _ in range(2))
-    moe.experts.lora = nn.ModuleDict(adapters)
-    got, _ = moe(x, None, AdapterRows.of([*RANKS], ids, CPU))
+    moe.experts.lora = nn.ModuleDict(loras)
+    got, _ = moe(x, None, LoRAMapping.of([*RANKS], ids, CPU))
     expected = torch.empty_like(got)
     grads = [torch.zeros_like(p) for p in parameters]
-    for index, name in [(NO_ADAPTER, None), *enumerate(RANKS)]:
+    for index, name in [(NO_LORA, None), *enumerate(RANKS)]:
         own = ids == index
         moe.experts.lora = None
         if name is not None:
-            moe.experts.lora = nn.ModuleDict({matrix: several[name] for matrix, several in adapters.items()})
+            moe.experts.lora = nn.ModuleDict({matrix: several[name] for matrix, several in loras.items()})
         out, _ = moe(x[own])
         expected[own] = out.detach()
         if name is not None:
@@ -149,13 +149,13 @@ def test_experts_without_any_adapter_are_the_layer_itself() -> None:
         nn.init.normal_(parameter)
     x, counts = torch.randn(5, IN), torch.tensor([3, 2])
     expected = experts(x, counts)
-    experts.lora = nn.ModuleDict({"w1": random_adapters(2)})
+    experts.lora = nn.ModuleDict({"w1": random_loras(2)})
     assert torch.equal(experts(x, counts), expected)
 
 
 def test_first_values_are_drawn_for_the_adapter_with_exactly_this_name() -> None:
     names = ("poet", "late_poet", "poets")
-    modules = nn.ModuleDict({"lora": LowRanks({name: LowRank(IN, OUT, 2, 1.0) for name in names})})
+    modules = nn.ModuleDict({"lora": MultiLoRALayer({name: LoRALayer(IN, OUT, 2, 1.0) for name in names})})
     for name in names:
         assert [parameter for parameter, _ in initializers(modules, "random", name)] == [
             f"lora.{name}.a",
@@ -165,6 +165,6 @@ def test_first_values_are_drawn_for_the_adapter_with_exactly_this_name() -> None
 
 @pytest.mark.parametrize("experts", [None, 3])
 def test_parameters_are_counted_of_every_expert(experts: int | None) -> None:
-    adapter = LowRank(IN, OUT, 5, 1.0, experts)
+    lora_layer = LoRALayer(IN, OUT, 5, 1.0, experts)
     shape = (OUT, IN) if experts is None else (experts, OUT, IN)
-    assert parameter_count(shape, AdapterSize(5, 1.0, False)) == sum(p.numel() for p in adapter.parameters())
+    assert parameter_count(shape, LoRASize(5, 1.0, False)) == sum(p.numel() for p in lora_layer.parameters())

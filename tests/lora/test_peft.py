@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from archon.checkpoint.hf_reader import read_hf_config
-from archon.checkpoint.peft_config import config_fields, read_config
+from archon.checkpoint.peft.config import config_fields, read_config
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.models.layers.lora import LowRank
-from archon.models.lora import initializers
-from archon.models.lora_targets import AdapterSize
+from archon.models.lora.layers import LoRALayer
+from archon.models.lora.model import initializers
+from archon.models.lora.targets import LoRASize
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 from tests.engine.tiny import sft_batch
@@ -118,7 +118,7 @@ def test_gradients_and_a_step_are_pefts(tmp_path: Path) -> None:
 def test_first_values_are_pefts(kind: Literal["zero", "gaussian", "random"], experts: int | None) -> None:
     """A is drawn as PEFT draws it, of one matrix or of each expert's; B too starts at 0, unless it is random."""
     in_features, out_features, rank = 600, 40, 25
-    modules = nn.ModuleDict({"own": LowRank(in_features, out_features, rank, 1.0, experts)})
+    modules = nn.ModuleDict({"own": LoRALayer(in_features, out_features, rank, 1.0, experts)})
     parameters = dict(modules.named_parameters())
     with torch.no_grad():
         for name, fill in initializers(modules, kind):
@@ -150,7 +150,7 @@ def test_a_config_without_rank_and_alpha_has_pefts_defaults(tmp_path: Path) -> N
 
 def test_patterns_hold_every_rank_and_alpha_that_is_not_the_commonest() -> None:
     sizes = {"a": (4, 6.0), "b": (4, 6.0), "c": (4, 4.0), "d": (6, 6.0), "e": (6, 4.0)}
-    fields = config_fields({name: AdapterSize(*size, False) for name, size in sizes.items()}, [*sizes], [], "base")
+    fields = config_fields({name: LoRASize(*size, False) for name, size in sizes.items()}, [*sizes], [], "base")
     for name, (rank, alpha) in sizes.items():
         assert fields["rank_pattern"].get(name, fields["r"]) == rank
         assert fields["alpha_pattern"].get(name, fields["lora_alpha"]) == alpha
@@ -178,7 +178,7 @@ def test_an_export_keeps_other_files_and_refuses_values_that_are_not_finite(tmp_
     with pytest.raises(CheckpointError, match=r"it holds 'notes.txt', which is not part of an adapter and would be lo"):
         engine.save(tmp_path / "adapter", "peft")
     assert (tmp_path / "adapter" / "notes.txt").read_text() == "keep me"
-    parameter = next(p for name, p in engine.whole_model.named_parameters() if name.endswith("wq.lora.b"))
+    parameter = next(p for name, p in engine.full_model.named_parameters() if name.endswith("wq.lora.b"))
     for value in (float("nan"), float("inf")):
         parameter.data[0, 0] = value
         with pytest.raises(CheckpointError, match=r"q_proj.lora_B.weight' has values that are not finite"):

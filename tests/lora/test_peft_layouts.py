@@ -37,7 +37,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.adapter_weights()}
+    return {name: tensor.clone() for name, tensor in engine.lora_weights()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from archon.checkpoint.peft_adapter import read_sizes
+from archon.checkpoint.peft.reader import read_sizes
 from archon.checkpoint.safetensors_file import SafetensorsFile
 from archon.models import get_model_spec
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.lora.oracle import base_of, engine_of
 

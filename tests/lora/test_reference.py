@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import FrozenBase, open_reference
 from archon.rl import RLTrainer
-from archon.schema.config import derived_reference
+from archon.schema.config import derive_reference
+from archon.tools.check.rank_pool import Pool
 from archon.training.config import PreferenceConfig
 from archon.training.loop import BaseTrainer
 from archon.training.preference import PreferenceTrainer
@@ -25,7 +25,7 @@ from tests.lora.tiny import LORA, MOE, RANDOM, engine_of, rl_run
 def references(base: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of this rank's rows: of the shared base, of a reference of its own, of the policy."""
     engine = engine_of(base, **{"dtype": "float64", "lora": RANDOM} | options)
-    config = derived_reference(engine.config, {}, "ref")
+    config = derive_reference(engine.config, {}, "ref")
     shared, own = open_reference(engine, config), ArchonEngine(config)
     own.initialize()
     assert isinstance(shared, FrozenBase)
@@ -67,7 +67,7 @@ def test_experts_adapters_are_off_too(tmp_path: Path) -> None:
 def test_adapters_are_on_again_after_an_error(base: str) -> None:
     engine = engine_of(base, lora=RANDOM)
     policy = engine.forward_batch(sft_batch())
-    with pytest.raises(ZeroDivisionError), engine.without_adapters():
+    with pytest.raises(ZeroDivisionError), engine.without_lora():
         raise ZeroDivisionError
     assert engine.forward_batch(sft_batch()).equal(policy)
 
@@ -92,7 +92,7 @@ def test_rl_takes_its_kl_to_its_own_base_and_pushes_adapters(
     shared = RLTrainer(rl_run(checkpoint, tmp_path / "shared"))
     with shared.opened():
         rows = [shared.train_step() for _ in range(4)]
-        size = sum(x.numel() * 4 for _, x in shared.engine.adapter_weights())
+        size = sum(x.numel() * 4 for _, x in shared.engine.lora_weights())
     assert opened == [str(checkpoint)]
     assert [row["push/bytes"] for row in rows] == [size] * 4
     assert max(row["first_logprob_diff"] for row in rows) < 1e-5

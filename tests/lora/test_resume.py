@@ -46,7 +46,7 @@ def answers(split: str) -> list[dict[str, str]]:
 
 
 def lora_of(trainer: BaseTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.engine.adapter_weights()}
+    return {name: tensor.clone() for name, tensor in trainer.engine.lora_weights()}
 
 
 @pytest.mark.parametrize("make", [sft, dpo, rl])

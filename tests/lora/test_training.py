@@ -12,7 +12,7 @@ import torch
 from archon.checkpoint.hf_io import checkpoint_digest, load_model
 from archon.checkpoint.native import find_checkpoint, open_state, save_state
 from archon.checkpoint.safetensors_file import SafetensorsFile
-from archon.models.lora import adapter_names
+from archon.models.lora.model import lora_parameter_names
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.engine.tiny import make_engine, sft_batch
@@ -83,7 +83,7 @@ def test_an_export_wider_than_its_base_keeps_what_the_base_would_round_away(
     merged = dict(load_model(tmp_path / "merged").named_parameters())
     parameters = dict(engine.model.named_parameters())
     for name, size in engine.lora.items():
-        a, b = (parameters[part] for part in adapter_names(name))
+        a, b = (parameters[part] for part in lora_parameter_names(name))
         assert merged[name].dtype == torch.float32
         torch.testing.assert_close(merged[name] - parameters[name], size.scale * b @ a, rtol=1e-3, atol=1e-7)
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
     with open_state(folder, other.fingerprint) as (_, state):
         other.load_state_dict(state["engine"])
     assert train(other, 3, first=3) == rest
-    ours, theirs = dict(engine.adapter_weights()), dict(other.adapter_weights())
+    ours, theirs = dict(engine.lora_weights()), dict(other.lora_weights())
     assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
 
 

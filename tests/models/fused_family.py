@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from archon.models import BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
-from archon.models.args import BaseModelArgs
-from archon.models.fused_tensors import Fused
-from archon.models.hf_names import STACKED_EXPERTS_HF_MAP, prefixed
+from archon.models.args.base import BaseModelArgs
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import STACKED_EXPERTS_HF_MAP, replace_prefix
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
@@ -196,7 +196,7 @@ def adapter_of(way: Way) -> BaseStateDictAdapter:
     """An adapter of this way, and the prefix of a composite model."""
     sparse = way.config["model_type"] == "qwen3_moe"
     base = Qwen3MoEStateDictAdapter if sparse else Qwen3StateDictAdapter
-    entries = prefixed({**base.from_hf_map, **way.entries}, "model.", "model.language_model.")
+    entries = replace_prefix({**base.from_hf_map, **way.entries}, "model.", "model.language_model.")
     names = {"model_class": BiasedMoEModel if sparse else Qwen3Model, "from_hf_map": entries}
     return type("FusedAdapter", (base,), names)(way.config)
 
@@ -244,7 +244,7 @@ class FusedMoEAdapter(Qwen3MoEStateDictAdapter):
     """A composite model's checkpoint: every way to fuse, and keys of what is not computed here."""
 
     model_class = FusedMoEModel
-    from_hf_map: ClassVar = prefixed(
+    from_hf_map: ClassVar = replace_prefix(
         Qwen3MoEStateDictAdapter.from_hf_map
         | WAYS["blocks of heads"].entries
         | WAYS["alternating columns"].entries
@@ -254,7 +254,7 @@ class FusedMoEAdapter(Qwen3MoEStateDictAdapter):
         "model.",
         "model.language_model.",
     )
-    carried: ClassVar = ("model.language_model.layers.{n_layers}.*", "mtp.*", "model.visual.*")
+    passthrough: ClassVar = ("model.language_model.layers.{n_layers}.*", "mtp.*", "model.visual.*")
 
 
 def register() -> None:
@@ -263,7 +263,7 @@ def register() -> None:
         register_model_spec(family_spec(FUSED_TYPE, FusedMoEAdapter, make_parallelize_fn(MOE_TP_PLAN)))
 
 
-def carried_tensors(n_layers: int) -> Native:
+def passthrough_tensors(n_layers: int) -> Native:
     """What such a checkpoint holds besides, of any dtype and shape."""
     layer = f"model.language_model.layers.{n_layers}."
     return {

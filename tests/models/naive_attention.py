@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend
-from archon.models.attention.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.packed.documents import GatheredKeys, PackedDocuments
 from archon.models.attention.registry import register_attention_backend
 from archon.models.attention.spec import AttentionSpec
 
@@ -18,11 +18,11 @@ class NaiveAttention(AttentionBackend):
     features = frozenset({"window", "soft_cap", "sinks"})
     saved_ops = frozenset({"aten::bmm"})
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
         parts = zip(*(x.split(documents.lengths) for x in (q, k, v)), strict=True)
         return torch.cat([attend(*document, spec) for document in parts])
 
-    def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
+    def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         k, v = keys.in_pack_order(kv)
         spans = [slice(first, first + count) for first, count in keys.key_spans]
         queries = q.split(keys.query_lengths)

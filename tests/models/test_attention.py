@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from archon.check.oracle import relative
-from archon.models.attention import blockwise, sdpa, tree_kernel
-from archon.models.attention import varlen as varlen_backend
-from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.meta import PackedAttention
+from archon.models.attention.packed import blockwise, sdpa
+from archon.models.attention.packed import varlen as varlen_backend
+from archon.models.attention.packed.blockwise import batched_attention
 from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
 from archon.models.attention.spec import AttentionSpec
+from archon.models.cpu import tree_kernel
 from archon.models.layers import attention as attention_layer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import Rotation
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import relative_error
 from tests.tolerances import FLASH_BF16, FORMULA_FP32, FORMULA_FP64
 
 SCALE = 0.4
@@ -97,13 +98,13 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
     qkv = draw(sum(lengths), kv_heads=kv_heads)
     expected = definition(*qkv, lengths, -1 if window is None else window - 1)
     actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, window))
-    assert relative(actual, expected) <= FORMULA_FP64
+    assert relative_error(actual, expected) <= FORMULA_FP64
 
     weight = torch.randn_like(expected)
     gradients = zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True)
     for ours, theirs in gradients:
         if theirs.abs().max() > FORMULA_FP64:  # with a window of 1 scores do not matter
-            assert relative(ours, theirs) <= FORMULA_FP64
+            assert relative_error(ours, theirs) <= FORMULA_FP64
         else:
             assert ours.abs().max() <= FORMULA_FP64
 
@@ -119,12 +120,12 @@ def test_long_documents(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     wanted = torch.autograd.grad(expected, qkv, weight)
     last = [x[:2048].unsqueeze(0) for x in qkv]
     of_last = batched_attention(last[0][:, -5:], *last[1:], AttentionSpec(SCALE)).squeeze(0)
-    assert relative(of_last, expected[2043:2048]) <= FORMULA_FP64
+    assert relative_error(of_last, expected[2043:2048]) <= FORMULA_FP64
     monkeypatch.setattr(blockwise, "blockwise_attention", None)
     actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE))
-    assert relative(actual, expected) <= FORMULA_FP64
+    assert relative_error(actual, expected) <= FORMULA_FP64
     for ours, theirs in zip(torch.autograd.grad(actual, qkv, weight), wanted, strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.parametrize("lengths", [[24, 3, 3, 1, 24, 7], [2, 0, 5, 0], [1], [25, 2, 9, 40, 40, 0, 3], [30]], ids=str)
@@ -181,11 +182,11 @@ def test_attention_that_is_not_causal_sees_its_full_document(lengths: list[int],
     qkv = draw(sum(lengths), kv_heads=kv_heads)
     expected = definition(*qkv, lengths, -1, causal=False)
     actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, causal=False))
-    assert relative(actual, expected) <= FORMULA_FP64
+    assert relative_error(actual, expected) <= FORMULA_FP64
     weight = torch.randn_like(expected)
     for ours, theirs in zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True):
         if theirs.abs().max() > FORMULA_FP64:  # the score of a document's only token does not matter
-            assert relative(ours, theirs) <= FORMULA_FP64
+            assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
@@ -195,7 +196,7 @@ def test_kernels_are_told_that_attention_is_not_causal(backend: str, given: list
     meta.backend = candidates(backend)[0]
     actual = meta.attend(0, *qkv, AttentionSpec(SCALE, causal=False))
     expected = definition(*(x.float() for x in qkv), [9, 1, 30], -1, causal=False)
-    assert relative(actual.float(), expected) <= FLASH_BF16
+    assert relative_error(actual.float(), expected) <= FLASH_BF16
     assert given == places(qkv), "without a copy"
 
 
@@ -418,7 +419,7 @@ def test_kernels_are_called_by_their_contract(
     actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, AttentionSpec(SCALE, window))
     assert actual.dtype == torch.bfloat16
-    assert relative(actual.float(), expected) <= FLASH_BF16
+    assert relative_error(actual.float(), expected) <= FLASH_BF16
     assert given == places(qkv), "without a copy"
 
 
@@ -438,11 +439,11 @@ def test_kernels_with_sinks_are_called_by_their_contract(
     spec = AttentionSpec(SCALE, window, soft_cap, exact[3])
     expected = sdpa.sdpa_attention(*exact[:3], (9, 1, 30), spec)
     assert actual.dtype == torch.bfloat16
-    assert relative(actual.double(), expected) <= FLASH_BF16
+    assert relative_error(actual.double(), expected) <= FLASH_BF16
     weight = torch.randn_like(expected).bfloat16()
     ours = torch.autograd.grad(actual, (*qkv, sinks), weight)
     for a, b in zip(ours, torch.autograd.grad(expected, exact, weight.double()), strict=True):
-        assert relative(a.double(), b) <= 2 * FLASH_BF16
+        assert relative_error(a.double(), b) <= 2 * FLASH_BF16
 
 
 def test_flash_attn_is_told_of_a_soft_cap(given: list[int]) -> None:
@@ -451,7 +452,7 @@ def test_flash_attn_is_told_of_a_soft_cap(given: list[int]) -> None:
     meta.backend = candidates("flash")[0]
     spec = AttentionSpec(SCALE, soft_cap=1.0)
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), (9, 1, 30), spec)
-    assert relative(meta.attend(0, *qkv, spec).float(), expected) <= FLASH_BF16
+    assert relative_error(meta.attend(0, *qkv, spec).float(), expected) <= FLASH_BF16
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
@@ -517,10 +518,10 @@ def test_the_operator_of_compiled_code_and_its_gradients_equal_the_definition(wi
     qkv = draw(sum(lengths))
     expected = definition(*qkv, lengths, -1 if window is None else window - 1)
     actual = torch.ops.archon.packed_sdpa(*qkv, torch.tensor(lengths), window or 0, SCALE)
-    assert relative(actual, expected) <= FORMULA_FP64
+    assert relative_error(actual, expected) <= FORMULA_FP64
     weight = torch.randn_like(expected)
     for ours, theirs in zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.gpu
@@ -533,8 +534,8 @@ def test_gpu_backends_equal_the_definition(backend: Any, window: int | None) -> 
     actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
     exact = [x.detach().cpu().double().requires_grad_() for x in qkv]
     expected = definition(*exact, lengths, -1 if window is None else window - 1)
-    assert relative(actual.cpu().double(), expected) <= FLASH_BF16
+    assert relative_error(actual.cpu().double(), expected) <= FLASH_BF16
     weight = torch.randn_like(expected)
     ours = torch.autograd.grad(actual, qkv, weight.to("cuda", dtype))
     for a, b in zip(ours, torch.autograd.grad(expected, exact, weight), strict=True):
-        assert relative(a.cpu().double(), b) <= 2 * FLASH_BF16
+        assert relative_error(a.cpu().double(), b) <= 2 * FLASH_BF16

@@ -12,20 +12,20 @@ from torch import Tensor
 from transformers.models.olmo3.modeling_olmo3 import apply_rotary_pos_emb
 
 import archon
-from archon.check.family import REFERENCES
-from archon.check.oracle import (
+from archon.models.cpu.fused import rotate
+from archon.models.spec import FAMILIES
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import (
     EXPERT_FIELDS,
     build_pair,
+    family_config,
     hf_model,
-    own_config,
     pack,
     random_config,
     randomize_vectors,
     reference_logits,
 )
-from archon.check.random_configs import random_lengths
-from archon.models.layers.fused import rotate
-from archon.models.spec import FAMILIES
+from archon.tools.check.random_configs import random_lengths
 
 SEEDS = range(3)
 LIMIT = 1.1
@@ -46,7 +46,7 @@ def error_ratio(family: str, seed: int, folder: Path) -> float:
     options = {"experts_implementation": "eager"} if has_experts else {}
     # Loaded from a file, transformers keeps some parameters and buffers in float32.
     theirs = type(exact).from_pretrained(folder, dtype=torch.bfloat16, **options)
-    (folder / "config.json").write_text(json.dumps(own_config(config, family)))
+    (folder / "config.json").write_text(json.dumps(family_config(config, family)))
     ours = archon.load_model(folder, dtype=torch.bfloat16, text_only=True)
     exact.load_state_dict(theirs.state_dict())
     lengths = random_lengths(seed)

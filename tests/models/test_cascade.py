@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.attention.cascade import cascade_attention
-from archon.models.attention.cascade_parts import Bounds
-from archon.models.attention.prefix import SharedPrefixes, shared_prefixes
+from archon.models.attention.prefix.cascade import cascade_attention
+from archon.models.attention.prefix.cascade_parts import Bounds
+from archon.models.attention.prefix.plan import SharedPrefixes, shared_prefixes
 from archon.models.attention.sinks import KernelWithLse
 from archon.models.attention.spec import AttentionSpec
 from tests.models.naive_attention import NaiveAttention, attend
@@ -114,7 +114,7 @@ def test_attention_and_gradients_are_those_of_whole_documents(
     qkv, sinks = draw(len(shared.rows), kv_heads=kv_heads), draw_sinks(with_sinks)
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     whole = (x.index_select(0, shared.gather_index) for x in qkv)
-    expected = NaiveAttention().packed(*whole, documents_of(lengths), spec)
+    expected = NaiveAttention().attend_packed(*whole, documents_of(lengths), spec)
     found = cascade_attention(*qkv, shared, spec, attend_whole, MathKernel)
     check(found.index_select(0, shared.gather_index), expected, [*qkv, sinks])
 

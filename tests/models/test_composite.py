@@ -14,14 +14,14 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
 
-from archon.check.oracle import pack, randomize_vectors, relative
-from archon.check.parity import parity
-from archon.check.round_trip import round_trip
-from archon.check.silent_defaults import field_outcomes
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_io import load_model, save_model
 from archon.models import get_model_spec
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import pack, randomize_vectors, relative_error
+from archon.tools.check.parity import parity
+from archon.tools.check.round_trip import round_trip
+from archon.tools.check.silent_defaults import field_outcomes
 from tests.tolerances import PARITY_FP32
 
 TEXT: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_the_text_of_a_composite_checkpoint_is_computed_and_the_rest_is_carried(
     assert ours.args.tie_word_embeddings is tied
     tokens, positions, bounds, longest = pack(LENGTHS, TEXT["vocab_size"], 0)
     with torch.no_grad():
-        assert relative(ours(tokens, positions, bounds, longest), expected_logits(theirs, tokens)) <= PARITY_FP32
+        assert relative_error(ours(tokens, positions, bounds, longest), expected_logits(theirs, tokens)) <= PARITY_FP32
     save_model(ours, tmp_path / "ours", like=tmp_path / "theirs")
     assert_same_tensors(tmp_path / "ours", tmp_path / "theirs")
     names = load_file(tmp_path / "ours" / WEIGHTS).keys()

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from archon.check.oracle import relative
-from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.meta import PackedAttention
+from archon.models.attention.packed.documents import PackedDocuments
 from archon.models.layers.convolution import causal_convolution
 from archon.models.layers.delta_net import DeltaNet, DeltaNetLayer
 from archon.models.layers.delta_rule import gated_delta_rule, require_delta_rule
 from archon.models.layers.norm import NormSpec
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import relative_error
 from tests.engine.tiny import make_engine
 from tests.tolerances import REORDER_FP64
 
 SLOW_DECAY = 0.05
 """A of a head whose state outlives a document: what leaks from one into the next does not fade."""
-LAYER = DeltaNetLayer(n_heads=4, n_key_heads=2, key_dim=6, value_dim=5, taps=4, norm=NormSpec(1e-6))
+LAYER = DeltaNetLayer(n_heads=4, n_key_heads=2, key_dim=6, value_dim=5, kernel_size=4, norm=NormSpec(1e-6))
 # Chunks of 64: shorter, equal, one more, two and a part; and packs that need smaller chunks.
 PACKS = [(5, 130, 1, 64, 65, 7, 200), (7, 3, 12), (1, 1, 1), (1,), (64, 64), (33, 2)]
 
@@ -89,7 +89,7 @@ def test_chunks_compute_the_definition_and_its_gradients(lengths: tuple[int, ...
         grads = torch.autograd.grad((out * weight).sum() + end.square().sum(), inputs)
         found.append([out, end, *grads])
     for ours, wanted in zip(*found, strict=True):
-        assert relative(ours, wanted) < REORDER_FP64
+        assert relative_error(ours, wanted) < REORDER_FP64
 
 
 def test_a_state_continues_a_document() -> None:
@@ -104,27 +104,27 @@ def test_a_state_continues_a_document() -> None:
     for part, lengths in ((halves, first), (~halves, second)):
         rows = [x[part] for x in (q, k, v, a, b)]
         out[part], state = gated_delta_rule(*rows, documents_of(lengths), state)
-    assert relative(out, expected) < REORDER_FP64
-    assert state is not None and relative(state, end) < REORDER_FP64
+    assert relative_error(out, expected) < REORDER_FP64
+    assert state is not None and relative_error(state, end) < REORDER_FP64
 
 
 @pytest.mark.parametrize("lengths", PACKS)
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_the_convolution_is_that_of_each_document_alone(lengths: tuple[int, ...], taps: int) -> None:
+@pytest.mark.parametrize("kernel_size", [1, 2, 4])
+def test_the_convolution_is_that_of_each_document_alone(lengths: tuple[int, ...], kernel_size: int) -> None:
     x = torch.randn(sum(lengths), 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, taps, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, kernel_size, dtype=torch.float64, requires_grad=True)
     out, last = causal_convolution(x, weight, documents_of(lengths))
-    padded = [F.pad(document, (0, 0, taps - 1, 0)) for document in x.split(lengths)]
+    padded = [F.pad(document, (0, 0, kernel_size - 1, 0)) for document in x.split(lengths)]
     alone = [F.conv1d(rows.t(), weight.unsqueeze(1), groups=6).t() for rows in padded]
-    assert relative(out, torch.cat(alone)) < REORDER_FP64
-    assert torch.equal(last, torch.stack([rows[len(rows) - taps + 1 :] for rows in padded]))
+    assert relative_error(out, torch.cat(alone)) < REORDER_FP64
+    assert torch.equal(last, torch.stack([rows[len(rows) - kernel_size + 1 :] for rows in padded]))
     scale = torch.randn_like(out)
     for ours, wanted in zip(
         torch.autograd.grad((out * scale).sum(), (x, weight)),
         torch.autograd.grad((torch.cat(alone) * scale).sum(), (x, weight)),
         strict=True,
     ):
-        assert relative(ours, wanted) < REORDER_FP64
+        assert relative_error(ours, wanted) < REORDER_FP64
 
 
 def slow_layer(dtype: torch.dtype = torch.float32) -> DeltaNet:
@@ -244,14 +244,14 @@ def test_flas_kernel_is_called_as_it_documents_and_computes_the_same(
         gated_delta_rule(q, k, v, *gates, documents_of(lengths), given, rule) for rule in ("fla", "torch")
     )
     for ours, theirs in zip(found, expected, strict=True):
-        assert relative(ours, theirs) <= REORDER_FP64
+        assert relative_error(ours, theirs) <= REORDER_FP64
     wanted = [*inputs, state] if with_state else inputs
     grads, references = (
         torch.autograd.grad(out.sin().sum() + last.cos().sum(), wanted, retain_graph=True)
         for out, last in (found, expected)
     )
     for ours, theirs in zip(grads, references, strict=True):
-        assert relative(ours, theirs) <= 10 * REORDER_FP64
+        assert relative_error(ours, theirs) <= 10 * REORDER_FP64
 
 
 @pytest.mark.parametrize(

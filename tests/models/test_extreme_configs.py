@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.oracle import pack
-from archon.check.random_configs import draw_fields
 from archon.models import get_model_spec, get_supported_model_types
-from archon.models.quantization import Quantization
+from archon.models.hf.quantization import Quantization
 from archon.schema.errors import ConfigError, UserError
+from archon.tools.check.oracle import pack
+from archon.tools.check.random_configs import draw_fields
 
 NUMBERS: list[Any] = [
     0,
@@ -100,7 +100,7 @@ def values_of(name: str, rng: random.Random) -> list[Any]:
 def test_one_senseless_value_is_built_or_told(model_type: str) -> None:
     rng = random.Random(model_type)
     args = get_model_spec(model_type).model_args_class
-    names = {*args.hf_fields, *args.hf_windows.fields, *args.hf_ropes.known_fields, *args.hf_must_be}
+    names = {*args.hf_fields, *args.hf_windows.fields, *args.hf_ropes.known_fields, *args.hf_fixed_values}
     sound = {"model_type": model_type, **draw_fields(0, model_type)}
     build(sound)
     for name in sorted(names | {"quantization_config"}):
@@ -174,11 +174,11 @@ def test_a_rotation_without_finite_frequencies_is_told() -> None:
     ],
 )
 def test_names_of_modules_that_are_not_quantized(kept: str, key: str, is_kept: bool) -> None:
-    assert Quantization("fp8", kept=(kept,)).keeps(key) is is_kept
-    assert not Quantization("fp8").keeps(key)
+    assert Quantization("fp8", kept=(kept,)).is_unquantized(key) is is_kept
+    assert not Quantization("fp8").is_unquantized(key)
 
 
 def test_a_name_of_many_stars_takes_no_longer_than_any() -> None:
     started = time.process_time()
-    assert not Quantization("fp8", kept=("*a" * 60 + "*b",)).keeps("model.layers." + "a" * 300)
+    assert not Quantization("fp8", kept=("*a" * 60 + "*b",)).is_unquantized("model.layers." + "a" * 300)
     assert time.process_time() - started < 2

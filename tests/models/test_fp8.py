@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import relative
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.layers.fp8 import (
     E4M3,
     E5M2,
+    compute_scale,
     fp8_grouped_linear,
     fp8_linear,
-    multiply,
-    multiply_scaled,
-    quantized,
-    scale_of,
+    fp8_matmul,
+    fp8_scaled_mm,
+    quantize_with_scale,
 )
 from archon.models.layers.linear import Linear
-from archon.models.layers.lora import LowRank
+from archon.models.lora.layers import LoRALayer
 from archon.parallel.fp8 import Fp8Scaling
 from archon.parallel.fsdp import reshard
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import relative_error
 from tests.engine.tiny import full_tensor, make_engine, sft_batch
 from tests.tolerances import FP8_PLAIN, REORDER_FP32
 
@@ -55,7 +55,7 @@ class Format:
         scale = max(x.abs().max().item() / self.largest, 1e-30)
         return self.rounded(x / scale) * scale
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def from_features(self, x: Tensor) -> Tensor:
         """x with a scale for each row, rounded and scaled back."""
         return torch.stack([self.of_whole(row) for row in x])
 
@@ -69,8 +69,8 @@ def plain_linear(
     """Result, and the gradients of input and weight, in float64."""
     x, weight, grad = x.double(), weight.double(), grad.double()
     if recipe == "rowwise":
-        out = NARROW.of_rows(x) @ NARROW.of_rows(weight).t()
-        grads = NARROW.of_rows(grad) @ NARROW.of_whole(weight), grad.t() @ x
+        out = NARROW.from_features(x) @ NARROW.from_features(weight).t()
+        grads = NARROW.from_features(grad) @ NARROW.of_whole(weight), grad.t() @ x
     else:
         out = NARROW.of_whole(x) @ NARROW.of_whole(weight).t()
         grads = WIDE.of_whole(grad) @ NARROW.of_whole(weight), WIDE.of_whole(grad).t() @ NARROW.of_whole(x)
@@ -84,10 +84,10 @@ def plain_experts(
     x, weight, grad = x.double(), weight.double(), grad.double()
     outs, x_grads, weight_grads = [], [], []
     for rows, matrix, own in zip(x.split(counts), weight, grad.split(counts), strict=True):
-        forward = NARROW.of_whole(matrix) if recipe == "tensorwise" else NARROW.of_rows(matrix)
+        forward = NARROW.of_whole(matrix) if recipe == "tensorwise" else NARROW.from_features(matrix)
         if len(rows):
-            outs.append(NARROW.of_rows(rows) @ forward.t())
-            x_grads.append(NARROW.of_rows(own) @ NARROW.of_whole(matrix))
+            outs.append(NARROW.from_features(rows) @ forward.t())
+            x_grads.append(NARROW.from_features(own) @ NARROW.of_whole(matrix))
         weight_grads.append(own.t() @ rows)
     return torch.cat(outs), torch.cat(x_grads), torch.stack(weight_grads)
 
@@ -103,7 +103,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 def test_rounding_is_that_of_the_format(dtype: torch.dtype, form: Format) -> None:
     x = drawn(4096, dtype=torch.float32, seed=1) * torch.logspace(-8, 3, 4096)
     x[:4] = torch.tensor([0.0, form.largest, form.largest * 1.02, -9 * form.largest])
-    found = quantized(x, torch.ones(()), dtype, by_row=False).values.double()
+    found = quantize_with_scale(x, torch.ones(()), dtype, by_row=False).values.double()
     assert found.equal(form.rounded(x.double()))
 
 
@@ -120,7 +120,7 @@ def test_a_linear_layer_computes_what_plain_steps_do(recipe: str, dtype: torch.d
     found = out.detach(), leaves[0].grad, leaves[1].grad
     for own, plain in zip(found, plain_linear(recipe, x, weight, added, grad), strict=True):
         assert own is not None
-        assert relative(own.double(), plain) <= FP8_PLAIN
+        assert relative_error(own.double(), plain) <= FP8_PLAIN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -135,7 +135,7 @@ def test_experts_compute_what_plain_steps_do(recipe: str, dtype: torch.dtype) ->
     found = out.detach(), leaves[0].grad, leaves[1].grad
     for own, plain in zip(found, plain_experts(recipe, x, weight, counts, grad), strict=True):
         assert own is not None
-        assert relative(own.double(), plain) <= FP8_PLAIN
+        assert relative_error(own.double(), plain) <= FP8_PLAIN
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -143,15 +143,15 @@ def test_the_kernel_is_given_what_is_emulated(by_row: bool) -> None:
     """`scaled_mm` runs on a CPU too: operands, their transposes, scales, and tokens that are no multiple of 16."""
     x, weight, grad = (drawn(*shape, dtype=torch.bfloat16, seed=9) for shape in ((37, 48), (32, 48), (37, 32)))
     left, right, own = (
-        quantized(each, scale_of(each, form, rows, ()), form, rows)
+        quantize_with_scale(each, compute_scale(each, form, rows, ()), form, rows)
         for each, form, rows in ((x, E4M3, by_row), (weight, E4M3, by_row), (grad, E4M3 if by_row else E5M2, by_row))
     )
-    whole = quantized(weight, scale_of(weight, E4M3, False, ()), E4M3, by_row=False)
+    whole = quantize_with_scale(weight, compute_scale(weight, E4M3, False, ()), E4M3, by_row=False)
     products = [(left, right), (own, whole.transposed())]
     if not by_row:
         products.append((own.transposed(), left.transposed()))
     for pair in products:
-        expected, found = multiply(*pair, torch.bfloat16), multiply_scaled(*pair, torch.bfloat16)
+        expected, found = fp8_matmul(*pair, torch.bfloat16), fp8_scaled_mm(*pair, torch.bfloat16)
         # Two sums in float32, each rounded to bfloat16.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().mean()))
 
@@ -170,7 +170,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
 def test_bfloat16_compute_rounds_the_masters_first(recipe: str, tmp_path: Path) -> None:
     """Mixed precision on one process: masters in float32, products of their bfloat16 values in 8 bits."""
     engine = make_engine(tmp_path, hf=EVEN, dtype="bfloat16", fp8=recipe, optimizer={"lr": 1e-3})
-    layer = engine.whole_model.layers["1"].feed_forward.w1
+    layer = engine.full_model.layers["1"].feed_forward.w1
     seen: list[tuple[Tensor, Tensor]] = []
     layer.register_forward_hook(lambda module, inputs, out: seen.append((inputs[0], out)))
     engine.forward_batch(sft_batch())
@@ -234,7 +234,7 @@ def test_gates_of_delta_nets_are_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_adapter_adds_what_it_does_in_full_precision(recipe: str) -> None:
     layer = Linear(48, 32, bias=False, role="column")
-    layer.fp8, layer.lora = Fp8Scaling(recipe == "rowwise"), LowRank(48, 32, 4, 0.5)
+    layer.fp8, layer.lora = Fp8Scaling(recipe == "rowwise"), LoRALayer(48, 32, 4, 0.5)
     with torch.no_grad():
         for parameter, seed in zip(layer.parameters(), (11, 12, 13), strict=True):
             parameter.copy_(drawn(*parameter.shape, dtype=torch.float32, seed=seed))
@@ -242,7 +242,7 @@ def test_an_adapter_adds_what_it_does_in_full_precision(recipe: str) -> None:
     x = drawn(20, 48, dtype=torch.float32, seed=14)
     out = layer(x)
     base = fp8_linear(x, layer.weight, None, layer.fp8)
-    assert relative(out - base, 0.5 * (x @ layer.lora.a.t() @ layer.lora.b.t())) <= REORDER_FP32
+    assert relative_error(out - base, 0.5 * (x @ layer.lora.a.t() @ layer.lora.b.t())) <= REORDER_FP32
     out.sum().backward()
     assert layer.lora.a.grad is not None and layer.weight.grad is None
 
@@ -253,7 +253,7 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
 
 
 def test_several_adapters_have_no_scale_in_common(tmp_path: Path) -> None:
-    several = {"adapters": {"x": {"rank": 2}, "y": {"rank": 3}}}
+    several = {"loras": {"x": {"rank": 2}, "y": {"rank": 3}}}
     with pytest.raises(ConfigError, match="several adapters train as if each were alone; set fp8 = rowwise"):
         EngineConfig.parse({"path": "model", "fp8": "tensorwise", "lora": several}, source="model")
     EngineConfig.parse({"path": "model", "fp8": "rowwise", "lora": several}, source="model")

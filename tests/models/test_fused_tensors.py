@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.fused_tensors import Fused, Placement, place_parts
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.hf.fused_tensors import Fused, Placement, place_parts
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.models.fused_family import WAYS, adapter_of, checkpoint_by_hand, random_native
 

@@ -16,19 +16,19 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 import archon
-from archon.check.isolation import check_isolation
-from archon.check.oracle import build_pair, own_config, pack, random_config, reference_logits, relative
-from archon.check.round_trip import fresh_model
-from archon.checkpoint.megatron.gpt_config import megatron_arguments
-from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.checkpoint.formats.megatron.gpt_config import megatron_arguments
+from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from archon.models.attention.meta import PackedAttention, PrefixAttention
-from archon.models.attention.prefix import shared_prefixes
+from archon.models.attention.prefix.plan import shared_prefixes
 from archon.models.attention.registry import candidates
 from archon.models.gpt_oss import SPEC, GptOssModel, GptOssModelArgs, GptOssStateDictAdapter
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.parallel.layout import parse_layout
-from archon.planner.weight_shards import ModelWeights, count_parameters
 from archon.schema.errors import ConfigError
+from archon.tools.check.isolation import check_isolation
+from archon.tools.check.oracle import build_pair, family_config, pack, random_config, reference_logits, relative_error
+from archon.tools.check.round_trip import fresh_model
+from archon.tools.planner.weight_shards import ModelWeights, count_parameters
 from tests.models.test_prefix import answers
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64, PARITY_FP32
 
@@ -87,7 +87,7 @@ def test_published_configs_have_as_many_parameters_as_published(config: dict[str
         reference = GptOssForCausalLM(GptOssConfig(**config))
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert {name: tuple(p.shape) for name, p in reference.named_parameters()} == adapter.hf_shapes()
-    weights = ModelWeights.of(SPEC, adapter.args)
+    weights = ModelWeights.from_spec(SPEC, adapter.args)
     shapes = [w for layer in weights.layers for w in weights.distinct_layers[layer]]
     assert count_parameters((*weights.embedding, *weights.head, *shapes), parse_layout("d1"), 0).own == parameters
 
@@ -147,7 +147,7 @@ def test_experts_as_the_checkpoint_stores_them() -> None:
             hidden = (up + 1) * gate / (1 + (-1.702 * gate).exp())
             out = hidden @ file[f"{prefix}experts.down_proj"][e] + file[f"{prefix}experts.down_proj_bias"][e]
             expected[t] += weight * out
-    assert relative(model.layers["0"].moe(x)[0], expected) <= FORMULA_FP64
+    assert relative_error(model.layers["0"].moe(x)[0], expected) <= FORMULA_FP64
 
 
 def test_a_checkpoint_comes_back_bit_by_bit() -> None:
@@ -183,13 +183,13 @@ def test_a_folder_as_published_computes_what_transformers_does(tmp_path: Path) -
     model, lengths = archon.load_model(tmp_path, dtype=torch.float32), [7, 1, 20]
     tokens, positions, cu_seqlens, longest = pack(lengths, config.vocab_size, 0)
     expected = reference_logits(theirs, tokens, lengths)
-    assert relative(model(tokens, positions, cu_seqlens, longest), expected) <= PARITY_FP32
+    assert relative_error(model(tokens, positions, cu_seqlens, longest), expected) <= PARITY_FP32
 
 
 @pytest.mark.parametrize("longest", [6, 150], ids=["trees", "prefixes"])
 def test_shared_beginnings_change_nothing(longest: int) -> None:
     config = random_config(4, "gpt_oss", vocab_size=103)
-    model = fresh_model(own_config(config), 4, torch.float64)
+    model = fresh_model(family_config(config), 4, torch.float64)
     tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=longest, seed=1)
     shared = shared_prefixes(tokens, lengths)
     assert shared is not None
@@ -207,7 +207,7 @@ def test_shared_beginnings_change_nothing(longest: int) -> None:
     rows = shared.rows
     found = gradients(tokens[rows], positions[rows], cu_seqlens, max(lengths), PrefixAttention(shared))
     for ours, wanted in zip(found, plain, strict=True):
-        assert relative(ours, wanted) <= INVARIANCE_FP64
+        assert relative_error(ours, wanted) <= INVARIANCE_FP64
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -217,7 +217,7 @@ def test_documents_do_not_see_each_other(seed: int) -> None:
 
 def test_sinks_are_shards_of_the_planner_and_start_as_in_transformers() -> None:
     adapter, _ = square_experts()
-    shapes = ModelWeights.of(SPEC, adapter.args).distinct_layers[0]
+    shapes = ModelWeights.from_spec(SPEC, adapter.args).distinct_layers[0]
     (sinks,) = [w for w in shapes if w.name == "sinks"]
     assert (sinks.role, sinks.shape, sinks.local(parse_layout("t2"))) == ("heads", (2,), (1,))
     torch.manual_seed(0)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.check.oracle import relative
-from archon.models import token_scores as tiles
-from archon.models.head import LMHead
+from archon.models.layers import token_scores as tiles
+from archon.models.layers.head import LMHead
+from archon.tools.check.oracle import relative_error
 from tests.tolerances import FORMULA_FP64, HEAD_BF16, HEAD_FP32
 
 T, D, V = 13, 6, 23
@@ -73,7 +73,7 @@ def test_scores_and_gradients_equal_the_formula(
 
     torch.testing.assert_close(scores.logprobs, expected_logprobs, rtol=0, atol=FORMULA_FP64)
     for ours, theirs in zip(*(torch.autograd.grad(x, (hidden, head.weight)) for x in (actual, expected)), strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.usefixtures("_tiling")
@@ -95,7 +95,7 @@ def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tens
     assert not result.logprobs.requires_grad
     gradients = (torch.autograd.grad(3 * x, (hidden, head.weight)) for x in (result.loss, expected))
     for ours, theirs in zip(*gradients, strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 @pytest.mark.usefixtures("_tiling")
@@ -124,7 +124,7 @@ def test_softmax_runs_in_float32_whatever_the_dtype(dtype: torch.dtype, toleranc
     gradients = torch.autograd.grad(scores.logprobs.sum() + scores.entropy.sum(), (hidden, head.weight))
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, (exact_hidden, exact_weight)), strict=True):
         assert ours.dtype == dtype
-        assert relative(ours.double(), theirs) <= tolerance
+        assert relative_error(ours.double(), theirs) <= tolerance
 
 
 def summed_over_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, ...]:
@@ -212,7 +212,7 @@ def test_what_takes_no_part_in_the_loss_has_no_part_in_the_gradient(used: str) -
     actual = getattr(head(hidden, labels, 0.7, entropy=True), used)
     grads = (torch.autograd.grad(x.sum(), (hidden, head.weight)) for x in (actual, expected[used]))
     for ours, theirs in zip(*grads, strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
 def test_weights_without_labels_are_refused() -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
-from archon.check.family import REFERENCES
-from archon.check.oracle import checkpoint_tensors, hf_classes, own_config
 from archon.models import RopeConfig, get_model_spec
-from archon.models.hf_config import NO_EFFECT
+from archon.models.hf.config import NO_EFFECT
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3ModelArgs
 from archon.models.qwen3_moe import Qwen3MoEModelArgs
 from archon.models.spec import FAMILIES
 from archon.schema.errors import ConfigError, UserError
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import checkpoint_tensors, family_config, hf_classes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
 PARAMETERS = {
@@ -94,7 +94,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 def test_defaults_are_those_of_transformers(family: str) -> None:
     needed = NEEDED.get(family, {})
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    config = own_config(hf_classes(REFERENCES.get(family, family))[0](**needed), family)
+    config = family_config(hf_classes(REFERENCES.get(family, family))[0](**needed), family)
     args_class = get_model_spec(family).model_args_class
     text = config.get("text_config", config)
     bare: dict[str, Any] = {name: text[name] for name in sizes if name in text}
@@ -108,7 +108,7 @@ def test_a_config_of_defaults_has_as_many_parameters_as_in_transformers(family: 
     config = config_class(**NEEDED.get(family, {}))
     with torch.device("meta"):
         reference = model_class(config)
-    shapes = get_model_spec(family).state_dict_adapter_class(own_config(config, family)).hf_shapes()
+    shapes = get_model_spec(family).state_dict_adapter_class(family_config(config, family)).hf_shapes()
     assert {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(reference).items()} == shapes
 
 

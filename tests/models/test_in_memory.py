@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 import archon
-from archon.check.oracle import (
-    build_pair,
-    has_reference,
-    hf_model,
-    own_config,
-    pack,
-    random_config,
-    reference_logits,
-    relative,
-)
-from archon.check.parity import FP32_TOLERANCE
 from archon.models import get_model_spec
 from archon.models.spec import FAMILIES
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.tools.check.oracle import (
+    build_pair,
+    family_config,
+    has_reference,
+    hf_model,
+    pack,
+    random_config,
+    reference_logits,
+    relative_error,
+)
+from archon.tools.check.parity import FP32_TOLERANCE
 
 SEED = 3
 
@@ -37,14 +37,14 @@ def test_a_model_in_memory_is_the_model_of_its_checkpoint(family: str) -> None:
     tokens, positions, cu_seqlens, longest = pack(lengths, ours.args.vocab_size, SEED)
     with torch.no_grad():
         expected = reference_logits(reference, tokens, lengths)
-        assert relative(loaded(tokens, positions, cu_seqlens, longest), expected) <= FP32_TOLERANCE
+        assert relative_error(loaded(tokens, positions, cu_seqlens, longest), expected) <= FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("family", [*filter(has_reference, FAMILIES)])
 def test_parameters_become_the_state_of_a_model_in_memory(family: str) -> None:
     reference, ours, adapter = build_pair(random_config(SEED + 1, family))
     state = adapter.in_memory.to_hf({name: ours.state_dict()[name] for name in adapter.stored_shapes})
-    theirs = {name: tensor for name, tensor in reference.state_dict().items() if not adapter.is_carried(name)}
+    theirs = {name: tensor for name, tensor in reference.state_dict().items() if not adapter.is_passthrough(name)}
     assert theirs.keys() - state.keys() <= {"lm_head.weight"}
     for name, tensor in state.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -62,7 +62,7 @@ def test_the_dtype_is_that_of_the_weights_or_the_one_asked_for() -> None:
 def test_a_missing_or_unknown_name_is_an_error() -> None:
     config = random_config(SEED, "qwen3_moe")
     state = hf_model(config).state_dict()
-    adapter = get_model_spec("qwen3_moe").state_dict_adapter_class(own_config(config))
+    adapter = get_model_spec("qwen3_moe").state_dict_adapter_class(family_config(config))
     key = "model.layers.1.mlp.experts.gate_up_proj"
     with pytest.raises(CheckpointError, match=f"keys missing: '{key}'"):
         adapter.from_hf({name: tensor for name, tensor in state.items() if name != key})

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import relative
-from archon.models.adapter_rows import AdapterRows
-from archon.models.attention.cache import PagedRows
+from archon.models.attention.decode.cache import PagedRows
+from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import PackedAttention, PrefixAttention
-from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
-from archon.models.attention.paged_cache import PagedCache
-from archon.models.attention.prefix import shared_prefixes
+from archon.models.attention.prefix.plan import shared_prefixes
 from archon.models.layers.latent_attention import LatentAttention, LatentLayer
-from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeConfig, RopeSpec, RotaryEmbedding, Rotation
-from archon.models.lora import adapters_off
+from archon.models.lora.layers import LoRALayer, MultiLoRALayer
+from archon.models.lora.mapping import LoRAMapping
+from archon.models.lora.model import disable_lora
+from archon.tools.check.oracle import relative_error
 from tests.tolerances import REORDER_FP64
 
 DIM, HEADS, RANK, ROTATED = 24, 3, 10, 4
@@ -42,7 +42,7 @@ LENGTHS = (5, 1, 130, 7)
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    assert relative(actual, expected) <= REORDER_FP64
+    assert relative_error(actual, expected) <= REORDER_FP64
 
 
 def make_module(layer: LatentLayer) -> LatentAttention:
@@ -224,18 +224,18 @@ def test_absorbed_matrices_have_the_adapter_while_it_is_enabled(several: bool) -
     module = make_module(layer)
     rows = torch.randn(9, 1, RANK + ROTATED, dtype=torch.float64)
     q, sums = torch.randn(5, HEADS, 4 + ROTATED, dtype=torch.float64), torch.randn(5, HEADS, RANK, dtype=torch.float64)
-    queries = AdapterRows.of(("x",), torch.zeros(5, dtype=torch.int64), torch.device("cpu")) if several else None
+    queries = LoRAMapping.of(("x",), torch.zeros(5, dtype=torch.int64), torch.device("cpu")) if several else None
     keys = LatentKeys(rows, module.wkv_b, 4, 15)
 
     def absorbed() -> tuple[Tensor, Tensor]:
         return keys.absorb(q, queries), keys.expand_values(sums, queries)
 
     base = absorbed()
-    adapter = LowRank(RANK, HEADS * 19, 2, 0.7).double()
+    adapter = LoRALayer(RANK, HEADS * 19, 2, 0.7).double()
     for part in adapter.parameters():
         torch.nn.init.normal_(part)
-    module.wkv_b.lora = LowRanks({"x": adapter}) if several else adapter
-    with adapters_off(module):
+    module.wkv_b.lora = MultiLoRALayer({"x": adapter}) if several else adapter
+    with disable_lora(module):
         for found, expected in zip(absorbed(), base, strict=True):
             assert torch.equal(found, expected)
     adapted = absorbed()
@@ -244,7 +244,7 @@ def test_absorbed_matrices_have_the_adapter_while_it_is_enabled(several: bool) -
     module.wkv_b.lora = None
     for found, expected, without in zip(adapted, absorbed(), base, strict=True):
         assert_same(found, expected)
-        assert relative(found, without) > 0.1
+        assert relative_error(found, without) > 0.1
 
 
 def test_the_scale_has_the_square_of_yarns_factor() -> None:

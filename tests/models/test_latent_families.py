@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.family import REFERENCES
-from archon.check.oracle import hf_classes, own_config, random_config
 from archon.models import get_model_spec, is_supported_model
 from archon.models.spec import UNSUPPORTED
 from archon.schema.errors import CheckpointError, ConfigError, UnknownModelError
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import family_config, hf_classes, random_config
 
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -71,7 +71,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, seed: int) -> dict[str, Any]:
-    return own_config(random_config(seed, family, REFERENCES.get(family)), family)
+    return family_config(random_config(seed, family, REFERENCES.get(family)), family)
 
 
 @pytest.mark.parametrize("family", LATENT)
@@ -80,7 +80,7 @@ def test_layers_that_predict_further_tokens_are_carried(family: str) -> None:
     adapter = get_model_spec(family).state_dict_adapter_class(config)
     layers = config["num_hidden_layers"]
     for name in ("eh_proj.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"):
-        assert adapter.is_carried(f"model.layers.{layers}.{name}")
+        assert adapter.is_passthrough(f"model.layers.{layers}.{name}")
         assert adapter.hf_to_native(f"model.layers.{layers}.{name}") == ()
     with pytest.raises(CheckpointError, match="unknown key"):
         adapter.hf_to_native(f"model.layers.{layers - 1}.eh_proj.weight")
@@ -97,7 +97,7 @@ def test_as_many_further_layers_are_carried_as_the_config_says(family: str, fiel
         adapter = spec.state_dict_adapter_class(config | given)
         for number in range(4):
             key = f"model.layers.{layers + number}.eh_proj.weight"
-            assert adapter.is_carried(key) == adapter.in_memory.is_carried(key) == (number < carried)
+            assert adapter.is_passthrough(key) == adapter.in_memory.is_passthrough(key) == (number < carried)
         with pytest.raises(CheckpointError, match="unknown key"):
             adapter.hf_to_native(f"model.layers.{layers + carried}.enorm.weight")
     with pytest.raises(ConfigError, match=field if family != "glm4_moe" else "num_nextn_predict_layers"):

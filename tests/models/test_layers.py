@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from archon.check.oracle import relative
-from archon.models.layers import fused, matmul
+from archon.models.cpu import fused
+from archon.models.layers import matmul
 from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
-from archon.models.layers.matmul import adapted_linear, add_product, linear, product
+from archon.models.layers.matmul import accumulate_matmul, linear, lora_linear, mm
 from archon.models.layers.norm import RMSNorm
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import relative_error
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
@@ -63,10 +64,10 @@ def test_fused_functions_and_gradients_equal_their_plain_twins(name: str, dtype:
     function, twin, inputs, rest = CASES[name](dtype)
     inputs = [x.requires_grad_() for x in inputs]
     actual, expected = function(*inputs, *rest), twin(*inputs, *rest)
-    assert relative(actual, expected) <= tolerance
+    assert relative_error(actual, expected) <= tolerance
     weight = torch.randn_like(expected)
     for ours, theirs in zip(*(torch.autograd.grad(y, inputs, weight) for y in (actual, expected)), strict=True):
-        assert relative(ours, theirs) <= tolerance
+        assert relative_error(ours, theirs) <= tolerance
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,13 +100,13 @@ def test_compiled_code_takes_the_plain_twins(monkeypatch: pytest.MonkeyPatch) ->
     for name, make in CASES.items():
         function, twin, inputs, rest = make(torch.float64)
         compiled = torch.compile(function, backend="eager", fullgraph=True)
-        assert relative(compiled(*inputs, *rest), twin(*inputs, *rest)) <= FORMULA_FP64, name
+        assert relative_error(compiled(*inputs, *rest), twin(*inputs, *rest)) <= FORMULA_FP64, name
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_transformers_has_by_the_name(name: str) -> None:
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
-    assert relative(ACTIVATIONS[name](x), ACT2FN[name](x)) <= FORMULA_FP64
+    assert relative_error(ACTIVATIONS[name](x), ACT2FN[name](x)) <= FORMULA_FP64
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -138,12 +139,12 @@ def test_the_product_by_another_library_equals_torchs_with_its_gradients(
     given = torch.randn(64, requires_grad=True) if bias else None
     inputs += [given] if given is not None else []
     actual, expected = linear(x, weight, given), torch.nn.functional.linear(x, weight, given)
-    assert relative(actual, expected) <= FORMULA_FP32
+    assert relative_error(actual, expected) <= FORMULA_FP32
     # An expanded gradient, as the sum of an output gives, and one that is transposed.
     for grad in (torch.ones(()).expand_as(expected), torch.randn(64, 70, 3).permute(2, 1, 0)):
         ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (actual, expected))
         for a, b in zip(ours, theirs, strict=True):
-            assert relative(a, b) <= FORMULA_FP32
+            assert relative_error(a, b) <= FORMULA_FP32
 
 
 @pytest.mark.parametrize("size", [4, 70, 200, 260])
@@ -155,11 +156,11 @@ def test_products_of_matrices_in_memory_either_way_round_are_torchs(size: int, l
     right = right.t().contiguous().t() if lying in ("right", "both") else right
     left = left[:1].expand(size, 512) if lying == "expanded" else left
     expected, out = left @ right, torch.full((size, 270 - size), torch.nan, dtype=dtype)
-    assert relative(product(left, right), expected) <= FORMULA_FP32
-    add_product(out, left, right, first=True)
-    assert relative(out, expected) <= FORMULA_FP32
-    add_product(out, left, right)
-    assert relative(out, 2 * expected) <= FORMULA_FP32
+    assert relative_error(mm(left, right), expected) <= FORMULA_FP32
+    accumulate_matmul(out, left, right, first=True)
+    assert relative_error(out, expected) <= FORMULA_FP32
+    accumulate_matmul(out, left, right)
+    assert relative_error(out, 2 * expected) <= FORMULA_FP32
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FORMULA_FP64), (torch.float32, FORMULA_FP32)])
@@ -170,14 +171,14 @@ def test_a_product_with_an_adapter_is_the_sum_of_its_parts_with_their_gradients(
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((300, 96), (64, 96), (64,), (5, 96), (64, 5))]
     kinds = ("input", "weight", "weight", "adapter", "adapter")
     x, weight, bias, a, b = (t.requires_grad_(kind != frozen) for t, kind in zip(inputs, kinds, strict=True))
-    actual = adapted_linear(x, weight, bias, a, b, 1.5)
+    actual = lora_linear(x, weight, bias, a, b, 1.5)
     expected = torch.nn.functional.linear(x, weight, bias) + 1.5 * (x @ a.t()) @ b.t()
-    assert relative(actual, expected) <= tolerance
+    assert relative_error(actual, expected) <= tolerance
     trained = [t for t in inputs if t.requires_grad]
     for grad in (torch.ones((), dtype=dtype).expand_as(expected), torch.randn(64, 300, dtype=dtype).t()):
         ours, theirs = (torch.autograd.grad(y, trained, grad, retain_graph=True) for y in (actual, expected))
         for mine, other in zip(ours, theirs, strict=True):
-            assert relative(mine, other) <= tolerance
+            assert relative_error(mine, other) <= tolerance
 
 
 def test_compiled_products_are_compiled_once_for_small_and_large_ones() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from archon.models.head import LMHead
+from archon.models.layers.head import LMHead
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from tests.models.recorder import LargestAllocation
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from archon.check.oracle import build_pair, pack, random_config, reference_logits, relative
 from archon.models import RopeConfig, TokenScores, WeightedLoss
 from archon.models.qwen2 import Qwen2Model, Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import build_pair, pack, random_config, reference_logits, relative_error
 from tests.tolerances import BF16_COMPUTE, FORMULA_FP64, HEAD_FP32, PARITY_FP32
 
 LENGTHS = [5, 1, 150, 8]
@@ -118,13 +118,13 @@ def test_a_critics_values_and_gradients_equal_transformers() -> None:
     expected = torch.cat(
         [reference(input_ids=document[None], use_cache=False).logits[0] for document in tokens.split([5, 9])]
     )
-    assert relative(values, expected) <= PARITY_FP32
+    assert relative_error(values, expected) <= PARITY_FP32
     weight = torch.tensor([1.0, -2.0])
     (values * weight).sum().backward()
     (expected * weight).sum().backward()
     for name, parameter in reference.named_parameters():
         ours = model.get_parameter(adapter.hf_to_native(name)[0].name)
-        assert relative(ours.grad, parameter.grad) <= PARITY_FP32, name
+        assert relative_error(ours.grad, parameter.grad) <= PARITY_FP32, name
 
 
 def test_the_padding_token_gets_no_gradient_from_its_embedding_as_in_transformers() -> None:
@@ -139,7 +139,7 @@ def test_the_padding_token_gets_no_gradient_from_its_embedding_as_in_transformer
     model(tokens, positions, cu_seqlens, longest).sum().backward()
     reference_logits(reference, tokens, [9, 20]).sum().backward()
     assert model.tok_embeddings.weight.grad[3].abs().max() == 0
-    assert relative(model.tok_embeddings.weight.grad, reference.model.embed_tokens.weight.grad) <= PARITY_FP32
+    assert relative_error(model.tok_embeddings.weight.grad, reference.model.embed_tokens.weight.grad) <= PARITY_FP32
 
 
 def test_tied_weights_are_one_parameter_with_both_gradients() -> None:
@@ -150,7 +150,7 @@ def test_tied_weights_are_one_parameter_with_both_gradients() -> None:
     for model in (tied, apart):
         model(tokens, positions, cu_seqlens, longest, labels=tokens, entropy=False).logprobs.sum().backward()
     both = apart.tok_embeddings.weight.grad + apart.output.weight.grad
-    assert relative(tied.tok_embeddings.weight.grad, both) <= FORMULA_FP64
+    assert relative_error(tied.tok_embeddings.weight.grad, both) <= FORMULA_FP64
 
 
 def test_documents_are_independent_of_their_neighbours_and_order() -> None:
@@ -178,7 +178,7 @@ def test_many_short_documents_are_computed_as_each_alone(kind: Any) -> None:
     weight = torch.randn_like(logits)
     gradients = [torch.autograd.grad((x * weight).sum(), list(model.parameters())) for x in (logits, torch.cat(alone))]
     for ours, theirs in zip(*gradients, strict=True):
-        assert relative(ours, theirs) <= FORMULA_FP64
+        assert relative_error(ours, theirs) <= FORMULA_FP64
 
     with pytest.raises(ValueError, match=f"documents of {sum(lengths)} tokens in all, but {sum(lengths) - 1} tokens"):
         model(tokens[1:], positions[1:], cu_seqlens, longest)
@@ -206,7 +206,7 @@ def test_bfloat16_stays_close_to_float32() -> None:
     exact = model(tokens, positions, cu_seqlens, longest)
     rounded = model.to(torch.bfloat16)(tokens, positions, cu_seqlens, longest)
     assert rounded.dtype == torch.bfloat16
-    assert relative(rounded.float(), exact) <= BF16_COMPUTE
+    assert relative_error(rounded.float(), exact) <= BF16_COMPUTE
 
 
 def test_fresh_weights_are_hugging_faces() -> None:
@@ -268,7 +268,7 @@ def test_compiled_blocks_give_the_same_gradients() -> None:
     for each in (model, twin):
         each(tokens, positions, cu_seqlens, longest, labels=tokens).logprobs.sum().backward()
     for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
-        assert relative(ours.grad, theirs.grad) <= FORMULA_FP64, name
+        assert relative_error(ours.grad, theirs.grad) <= FORMULA_FP64, name
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.layers import fused
-from archon.models.native import elementwise, library, linear
+from archon.models.cpu import elementwise, fused, library, linear
 from archon.parallel.torch_dispatch import FakeTensorMode
 from tests.tolerances import FORMULA_FP32
 
@@ -207,21 +206,21 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 def test_where_they_apply() -> None:
     x = torch.randn(4, 8)
-    assert elementwise.applies(x, torch.nn.Parameter(x))
-    assert not elementwise.applies(x, x.double())
-    assert not elementwise.applies(x.to("meta"))
-    assert not elementwise.applies(x, x.to("meta"))
-    assert not elementwise.applies(x.as_subclass(Ordinary))
-    assert not elementwise.applies(x.t())
-    assert not elementwise.applies(x.view(1, 1, 4, 8))
-    assert not elementwise.applies(x[0, 0]) and not elementwise.applies(x[:, :0])
-    assert not elementwise.applies(torch._neg_view(x))
+    assert elementwise.can_use(x, torch.nn.Parameter(x))
+    assert not elementwise.can_use(x, x.double())
+    assert not elementwise.can_use(x.to("meta"))
+    assert not elementwise.can_use(x, x.to("meta"))
+    assert not elementwise.can_use(x.as_subclass(Ordinary))
+    assert not elementwise.can_use(x.t())
+    assert not elementwise.can_use(x.view(1, 1, 4, 8))
+    assert not elementwise.can_use(x[0, 0]) and not elementwise.can_use(x[:, :0])
+    assert not elementwise.can_use(torch._neg_view(x))
     weight = torch.ones(8)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(AssertionError, match="tensors without memory"):
         fused.rms_norm(x, weight, 1e-6)
     traced = torch.jit.trace(lambda x: fused.rms_norm(x, torch.ones(8), 1e-6), x, check_trace=False)
     torch.testing.assert_close(traced(2 * x), fused.rms_norm(2 * x, torch.ones(8), 1e-6))
-    assert not torch.compile(elementwise.applies, backend="eager", fullgraph=True)(x)
+    assert not torch.compile(elementwise.can_use, backend="eager", fullgraph=True)(x)
     # The operations without a compiler give the same layouts and dtypes.
     assert fused.rms_norm(x.t().unsqueeze(0).unsqueeze(0), torch.ones(4), 1e-6).shape == (1, 1, 8, 4)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import archon.check.parity
-from archon.check.family import REFERENCES
-from archon.check.oracle import build_pair, random_config
-from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
-from archon.check.random_configs import random_lengths, rope_kinds
+import archon.tools.check.parity
 from archon.models import get_model_spec
 from archon.models.spec import FAMILIES
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import build_pair, random_config
+from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, parity
+from archon.tools.check.random_configs import random_lengths, rope_kinds
 from tests.tolerances import PARITY_FP64
 
 Feature = Callable[[Any], object]
@@ -40,7 +40,7 @@ def test_rounding_excuses_only_what_is_as_near_to_float64_as_transformers(
         ours.register_forward_hook(lambda _, __, out: out * (1 + 3e-5) if out.dtype in dtypes else out)
         return theirs, ours, adapter
 
-    monkeypatch.setattr(archon.check.parity, "build_pair", wrong_pair)
+    monkeypatch.setattr(archon.tools.check.parity, "build_pair", wrong_pair)
     differences = parity(0, "qwen3")
     assert differences.keys() == beyond(differences, 2.5e-5).keys()
 

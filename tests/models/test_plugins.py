@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from archon.models.spec import FAMILIES, TOWERS_OF_FAMILIES
+from archon.models.spec import FAMILIES, VISION_FAMILIES
 from tests.warm import run_code
 
 BUILT_IN = [
     model_type
-    for family in (*FAMILIES, *TOWERS_OF_FAMILIES)
+    for family in (*FAMILIES, *VISION_FAMILIES)
     for model_type in importlib.import_module(f"archon.models.{family}").SPEC.supported_model_types
 ]
 FAMILY = """\

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import relative
-from archon.check.random_configs import draw_fields
-from archon.check.round_trip import fresh_model
-from archon.models.attention import tree_kernel
 from archon.models.attention.meta import PrefixAttention
-from archon.models.attention.prefix import SharedPrefixes, prefix_attention, shared_prefixes
-from archon.models.attention.sdpa import sdpa_attention
+from archon.models.attention.packed.sdpa import sdpa_attention
+from archon.models.attention.prefix.plan import SharedPrefixes, prefix_attention, shared_prefixes
 from archon.models.attention.spec import AttentionSpec
+from archon.models.cpu import tree_kernel
+from archon.tools.check.oracle import relative_error
+from archon.tools.check.random_configs import draw_fields
+from archon.tools.check.round_trip import fresh_model
 from tests.tolerances import FORMULA_FP32, INVARIANCE_FP64
 
 
@@ -211,19 +211,19 @@ def test_the_functions_for_trees_are_as_near_to_float64_as_products(
     finally:
         torch.set_num_threads(1)
     assert len(called) == sum(trees.routes.longest <= tree_kernel.LONGEST for trees in shared.trees) > 1
-    monkeypatch.setattr(tree_kernel, "applies", lambda *args: False)
+    monkeypatch.setattr(tree_kernel, "can_use", lambda *args: False)
     products = results(torch.float32)
     for own, other, wanted in zip(ours, products, exact, strict=True):
-        assert relative(own.double(), wanted) <= max(2 * relative(other.double(), wanted), FORMULA_FP32)
+        assert relative_error(own.double(), wanted) <= max(2 * relative_error(other.double(), wanted), FORMULA_FP32)
 
 
 def test_long_paths_sinks_and_soft_caps_are_left_to_products() -> None:
     q, short, long = torch.randn(3, 2, 8), 32, 33
-    assert tree_kernel.applies(q, q, q, short, AttentionSpec(1.0))
-    assert not tree_kernel.applies(q, q, q, long, AttentionSpec(1.0))
-    assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, soft_cap=2.0))
-    assert not tree_kernel.applies(q, q, q, short, AttentionSpec(1.0, sinks=torch.zeros(2)))
-    assert not tree_kernel.applies(*[q.double()] * 3, short, AttentionSpec(1.0))
+    assert tree_kernel.can_use(q, q, q, short, AttentionSpec(1.0))
+    assert not tree_kernel.can_use(q, q, q, long, AttentionSpec(1.0))
+    assert not tree_kernel.can_use(q, q, q, short, AttentionSpec(1.0, soft_cap=2.0))
+    assert not tree_kernel.can_use(q, q, q, short, AttentionSpec(1.0, sinks=torch.zeros(2)))
+    assert not tree_kernel.can_use(*[q.double()] * 3, short, AttentionSpec(1.0))
 
 
 def test_what_is_not_a_number_stays_so_in_trees() -> None:
@@ -232,7 +232,7 @@ def test_what_is_not_a_number_stays_so_in_trees() -> None:
         drawn = [torch.randn(len(shared.rows), 2, 8) for _ in range(3)]
         drawn[broken][1, 0, 0] = torch.nan
         q, k, v = (x.requires_grad_() for x in drawn)
-        assert tree_kernel.applies(q, k, v, shared.trees[0].routes.longest, AttentionSpec(0.3))
+        assert tree_kernel.can_use(q, k, v, shared.trees[0].routes.longest, AttentionSpec(0.3))
         out = prefix_attention(q, k, v, shared, AttentionSpec(0.3))
         assert out[1, 0].isnan().any() and not out[0].isnan().any() and not out[1, 1].isnan().any()
         out[1, 0].sum().backward()

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from archon.check.oracle import build_pair, pack, random_config
-from archon.check.random_configs import ROPE_KINDS
 from archon.models.layers.rope import RotaryEmbedding
 from archon.models.qwen3 import Qwen3ModelArgs
+from archon.tools.check.oracle import build_pair, pack, random_config
+from archon.tools.check.random_configs import ROPE_KINDS
 
 SEEDS = range(51)
 

@@ -13,12 +13,12 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from archon.check.oracle import pack, relative
 from archon.models.attention.meta import PackedAttention
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE, Router
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import pack, relative_error
 from tests.models.recorder import SummedRows
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
@@ -185,7 +185,7 @@ def grouped(
     torch.nn.init.normal_(theirs.weight)
     spec = ExpertsLayer(
         EXPERTS, TOP_K, 8, score="sigmoid", normalize=config.norm_topk_prob, normalize_epsilon=1e-20,
-        scale=config.routed_scaling_factor, n_groups=config.n_group, top_groups=config.topk_group, wide_logits=True,
+        scale=config.routed_scaling_factor, n_groups=config.n_group, top_groups=config.topk_group, fp32_logits=True,
         correction_bias=True,
     )  # fmt: skip
     ours = Router(DIM, spec).to(dtype)
@@ -236,9 +236,9 @@ def test_group_limited_routing_in_plain_steps() -> None:
 
 
 def test_wide_logits_choose_experts_that_rounded_ones_confuse() -> None:
-    spec = {"score": "sigmoid", "wide_logits": True, "correction_bias": True}
+    spec = {"score": "sigmoid", "fp32_logits": True, "correction_bias": True}
     wide = Router(DIM, ExpertsLayer(128, TOP_K, 8, **spec)).bfloat16()
-    narrow = Router(DIM, ExpertsLayer(128, TOP_K, 8, **spec | {"wide_logits": False})).bfloat16()
+    narrow = Router(DIM, ExpertsLayer(128, TOP_K, 8, **spec | {"fp32_logits": False})).bfloat16()
     torch.nn.init.normal_(wide.gate.weight, std=0.02)
     narrow.load_state_dict(wide.state_dict())
     x = torch.randn(400, DIM, dtype=torch.bfloat16)
@@ -305,7 +305,7 @@ def test_biased_clamped_experts_are_those_of_gpt_oss(dtype: torch.dtype) -> None
         (module.experts.w2.grad, experts.down_proj.grad.mT),
     ]
     for ours_part, theirs_part in pairs:
-        assert relative(ours_part.float(), theirs_part.float()) <= tolerance
+        assert relative_error(ours_part.float(), theirs_part.float()) <= tolerance
 
 
 def biased_experts(bias_dtype: torch.dtype) -> GroupedExperts:
@@ -362,7 +362,7 @@ def test_a_gated_shared_expert_is_that_of_qwen2_moe(dtype: torch.dtype) -> None:
     module.load_state_dict(weights)
     x = torch.randn(T, DIM, dtype=dtype)
     expected = block(x.unsqueeze(0))[0]
-    assert relative(module(x)[0].float(), expected.float()) <= (FORMULA_FP32 if dtype == torch.float32 else 0.02)
+    assert relative_error(module(x)[0].float(), expected.float()) <= (FORMULA_FP32 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from archon.check.family import REFERENCES
-from archon.check.silent_defaults import field_outcomes
 from archon.models.spec import FAMILIES
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.silent_defaults import field_outcomes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

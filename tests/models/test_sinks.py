@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.check.oracle import relative
-from archon.models.attention.cache import PagedRows
-from archon.models.attention.documents import GatheredKeys, PackedDocuments
-from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
-from archon.models.attention.paged_cache import PagedCache
-from archon.models.attention.prefix import prefix_attention, shared_prefixes
-from archon.models.attention.sdpa import ScaledDotProductAttention, sdpa_attention
+from archon.models.attention.decode.cache import PagedRows
+from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.decode.paged_cache import PagedCache
+from archon.models.attention.packed.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.packed.sdpa import ScaledDotProductAttention, sdpa_attention
+from archon.models.attention.prefix.plan import prefix_attention, shared_prefixes
 from archon.models.attention.sinks import KernelWithLse, add_sinks, attention_with_sinks, gradient_of_sinks
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.comm import Group
-from archon.parallel.context import SequenceShare, zigzag_plan
+from archon.parallel.context import SequenceShard, zigzag_plan
+from archon.tools.check.oracle import relative_error
 from tests.models.naive_attention import NaiveAttention
 from tests.models.test_prefix import answers
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64, PAGED_FP64
@@ -48,12 +48,12 @@ def documents_of(lengths: list[int] | tuple[int, ...]) -> PackedDocuments:
 
 def check(actual: Tensor, expected: Tensor, inputs: list[Tensor | None]) -> None:
     """The results, and the gradients of all inputs, are equal; with a window of 1 and no sinks scores do not matter."""
-    assert relative(actual, expected) <= FORMULA_FP64
+    assert relative_error(actual, expected) <= FORMULA_FP64
     given = [x for x in inputs if x is not None]
     weight = torch.randn_like(expected)
     for ours, theirs in zip(*(torch.autograd.grad(x, given, weight) for x in (actual, expected)), strict=True):
         if theirs.abs().max() > FORMULA_FP64:
-            assert relative(ours, theirs) <= FORMULA_FP64
+            assert relative_error(ours, theirs) <= FORMULA_FP64
         else:
             assert ours.abs().max() <= FORMULA_FP64
 
@@ -67,7 +67,7 @@ def test_packed_documents(
 ) -> None:
     qkv, sinks = draw(sum(lengths), kv_heads=kv_heads), draw_sinks(with_sinks)
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
-    expected = NaiveAttention().packed(*qkv, documents_of(lengths), spec)
+    expected = NaiveAttention().attend_packed(*qkv, documents_of(lengths), spec)
     check(sdpa_attention(*qkv, tuple(lengths), spec), expected, [*qkv, sinks])
 
 
@@ -75,7 +75,11 @@ def test_packed_documents(
 def test_a_document_of_large_blocks(window: int | None) -> None:
     qkv, sinks = draw(1100), draw_sinks(True)
     spec = AttentionSpec(SCALE, window, 1.5, sinks)
-    check(sdpa_attention(*qkv, (1100,), spec), NaiveAttention().packed(*qkv, documents_of([1100]), spec), [*qkv, sinks])
+    check(
+        sdpa_attention(*qkv, (1100,), spec),
+        NaiveAttention().attend_packed(*qkv, documents_of([1100]), spec),
+        [*qkv, sinks],
+    )
 
 
 @options
@@ -106,7 +110,7 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     seen = sdpa_attention(q, k, v, (7,), AttentionSpec(SCALE, sinks=torch.zeros(4, dtype=torch.float64)))
     zero = torch.zeros_like(k[:1])
     q, k, v = torch.cat((q[:1], q)), torch.cat((zero, k)), torch.cat((zero, v))
-    assert relative(sdpa_attention(q, k, v, (8,), AttentionSpec(SCALE))[1:], seen) <= FORMULA_FP64
+    assert relative_error(sdpa_attention(q, k, v, (8,), AttentionSpec(SCALE))[1:], seen) <= FORMULA_FP64
 
 
 def test_extreme_sinks_are_no_overflow() -> None:
@@ -129,7 +133,7 @@ def test_documents_with_shared_prefixes(
     qkv, sinks = draw(len(shared.rows)), draw_sinks(with_sinks)
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     whole = (x.index_select(0, shared.gather_index) for x in qkv)
-    expected = NaiveAttention().packed(*whole, documents_of(lengths), spec)
+    expected = NaiveAttention().attend_packed(*whole, documents_of(lengths), spec)
     check(prefix_attention(*qkv, shared, spec).index_select(0, shared.gather_index), expected, [*qkv, sinks])
 
 
@@ -141,16 +145,16 @@ def test_keys_gathered_from_other_ranks(window: int | None, with_sinks: bool, so
     plan = zigzag_plan((13, 1, 40, 200), ranks, 1)
     lengths = plan.lengths  # with one document more, of padding
     shares = [
-        SequenceShare(plan, Group("cp", ranks, rank), Group("tp", 1, 0), torch.device("cpu")) for rank in range(ranks)
+        SequenceShard(plan, Group("cp", ranks, rank), Group("tp", 1, 0), torch.device("cpu")) for rank in range(ranks)
     ]
     qkv, sinks = draw(sum(lengths)), draw_sinks(with_sinks)
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     order = torch.cat([share.index for share in shares])
     kv = torch.cat(qkv[1:], dim=1).index_select(0, order)
     backend = ScaledDotProductAttention()
-    outs = [backend.gathered(qkv[0].index_select(0, s.index), kv, GatheredKeys(s), spec) for s in shares]
+    outs = [backend.attend_gathered(qkv[0].index_select(0, s.index), kv, GatheredKeys(s), spec) for s in shares]
     actual = torch.cat(outs).index_select(0, order.argsort())
-    check(actual, NaiveAttention().packed(*qkv, documents_of(lengths), spec), [*qkv, sinks])
+    check(actual, NaiveAttention().attend_packed(*qkv, documents_of(lengths), spec), [*qkv, sinks])
 
 
 @options
@@ -167,7 +171,7 @@ def test_decoding_from_pages(page_size: int, window: int | None, with_sinks: boo
     documents = [draw(length) for length in lengths]
     sinks = draw_sinks(with_sinks)
     spec, nothing = AttentionSpec(SCALE, window, soft_cap, sinks), DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
-    expected = [NaiveAttention().packed(*x, documents_of([len(x[0])]), spec) for x in documents]
+    expected = [NaiveAttention().attend_packed(*x, documents_of([len(x[0])]), spec) for x in documents]
 
     def step(bounds: list[tuple[int, int]]) -> None:
         chunks = [PrefillChunk(a, b - a, t, n) for (a, b), t, n in zip(bounds, tables, lengths, strict=True) if b > a]
@@ -209,7 +213,7 @@ class CpuKernel(KernelWithLse):
 @pytest.mark.parametrize("length", [1, 20, 100])
 def test_a_kernels_own_backward_gives_the_gradients_with_sinks(length: int) -> None:
     qkv, sinks = draw(length, kv_heads=4), torch.randn(4, dtype=torch.float64, requires_grad=True)
-    expected = NaiveAttention().packed(*qkv, documents_of([length]), AttentionSpec(SCALE, sinks=sinks))
+    expected = NaiveAttention().attend_packed(*qkv, documents_of([length]), AttentionSpec(SCALE, sinks=sinks))
     check(attention_with_sinks(*qkv, sinks, CpuKernel()), expected, [*qkv, sinks])
 
 
@@ -250,9 +254,9 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
         else:
             found = sdpa_attention(*qkv, (length,), spec)
         exact = replace(spec, sinks=sinks.double())
-        expected = NaiveAttention().packed(*qkv, documents_of([length]), exact)
+        expected = NaiveAttention().attend_packed(*qkv, documents_of([length]), exact)
     assert found.dtype == torch.float64
-    assert relative(found, expected) <= FORMULA_FP64
+    assert relative_error(found, expected) <= FORMULA_FP64
 
 
 @pytest.mark.parametrize("way", ["packed", "prefixes", "gathered"])
@@ -269,7 +273,7 @@ def test_gradients_of_narrow_sinks_are_rounded_once(way: str) -> None:
         out = sdpa_attention(*qkv, tuple(lengths), spec)
     elif way == "gathered":
         plan = zigzag_plan(lengths, 1, 1)
-        share = SequenceShare(plan, Group("cp", 1, 0), Group("tp", 1, 0), torch.device("cpu"))
+        share = SequenceShard(plan, Group("cp", 1, 0), Group("tp", 1, 0), torch.device("cpu"))
         assert torch.equal(share.index, torch.arange(len(tokens)))
         out = ScaledDotProductAttention().gathered(qkv[0], torch.cat(qkv[1:], dim=1), GatheredKeys(share), spec)
     else:
@@ -278,7 +282,7 @@ def test_gradients_of_narrow_sinks_are_rounded_once(way: str) -> None:
         rows = [x.detach()[: len(shared.rows)].requires_grad_() for x in qkv]
         out = prefix_attention(*rows, shared, spec).index_select(0, shared.gather_index)
         qkv = [x.index_select(0, shared.gather_index) for x in rows]
-    expected = NaiveAttention().packed(*qkv, documents_of(lengths), AttentionSpec(SCALE, sinks=exact))
+    expected = NaiveAttention().attend_packed(*qkv, documents_of(lengths), AttentionSpec(SCALE, sinks=exact))
     (found,), (gradient,) = torch.autograd.grad(out, [sinks], weight), torch.autograd.grad(expected, [exact], weight)
     assert torch.equal(found, gradient.bfloat16())
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from archon.check.oracle import random_config
 from archon.models import get_model_spec, get_supported_model_types, is_supported_model, register_model_spec, spec
 from archon.models.layers.linear import Linear
 from archon.models.qwen2 import parallelize_qwen2
 from archon.models.qwen3 import SPEC, Qwen3Model, parallelize_qwen3
 from archon.schema.errors import UnknownModelError, UserError
+from archon.tools.check.oracle import random_config
 
 ROOT = Path(__file__).parents[2]
 

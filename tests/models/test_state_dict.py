@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import Qwen2ForSequenceClassification, Qwen3ForSequenceClassification
 
-from archon.check.family import REFERENCES
-from archon.check.oracle import build_pair, checkpoint_tensors, hf_classes, random_config
 from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, NativeTarget, get_model_spec
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.models.spec import FAMILIES
 from archon.schema.errors import CheckpointError
+from archon.tools.check.family import REFERENCES
+from archon.tools.check.oracle import build_pair, checkpoint_tensors, hf_classes, random_config
 from tests.models.test_hf_config import PUBLISHED, read
 
 SEEDS = [(family, seed) for family in FAMILIES for seed in range(6)]
@@ -27,7 +27,7 @@ def hf_state(seed: int, family: str = "qwen3") -> tuple[Any, dict[str, torch.Ten
     config = random_config(seed, family, REFERENCES.get(family))
     reference, _, adapter = build_pair(config, model_type=family)
     state = checkpoint_tensors(reference)
-    return config, {name: tensor for name, tensor in state.items() if not adapter.is_carried(name)}, adapter
+    return config, {name: tensor for name, tensor in state.items() if not adapter.is_passthrough(name)}, adapter
 
 
 @pytest.mark.parametrize(("family", "seed"), SEEDS)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
-from archon.check.oracle import randomize_vectors, relative
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
-from archon.models.seeing import SeeingModel, SeeingModelArgs
 from archon.models.vision.images import Grid, PackedImages, multimodal_positions
+from archon.models.vision.language_model import VisionLanguageModel, VisionLanguageModelArgs
 from archon.schema.errors import BatchError, ConfigError
+from archon.tools.check.oracle import randomize_vectors, relative_error
 from tests.tolerances import PARITY_FP32, REORDER_FP64
 
 IMAGE, VOCAB = 60, 61
@@ -98,7 +98,7 @@ def adapter_of(config: Any) -> Any:
     return get_model_spec(config.model_type).state_dict_adapter_class(config)
 
 
-def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, SeeingModel]:
+def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, VisionLanguageModel]:
     """transformers' model with every weight drawn at random, and archon's with the same weights."""
     torch.manual_seed(seed)
     config = their_config(fields)
@@ -123,7 +123,7 @@ class Document:
     patches: Tensor
 
 
-def random_document(rng: random.Random, args: SeeingModelArgs, images: int, dtype: torch.dtype) -> Document:
+def random_document(rng: random.Random, args: VisionLanguageModelArgs, images: int, dtype: torch.dtype) -> Document:
     """Text and images in any order; as in a chat, tokens that mark its beginning and end are around each image."""
     merge, tokens, grids = args.vision.merge_size, [rng.randrange(IMAGE) for _ in range(rng.randint(1, 4))], []
     for _ in range(images):
@@ -148,10 +148,10 @@ def their_logits(theirs: Any, document: Document) -> Tensor:
     return theirs(input_ids=tokens, use_cache=False, **images).logits[0]
 
 
-def our_logits(ours: SeeingModel, documents: list[Document]) -> Tensor:
+def our_logits(ours: VisionLanguageModel, documents: list[Document]) -> Tensor:
     """archon's logits [T, V] of packed documents."""
     args = ours.args
-    assert isinstance(args, SeeingModelArgs)
+    assert isinstance(args, VisionLanguageModelArgs)
     where = args.image_token_id, args.vision.merge_size
     lengths = torch.tensor([len(document.tokens) for document in documents])
     tokens = torch.cat([document.tokens for document in documents])
@@ -166,7 +166,7 @@ def our_logits(ours: SeeingModel, documents: list[Document]) -> Tensor:
     return logits
 
 
-def random_documents(seed: int, args: SeeingModelArgs, dtype: torch.dtype = torch.float32) -> list[Document]:
+def random_documents(seed: int, args: VisionLanguageModelArgs, dtype: torch.dtype = torch.float32) -> list[Document]:
     """A document without images, one with one, and one with adjacent images, in any order; or an image in each."""
     rng = random.Random(seed)
     counts = [1, 1, 1] if seed % 4 == 3 else rng.sample([0, 1, 2], 3)
@@ -182,11 +182,11 @@ def test_logits_and_every_gradient_equal_transformers_one_document_at_a_time(see
     weight = torch.randn_like(expected)
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
-    differences = {"logits": relative(logits, expected)}
+    differences = {"logits": relative_error(logits, expected)}
     wanted = adapter_of(theirs.config).from_hf({n: p.grad for n, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None and wanted[name].abs().max() > 0, name
-        differences[name] = relative(parameter.grad, wanted[name])
+        differences[name] = relative_error(parameter.grad, wanted[name])
     assert {name: found for name, found in differences.items() if not found <= PARITY_FP32} == {}
 
 
@@ -198,12 +198,12 @@ def test_a_batch_without_any_image_equals_transformers_and_leaves_the_tower_alon
     weight = torch.randn_like(expected)
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
-    assert relative(logits, expected) <= PARITY_FP32
+    assert relative_error(logits, expected) <= PARITY_FP32
     grads = {name: p.grad for name, p in theirs.named_parameters() if "visual" not in name}
     for hf_name, grad in grads.items():
         for target in adapter_of(theirs.config).hf_to_native(hf_name):
             if not target.must_equal and target.placement is None:
-                assert relative(ours.get_parameter(target.name).grad, grad) <= PARITY_FP32, hf_name
+                assert relative_error(ours.get_parameter(target.name).grad, grad) <= PARITY_FP32, hf_name
     assert all(parameter.grad is None for parameter in ours.visual.parameters())
 
 
@@ -213,7 +213,7 @@ def test_packed_documents_equal_single_ones(seed: int, model_type: str) -> None:
     _, ours = build(random_fields(seed, model_type), seed, torch.float64)
     documents = random_documents(seed, ours.args, torch.float64)
     single = torch.cat([our_logits(ours, [document]) for document in documents])
-    assert relative(our_logits(ours, documents), single) <= REORDER_FP64
+    assert relative_error(our_logits(ours, documents), single) <= REORDER_FP64
 
 
 @of_each_family
@@ -341,7 +341,9 @@ def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise(model_type: s
     back = adapter.to_hf(adapter.from_hf(weights))
     assert back.keys() == weights.keys() == adapter.hf_shapes().keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
-    assert adapter.is_carried("mtp.layers.0.norm.weight") and not adapter.is_carried("model.visual.merger.norm.bias")
+    assert adapter.is_passthrough("mtp.layers.0.norm.weight") and not adapter.is_passthrough(
+        "model.visual.merger.norm.bias"
+    )
 
 
 @of_each_family

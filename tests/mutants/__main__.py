@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from archon.bench.origin import origin
+from archon.tools.bench.origin import origin
 from tests.mutants.catalog import MUTANTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.planting import end_at_once, examine, tracked_files

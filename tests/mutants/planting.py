@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from archon.bench.origin import ROOT
+from archon.tools.bench.origin import ROOT
 from tests.mutants.mutant import Mutant
 
 _running: set[subprocess.Popen[bytes]] = set()

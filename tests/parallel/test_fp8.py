@@ -12,10 +12,10 @@ import torch
 from archon.engine.batch import pack
 from archon.engine.build import check_fp8
 from archon.engine.dry_run import dry_run
-from archon.engine.train_step import TokenSplit
+from archon.engine.train_step import ContextSharding
 from archon.models import get_model_spec
 from archon.parallel.comm import Group
-from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
+from archon.parallel.context import ContextPlan, SequenceShard, contiguous_plan, zigzag_plan
 from archon.parallel.layout import parse_layout
 from archon.parallel.ranks import SOLO, Ranks
 from archon.parallel.resolve import resolve_layout
@@ -61,20 +61,20 @@ def test_a_gpu_has_kernels_for_bfloat16_alone() -> None:
 
 @pytest.mark.parametrize(("layout", "fp8"), [("t2", "rowwise"), ("d2", "tensorwise"), ("r2d2", "tensorwise")])
 def test_a_model_that_sees_may_have_one_scale_where_nothing_is_padded(layout: str, fp8: str) -> None:
-    check_fp8(_seeing(layout, fp8), _seeing_args(), torch.device("cpu"))
+    check_fp8(_engine_config(layout, fp8), _vision_language_args(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["t2", "c2", "p2"])
 def test_padding_of_a_model_that_sees_could_be_an_image(layout: str) -> None:
     with pytest.raises(ConfigError, match=f"pads documents of layout {layout} .* set fp8 = rowwise, vision = off"):
-        check_fp8(_seeing(layout, "tensorwise"), _seeing_args(), torch.device("cpu"))
+        check_fp8(_engine_config(layout, "tensorwise"), _vision_language_args(), torch.device("cpu"))
 
 
-def _seeing(layout: str, fp8: str) -> EngineConfig:
+def _engine_config(layout: str, fp8: str) -> EngineConfig:
     return EngineConfig.parse({"path": "model", "layout": layout, "fp8": fp8}, source="model")
 
 
-def _seeing_args() -> Any:
+def _vision_language_args() -> Any:
     return get_model_spec("qwen3_5").model_args_class.from_hf_config(MODELS["seeing"])
 
 
@@ -91,7 +91,7 @@ def test_padding_repeats_the_first_token(
     positions = torch.cat([torch.arange(n) for n in lengths])
     for rank in range(ranks):
         before, share = (
-            SequenceShare(each, Group("", ranks, rank), SOLO, torch.device("cpu")) for each in (usual, repeated)
+            SequenceShard(each, Group("", ranks, rank), SOLO, torch.device("cpu")) for each in (usual, repeated)
         )
         assert share.index.equal(before.index)
         padded = share.index >= sum(lengths)
@@ -105,8 +105,8 @@ def test_padding_repeats_the_first_token(
 def test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale(repeats: bool) -> None:
     mb = pack(sft_batch())
     assert mb.tokens[0] != 0
-    split = TokenSplit(Ranks(), "allgather", "sdpa", repeats)
-    share = split.share(mb, torch.device("cpu"), min_tokens=len(mb.tokens) + 5)
+    split = ContextSharding(Ranks(), "allgather", "sdpa", repeats)
+    share = split.shard(mb, torch.device("cpu"), min_tokens=len(mb.tokens) + 5)
     padding = share.take_inputs(mb.tokens)[len(mb.tokens) :]
     assert padding.tolist() == 5 * [int(mb.tokens[0]) if repeats else 0]
 

@@ -88,7 +88,7 @@ def test_what_is_decided_with_the_layout() -> None:
 
 def test_layers_that_a_tower_gives_features_are_on_the_first_stage() -> None:
     sizes = get_model_spec("qwen3_vl").model_args_class.from_hf_config(MODELS["deepstack"]).sizes
-    assert (sizes.layers, sizes.tower_layers) == (5, 2)
+    assert (sizes.layers, sizes.deepstack_layers) == (5, 2)
     staged = resolve_layout(config("p4"), sizes).stages
     assert staged is not None and staged.layers == ((0, 2), (2, 3), (3, 4), (4, 5))
     too_many = r"has 5 stages, and the model 5 layers, the first 2 with its vision tower; use a smaller p"

@@ -11,13 +11,13 @@ import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from archon.parallel.dims import ensure_process_group
-from archon.parallel.torch_parts import has_part, require_parts
+from archon.parallel.torch_parts import has_private_api, require_private_apis
 from archon.schema.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "archon.engine.optim",
-    "archon.models.attention.varlen",
+    "archon.models.attention.packed.varlen",
     "archon.parallel.comm",
     "archon.parallel.compile",
     "archon.parallel.gloo",
@@ -26,26 +26,26 @@ MODULES = (
     "archon.parallel.torch_groups",
     "archon.parallel.activation_checkpoint",
 )
-PARTS = [(module, part) for module in MODULES for part in importlib.import_module(module).PARTS]
+PRIVATE_APIS = [(module, part) for module in MODULES for part in importlib.import_module(module).PRIVATE_APIS]
 # Operators of kernels, which have a check and a fallback of their own, or a test against plain formulas.
-KERNELS = {"models/layers/matmul.py", "models/attention/blockwise.py", "archon/generation/replica.py"}
+KERNELS = {"models/layers/matmul.py", "models/attention/packed/blockwise.py", "archon/generation/replica.py"}
 PRIVATE = re.compile(r"(?:\btorch|\bdist|_c10d)(?:\.\w+)*\._[a-z]\w*|from torch[\w.]*\._[\w.]+ import|_internal\b")
 
 
-@pytest.mark.parametrize(("module", "part"), PARTS, ids=[part for _, part in PARTS])
+@pytest.mark.parametrize(("module", "part"), PRIVATE_APIS, ids=[part for _, part in PRIVATE_APIS])
 def test_private_part_of_torch_exists(module: str, part: str) -> None:
-    assert has_part(part), f"PyTorch {torch.__version__} has no {part}, which {module} uses"
+    assert has_private_api(part), f"PyTorch {torch.__version__} has no {part}, which {module} uses"
 
 
 def test_missing_part_is_one_line_that_names_it() -> None:
     with pytest.raises(ConfigError) as refused:
-        require_parts("meshes", ["torch.distributed", "torch.distributed.device_mesh.DeviceMesh._no_such"])
+        require_private_apis("meshes", ["torch.distributed", "torch.distributed.device_mesh.DeviceMesh._no_such"])
     assert str(refused.value) == (
         f"PyTorch {torch.__version__} has no torch.distributed.device_mesh.DeviceMesh._no_such, which archon's meshes "
         "needs; archon is made for PyTorch 2.11 to 2.13: install one of these"
     )
-    assert not has_part("torch.no_such_module.anything")
-    assert not has_part("torch.ops.aten.no_such_operator.default")
+    assert not has_private_api("torch.no_such_module.anything")
+    assert not has_private_api("torch.ops.aten.no_such_operator.default")
 
 
 def test_schedule_and_stage_have_the_private_fields_that_are_used() -> None:
@@ -64,7 +64,7 @@ def test_private_parts_are_used_where_they_are_checked() -> None:
     checked = {f"{module.replace('.', '/')}.py" for module in MODULES} | {f"archon/{path}" for path in KERNELS}
     checked |= KERNELS | {"archon/parallel/torch_parts.py"}
     # Names in the metadata of folders that others wrote; nothing of that name is imported.
-    checked |= {f"archon/checkpoint/dcp/{name}.py" for name in ("metadata", "torch_file")}
+    checked |= {f"archon/checkpoint/formats/dcp/{name}.py" for name in ("metadata", "torch_file")}
     found = []
     for path in sorted((ROOT / "archon").rglob("*.py")) + [
         path for room in ("models", "parallel", "rl") for path in sorted((ROOT / room).rglob("*.py"))

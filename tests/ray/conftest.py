@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from archon.remote.http import KEY
-from archon.remote.ray_cluster import join_cluster
+from archon.remote.launchers.ray_cluster import join_cluster
 from tests.ray.node import RayNode
 from tests.rl.conftest import blank, tokenizer
 

@@ -14,9 +14,9 @@ import pytest
 
 from archon.remote.config import LaunchConfig
 from archon.remote.http import Http
-from archon.remote.launch import LaunchedServers
-from archon.remote.launcher import Command
-from archon.remote.ray_servers import RayHandle
+from archon.remote.launchers.base import Command
+from archon.remote.launchers.launch import LaunchedServers
+from archon.remote.launchers.ray_servers import RayHandle
 from archon.schema.errors import ConfigError
 from tests.ray.node import ROOT, RayNode
 from tests.remote.test_launch import WEB, is_alive, wait_for
@@ -35,10 +35,10 @@ def test_servers_come_up_on_nodes_and_end(ray: Any, tmp_path: Path, capsys: pyte
     urls = launched.open()
     own = ray.util.get_node_ip_address()
     assert len(set(urls)) == 2 and all(url.startswith(f"http://{own}:") for url in urls)
-    assert all(Http(url).listens() for url in urls)
-    assert [handle.ended() for handle in launched.handles] == [None, None]
+    assert all(Http(url).is_listening() for url in urls)
+    assert [handle.exit_message() for handle in launched.handles] == [None, None]
     launched.close()
-    assert not any(Http(url).listens() for url in urls)
+    assert not any(Http(url).is_listening() for url in urls)
     assert "launched 2 archon servers" in capsys.readouterr().out
 
 
@@ -48,14 +48,14 @@ def test_a_server_that_ends_is_noticed_with_its_log_and_started_again(ray: Any, 
     (handle,) = launched.handles
     port = url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
-        if f"http.server {port}" in " ".join(process.info["cmdline"] or []) and "keeper" not in str(process.info):
+        if f"http.server {port}" in " ".join(process.info["cmdline"] or []) and "supervisor" not in str(process.info):
             process.kill()
-    assert "server-0 ended with status 137" in wait_for(handle.ended)
+    assert "server-0 ended with status 137" in wait_for(handle.exit_message)
     handle.start()
-    assert handle.ended() is None
-    wait_for(Http(handle.url).listens)
+    assert handle.exit_message() is None
+    wait_for(Http(handle.url).is_listening)
     launched.close()
-    assert not Http(handle.url).listens()
+    assert not Http(handle.url).is_listening()
 
 
 def test_a_server_whose_actor_dies_has_ended_and_leaves_nothing(ray: Any, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_server_whose_actor_dies_has_ended_and_leaves_nothing(ray: Any, tmp_pa
     assert len(actors) == 1 and all(map(is_alive, pids))
     actors[0].kill()
     (handle,) = launched.handles
-    assert "was lost with its node or its actor" in wait_for(handle.ended)
+    assert "was lost with its node or its actor" in wait_for(handle.exit_message)
     wait_for(lambda: not any(map(is_alive, pids)))
     launched.close()
 
@@ -78,20 +78,20 @@ def test_a_server_whose_node_dies_has_ended_and_starts_on_another(ray: Any, node
     try:
         handle = RayHandle("server-0", WEB, tmp_path, {"spare": 1}, 60.0)
         handle.start()
-        wait_for(Http(handle.url).listens)
+        wait_for(Http(handle.url).is_listening)
         other.kill()
-        assert "server-0 at http://" in (end := wait_for(handle.ended)) and "lost with its node" in end
-        wait_for(lambda: not Http(handle.url).listens())
+        assert "server-0 at http://" in (end := wait_for(handle.exit_message)) and "lost with its node" in end
+        wait_for(lambda: not Http(handle.url).is_listening())
     finally:
         other.stop()
     other = RayNode(node.folder, head=node, resources='{"spare": 1}', cpus=2).wait()
     try:
         old = handle.url
         handle.start()
-        assert handle.ended() is None and handle.url != old
-        wait_for(Http(handle.url).listens)
+        assert handle.exit_message() is None and handle.url != old
+        wait_for(Http(handle.url).is_listening)
         handle.stop()
-        assert not Http(handle.url).listens()
+        assert not Http(handle.url).is_listening()
     finally:
         other.stop()
 
@@ -105,12 +105,12 @@ def test_one_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(ray: An
     waiting = LaunchedServers(greedy, WEB, tmp_path)
     with pytest.raises(ConfigError, match=r"no node of the Ray cluster took server-\d within 3 s; it needs .*quantum"):
         waiting.open()
-    assert all(handle.ended() is None for handle in [*launched.handles, *waiting.handles]), "none is left"
+    assert all(handle.exit_message() is None for handle in [*launched.handles, *waiting.handles]), "none is left"
 
 
 def test_the_trainers_own_handler_of_sigterm_stays(node: RayNode) -> None:
     joined = (
-        "import signal; from archon.remote.ray_cluster import join_cluster\n"
+        "import signal; from archon.remote.launchers.ray_cluster import join_cluster\n"
         "def own(*_): pass\n"
         "signal.signal(signal.SIGTERM, own); join_cluster('a test'); assert signal.getsignal(signal.SIGTERM) is own\n"
     )
@@ -122,7 +122,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(node: RayNode, tmp_path: Path
     """The server, which ignores SIGTERM as if it were wedged, and its own child."""
     trainer = (
         "import sys, time\nfrom pathlib import Path\nfrom archon.remote.config import LaunchConfig\n"
-        "from archon.remote.launch import LaunchedServers\nfrom archon.remote.launcher import Command\n"
+        "from archon.remote.launchers.launch import LaunchedServers\nfrom archon.remote.launchers.base import Command\n"
         "folder = Path(sys.argv[1])\n"
         "text = f\"trap '' TERM; sleep 1000 & echo $$ $! > {folder}/new; mv {folder}/new {folder}/pids; \"\n"
         "text += f'exec {sys.executable} -m http.server {{port}}'\n"

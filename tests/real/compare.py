@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import archon
-from archon.check.round_trip import folder_tensors
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.tools.check.round_trip import folder_tensors
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.bench.origin import commit, versions
+from archon.tools.bench.origin import commit, versions
 from tests.real_model import GEMMA3, SMOLLM2
 
 collect_ignore = [] if GEMMA3.variable in os.environ else ["test_gemma3.py"]

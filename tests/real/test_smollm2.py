@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import archon
-from archon.check.rank_pool import Pool
 from archon.data.config import DatasetConfig
 from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
 from archon.schema.errors import LayoutError
+from archon.tools.check.rank_pool import Pool
 from archon.training.metrics import read_jsonl
 from tests.real.compare import QUESTIONS, answers, greedy_answers, perplexities, require_bitwise_export
 from tests.tolerances import PARITY_FP32, REORDER_FP32

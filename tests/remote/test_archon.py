@@ -170,7 +170,7 @@ def test_a_run_on_two_processes(rl_config: MakeConfig, checkpoint: Path, tokeniz
         trainer = RLTrainer(rl_config(urls))
         with trainer.opened():
             steps = [trainer.train_step() for _ in range(4)]
-            own = InProcessEngine.from_model(trainer.engine.whole_model, tokenizer)
+            own = InProcessEngine.from_model(trainer.engine.full_model, tokenizer)
             wanted = [request(i, group=i, greedy=True, ignore_eos=True, max_new_tokens=24) for i in range(4)]
             for answer, expected in zip(ask(trainer.generator, *wanted), own.generate(wanted), strict=True):
                 assert answer.output_tokens == expected.output_tokens

@@ -347,10 +347,10 @@ def test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_
     server.faults = {"forgetful"}  # it accepts the push, and keeps its weights
     server.engine.model.norm.weight.data.mul_(2)
     with pytest.raises(RolloutError, match="scores the tokens of a probe"):
-        engine.bring_back(engine.servers[0])
+        engine.restore_server(engine.servers[0])
     assert server.is_paused and engine.servers[0].failure is not None
     server.faults.clear()
-    assert engine.bring_back(engine.servers[0]) and not server.is_paused
+    assert engine.restore_server(engine.servers[0]) and not server.is_paused
     assert server.patched == [False, True, False, False]
 
 
@@ -485,7 +485,7 @@ def test_a_trainer_that_fails_in_a_push_ends_it_with_that_and_leaves_the_server_
     assert server.is_paused and engine.version == 0
     if transport == "disk":
         engine.servers[0].failure = "restarted"
-        assert engine.bring_back(engine.servers[0]) and engine.servers[0].version == 0
+        assert engine.restore_server(engine.servers[0]) and engine.servers[0].version == 0
 
 
 def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
@@ -558,4 +558,4 @@ def test_urls_and_folders_that_cannot_be_used_are_refused(twin: MakeTwin) -> Non
     with pytest.raises(ConfigError, match="transport is lora, and the actor has no adapters"):
         connect([url], PushConfig(transport="lora"), vocab_size=12)
     with pytest.raises(ConfigError, match="takes no weights by lora; start it with --enable-lora"):
-        connect([url], vocab_size=12, has_adapters=True)
+        connect([url], vocab_size=12, has_lora=True)

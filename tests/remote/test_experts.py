@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archon.generation.expert_record import of_server
+from archon.generation.expert_record import decode_server_experts
 from archon.models import get_model_spec
 from archon.remote.engine import NoServerError
 from archon.rl import RLTrainer
@@ -77,10 +77,10 @@ def test_experts_of_all_layers_are_those_of_the_layers_with_experts() -> None:
         {"model_type": "glm4_moe", "vocab_size": 15, **FAMILIES["glm4_moe"]}
     )
     reported = np.arange(12, dtype=np.int32).reshape(3, args.n_layers, 2) % 8
-    stored = of_server(reported, args, 2)
+    stored = decode_server_experts(reported, args, 2)
     assert stored.dtype == np.uint8
     assert stored.tolist() == reported[:2, 1:].tolist()
-    assert of_server(reported[:, 1:], args, 2).tolist() == stored.tolist()
+    assert decode_server_experts(reported[:, 1:], args, 2).tolist() == stored.tolist()
     for wrong in (reported + 8, reported - 8, reported.astype(np.float32)):
         with pytest.raises(RolloutError, match=r"no numbers from 0 to 7"):
-            of_server(wrong, args, 2)
+            decode_server_experts(wrong, args, 2)

@@ -11,8 +11,8 @@ import pytest
 from archon.remote.config import LaunchConfig, PushConfig
 from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
-from archon.remote.launch import LaunchedServers
-from archon.remote.launcher import Command, ServerHandle
+from archon.remote.launchers.base import Command, ServerHandle
+from archon.remote.launchers.launch import LaunchedServers
 from archon.schema.errors import RolloutError
 from tests.remote.test_engine import Weights, ask, request
 from tests.remote.twin import VLLMTwin
@@ -95,7 +95,7 @@ class Elsewhere(ServerHandle):
     def _start(self) -> None:
         self.url = self._second.url
 
-    def ended(self) -> str | None:
+    def exit_message(self) -> str | None:
         return None
 
     def stop(self) -> None:
@@ -108,16 +108,16 @@ def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(
     first, second = twin(), twin()
     engine, _ = fleet(first, second)
     server = engine.servers[0]
-    assert not engine.bring_back(server), "it is in the fleet"
+    assert not engine.restore_server(server), "it is in the fleet"
     first.weight_version = "default"  # as after a restart
     ask(engine, *(request(seed, group=seed) for seed in range(4)))
     assert server.failure is not None and engine.stats.lost == 1
     first.faults = {"update"}
     with pytest.raises(RolloutError, match="/update_weights answered with status 500"):
-        engine.bring_back(server)
+        engine.restore_server(server)
     assert "status 500" in str(server.failure)
     first.faults.clear()
-    assert engine.bring_back(server) and server.failure is None and first.weight_version == "0"
+    assert engine.restore_server(server) and server.failure is None and first.weight_version == "0"
     before = len(first.generated())
     answers = ask(engine, *(request(seed, group=f"new {seed}") for seed in range(4)))
     assert len(first.generated()) > before and engine.stats.returned == 1
@@ -143,7 +143,7 @@ def test_losses_are_counted_once_and_by_step(fleet: Any, twin: Callable[..., VLL
     first.faults = {"update"}
     assert step() == [1, 0, 0, 1], "lost by its push"
     first.faults = set()
-    assert engine.bring_back(engine.servers[0])
+    assert engine.restore_server(engine.servers[0])
     assert step() == [0, 0, 1, 2]
     assert (engine.stats.lost, engine.stats.retried, engine.stats.returned) == (2, 2, 1)
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from archon.remote import keeper
+from archon.remote import supervisor
 from archon.remote.config import LaunchConfig
 from archon.remote.http import KEY, Http
-from archon.remote.launch import LaunchedServers
-from archon.remote.launcher import Command, command
-from archon.remote.slurm import SlurmHandle, script
+from archon.remote.launchers.base import Command, command
+from archon.remote.launchers.launch import LaunchedServers
+from archon.remote.launchers.slurm import SlurmHandle, script
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError
@@ -56,24 +56,24 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
-@pytest.mark.parametrize("victim", ["trainer", "keeper"])
+@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, number: int, victim: str) -> None:
     """The server, which once ignores SIGTERM as if it were wedged, and its own child."""
     deaf = "trap '' TERM; " if (victim, number) == ("trainer", signal.SIGKILL) else ""
     server = f"{deaf}sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; wait"
-    kept = [sys.executable, keeper.__file__, "--", "bash", "-c", server]
+    kept = [sys.executable, supervisor.__file__, "--", "bash", "-c", server]
     trainer = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); "
     trainer += "print(p.pid, flush=True); time.sleep(1000)"
     pids: list[int] = []
     process = subprocess.Popen([sys.executable, "-c", trainer, *kept], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        keeper_pid = int(process.stdout.readline())
+        supervisor_pid = int(process.stdout.readline())
         wait_for((tmp_path / "pids").exists)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         # A server dies with its keeper (PR_SET_PDEATHSIG); what it started itself is then its own affair.
-        ending = pids[:1] if (victim, number) == ("keeper", signal.SIGKILL) else pids
-        os.kill(keeper_pid if victim == "keeper" else process.pid, number)
+        ending = pids[:1] if (victim, number) == ("supervisor", signal.SIGKILL) else pids
+        os.kill(supervisor_pid if victim == "supervisor" else process.pid, number)
         wait_for(lambda: not any(map(is_alive, ending)))
     finally:
         for pid in filter(is_alive, [process.pid, *pids]):
@@ -84,9 +84,9 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, number: int, 
 def test_local_servers_come_up_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launched = LaunchedServers(CONFIG, WEB, tmp_path / "servers")
     urls = launched.open()
-    assert len(set(urls)) == 2 and all(Http(url).listens() for url in urls)
+    assert len(set(urls)) == 2 and all(Http(url).is_listening() for url in urls)
     launched.close()
-    assert not any(Http(url).listens() for url in urls)
+    assert not any(Http(url).is_listening() for url in urls)
     assert "launched 2 archon servers" in capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_a_server_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(tm
     silent = LaunchedServers(LaunchConfig(seconds=0.5), Command(["sleep", "1000"], {}), tmp_path / "silent")
     with pytest.raises(ConfigError, match=r"server-0 did not listen at http://127.0.0.1:\d+ within 0.5 s"):
         silent.open()
-    assert all(handle.ended() is None for handle in [*launched.handles, *silent.handles]), "none is left"
+    assert all(handle.exit_message() is None for handle in [*launched.handles, *silent.handles]), "none is left"
 
 
 def test_each_engine_is_started_so_that_it_takes_pushes(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_each_engine_is_started_so_that_it_takes_pushes(tmp_path: Path) -> None:
         made = command(LaunchConfig(engine=engine, args=["--own"]), "M", tmp_path, "bfloat16", None)  # type: ignore[arg-type]
         assert set(arguments) < set(made.arguments) and made.arguments[-1] == "--own"
         assert "secret" not in made.arguments, "which every user of the machine could read"
-    adapters = command(LaunchConfig(engine="vllm", command=["my", "vllm"]), "M", tmp_path, "float32", 16)
-    assert adapters.arguments[:2] == ["my", "vllm"] and "--enable-lora" in adapters.arguments
-    assert adapters.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    loras = command(LaunchConfig(engine="vllm", command=["my", "vllm"]), "M", tmp_path, "float32", 16)
+    assert loras.arguments[:2] == ["my", "vllm"] and "--enable-lora" in loras.arguments
+    assert loras.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
 @pytest.fixture
@@ -147,38 +147,38 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_servers_as_jobs_of_slurm(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archon.remote.slurm.QUEUE_SECONDS", 0.0)
+    monkeypatch.setattr("archon.remote.launchers.slurm.QUEUE_SECONDS", 0.0)
     config = LaunchConfig(launcher="slurm", sbatch=["--partition=gpu"], seconds=60)
     folder = tmp_path / "shared folder"
     launched = LaunchedServers(config, WEB, folder)
     (url,) = launched.open()
-    assert Http(url).listens()
+    assert Http(url).is_listening()
     written = (folder / "server-0.sh").read_text()
     assert "#SBATCH --partition=gpu\n" in written and "secret" not in written
     handle = launched.handles[0]
-    assert isinstance(handle, SlurmHandle) and handle.ended() is None
+    assert isinstance(handle, SlurmHandle) and handle.exit_message() is None
     launched.close()
-    wait_for(lambda: not Http(url).listens())
+    wait_for(lambda: not Http(url).is_listening())
     done = [line.split()[0] for line in slurm.read_text().splitlines()]
     assert done[0] == "sbatch" and done[-1] == "scancel" and "squeue" in done
     # A trainer that is gone touches no heartbeat: the job ends by itself.
     left = LaunchedServers(config, WEB, folder)
     (url,) = left.open()
-    left.handles[0]._over.set()  # type: ignore[attr-defined]
+    left.handles[0]._stop_event.set()  # type: ignore[attr-defined]
     os.utime(folder / "heartbeat", (0, 0))
-    wait_for(lambda: not Http(url).listens())
+    wait_for(lambda: not Http(url).is_listening())
 
 
 def test_a_job_lives_on_while_nobody_watches_it(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before the first push and during a long one."""
-    monkeypatch.setattr("archon.remote.slurm.HEARTBEAT_SECONDS", 2.0)
-    monkeypatch.setattr("archon.remote.slurm.BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("archon.remote.launchers.slurm.HEARTBEAT_SECONDS", 2.0)
+    monkeypatch.setattr("archon.remote.launchers.slurm.HEARTBEAT_INTERVAL", 0.2)
     launched = LaunchedServers(LaunchConfig(launcher="slurm", seconds=60), WEB, tmp_path)
     (url,) = launched.open()
     time.sleep(4)
-    assert Http(url).listens()
+    assert Http(url).is_listening()
     launched.close()
-    wait_for(lambda: not Http(url).listens())
+    wait_for(lambda: not Http(url).is_listening())
 
 
 def test_a_job_in_the_queue_does_not_delay_the_end_of_a_run(slurm: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_run_on_launched_servers_survives_the_death_of_one(
         served = [int(pid) for pid in found.stdout.split()]
         assert served
         for pid in served:
-            if "keeper" not in Path(f"/proc/{pid}/cmdline").read_text():
+            if "supervisor" not in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: engine.servers[0].failure is not None)
         steps.append(trainer.train_step())
@@ -255,4 +255,4 @@ def test_a_run_on_launched_servers_survives_the_death_of_one(
         steps.append(trainer.train_step())
     assert [step["push/servers"] for step in steps][-1] == 2 and engine.stats.returned == 1
     assert all(step["first_logprob_diff"] < FIRST_RATIO_FP32 for step in steps)
-    assert not any(Http(url).listens() for url in urls)
+    assert not any(Http(url).is_listening() for url in urls)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from archon.remote import ray_cluster
 from archon.remote.config import LaunchConfig, WorkersConfig
-from archon.remote.launch import LaunchedServers
-from archon.remote.ray_cluster import first_line, placement
+from archon.remote.launchers import ray_cluster
+from archon.remote.launchers.launch import LaunchedServers
+from archon.remote.launchers.ray_cluster import actor_options, first_line
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.schema.errors import ConfigError
 from tests.remote.test_launch import WEB
@@ -19,7 +19,7 @@ from tests.rl.rewards import faulty
 
 
 def test_nothing_imports_ray_until_it_is_asked_for() -> None:
-    code = "import sys, archon.rl.trainer, archon.remote.launch, archon.rl.workflows.agent"
+    code = "import sys, archon.rl.trainer, archon.remote.launchers.launch, archon.rl.workflows.agent"
     done = subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], capture_output=True)
     assert done.returncode == 0, done.stderr
 
@@ -44,10 +44,12 @@ def test_an_address_of_a_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_resources_are_those_of_ray() -> None:
-    assert placement(None) | {} == placement({"CPU": 1.0})
-    options = placement({"GPU": 2.0, "rack": 1.0})
+    assert actor_options(None) | {} == actor_options({"CPU": 1.0})
+    options = actor_options({"GPU": 2.0, "rack": 1.0})
     assert (options["num_cpus"], options["num_gpus"], options["resources"]) == (0, 2.0, {"rack": 1.0})
-    assert placement({"memory": 1e9}).items() >= {"memory": 1e9, "resources": {}}.items(), "no custom resource of Ray's"
+    assert actor_options({"memory": 1e9}).items() >= {"memory": 1e9, "resources": {}}.items(), (
+        "no custom resource of Ray's"
+    )
     assert options["max_restarts"] == 0, "a server that Ray starts again would have other weights"
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from archon.data.encoding import encode_prompt
 from archon.remote.config import PushConfig
-from archon.remote.engine import NoServerError, spread_tokens
+from archon.remote.engine import NoServerError, spaced_token_ids
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError
@@ -120,8 +120,8 @@ def test_settings_that_contradict_servers_are_refused(rl_config: MakeConfig) -> 
 
 
 def test_the_probe_covers_the_vocabulary() -> None:
-    assert sorted(spread_tokens(12, 64)) == list(range(12))
-    ids = torch.tensor(spread_tokens(151_936, 64))
+    assert sorted(spaced_token_ids(12, 64)) == list(range(12))
+    ids = torch.tensor(spaced_token_ids(151_936, 64))
     assert len(ids) == len(ids.unique()) == 64 and ids.max() > 149_000
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from archon.remote import weight_stream
-from archon.remote.weight_stream import Sender, pack, received, unpack
+from archon.remote.weight_stream import Sender, pack, receive_tensors, unpack
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_every_worker_gets_all_of_a_stream(tensors: dict[str, Tensor]) -> None:
     sender = Sender("127.0.0.1", 2, "gloo", 30.0)
 
     def receive(rank: int) -> dict[str, Tensor]:
-        return dict(received(sender.address, sender.port, rank, 2, "gloo", 30.0, CPU))
+        return dict(receive_tensors(sender.address, sender.port, rank, 2, "gloo", 30.0, CPU))
 
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(receive, rank) for rank in (1, 2)]
@@ -69,7 +69,7 @@ def test_waits_end_where_the_other_side_is_gone(tensors: dict[str, Tensor]) -> N
         raise ValueError("the trainer failed")
 
     with ThreadPoolExecutor(1) as pool:
-        worker = pool.submit(lambda: list(received(sender.address, sender.port, 1, 1, "gloo", 30.0, CPU)))
+        worker = pool.submit(lambda: list(receive_tensors(sender.address, sender.port, 1, 1, "gloo", 30.0, CPU)))
         assert sender.connect(worker.done)
         with pytest.raises(ValueError, match="the trainer failed"):
             sender.send(broken())

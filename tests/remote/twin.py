@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
-from archon.remote.weight_stream import received
+from archon.remote.weight_stream import receive_tensors
 
 SAMPLING_FIELDS = {"n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"}
 SAMPLING_FIELDS |= {"min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs"}
@@ -196,7 +196,7 @@ class VLLMTwin:
 
     def _receive(self, info: dict[str, Any]) -> Any:
         """Loads the weights that the trainer broadcasts, unless it is to fail after the first."""
-        stream = received(**info, rank=1, device=torch.device("cpu"))
+        stream = receive_tensors(**info, rank=1, device=torch.device("cpu"))
         if "stream" in self.faults:
             next(stream)
             return web.json_response({"error": "connection reset"}, status=500)

@@ -68,7 +68,7 @@ def small_run(blank: Path, run_dir: Path) -> dict[str, Any]:
         "actor": {"path": str(blank), "init_from_scratch": True, "optimizer": {"lr": 1e-3}},
         "algorithm": {"kl": {"coef": 0.0}},
         "gconfig": {"n_samples": 4, "max_new_tokens": 4},
-        "rollout": {"prompts_per_step": 6, "gold_checked": 8, "dump_groups": 6, "workers": {"rewards": 1}},
+        "rollout": {"prompts_per_step": 6, "n_gold_checks": 8, "dump_groups": 6, "workers": {"rewards": 1}},
         "generator": {"max_slots": 32, "page_size": 8},
         "train_data": {"path": "arithmetic"},
         "reward": "tests.rl.rewards_for_tests.nearness",

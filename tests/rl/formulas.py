@@ -199,7 +199,7 @@ def plain_objective(
         start += length
         if not tokens:
             continue
-        name = "prox_logprobs" if config.recomputes else "logprobs"
+        name = "prox_logprobs" if config.recomputes_logprobs else "logprobs"
         logs = [(logprobs[t] - batch[name][t]).item() for t in tokens]
         values = []
         for t, log_ratio in zip(tokens, logs, strict=True):
@@ -216,7 +216,7 @@ def plain_objective(
                 value = plain_loss(logprobs[t].item(), math.exp(log_ratio), advantage, config.policy_loss)
             if not next(left):
                 value = 0.0
-            elif config.weighs_tokens:
+            elif config.has_token_weights:
                 value *= batch["policy_weights"][t].item()
             value += config.kl.coef * plain_kl((logprobs[t] - batch["ref_logprobs"][t]).item(), config.kl.kind)
             values.append(value - config.entropy_coef * entropy[t].item())

@@ -28,7 +28,7 @@ def settings_of(kind: str, **given: float) -> AdvantageSettings:
     return settings
 
 
-GROUP_ADVANTAGES = {kind for kind in ADVANTAGES if settings_of(kind).compares_group}
+GROUP_ADVANTAGES = {kind for kind in ADVANTAGES if settings_of(kind).is_group_relative}
 # A baseline below the mean is a signal where all rewards are equal.
 CENTERED = GROUP_ADVANTAGES - {"asymre"}
 OF_STEPS = {kind for kind in ADVANTAGES if settings_of(kind).needs_steps}
@@ -201,7 +201,7 @@ def test_the_mean_of_distill_over_the_models_own_tokens_is_minus_the_reverse_kl(
 def test_rewards_scaled_and_clipped_worked_by_hand(clip: float | None, expected: list[float]) -> None:
     # (r − 1) · 2 for 1, 3, 6 and −1, then at most 5.
     config = RewardConfig(bias=-1.0, scale=2.0, clip=clip)
-    assert config.applied(torch.tensor([1.0, 3.0, 6.0, -1.0])).tolist() == expected
+    assert config.transform(torch.tensor([1.0, 3.0, 6.0, -1.0])).tolist() == expected
 
 
 def test_reinforce_pp_worked_by_hand_on_several_tokens() -> None:

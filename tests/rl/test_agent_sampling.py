@@ -33,7 +33,7 @@ class Picky:
 def trainer(rl_config: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RLTrainer]:
     def make(mode: str, **asked: Any) -> RLTrainer:
         monkeypatch.setattr(f"{__name__}.ASKED", asked)
-        rollout = {"prompts_per_step": 4, "gold_checked": 0, "agent_sampling": mode, "workers": {"rewards": 1}}
+        rollout = {"prompts_per_step": 4, "n_gold_checks": 0, "agent_sampling": mode, "workers": {"rewards": 1}}
         return RLTrainer(rl_config(rollout=rollout, eval_data={"path": "arithmetic"}, evaluation={"max_prompts": 2}))
 
     return make

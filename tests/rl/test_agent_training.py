@@ -36,7 +36,7 @@ class Retries:
 
 def test_first_step_importance_ratio_is_one_for_an_agent(rl_config: Callable[..., RLConfig]) -> None:
     config = rl_config(
-        workflow_args={"agent": f"{__name__}.Retries"}, rollout={"prompts_per_step": 6, "gold_checked": 0}
+        workflow_args={"agent": f"{__name__}.Retries"}, rollout={"prompts_per_step": 6, "n_gold_checks": 0}
     )
     trainer = RLTrainer(config)
     with trainer.opened("archon.rl.AgentWorkflow"):
@@ -109,7 +109,7 @@ def roomy_config(rl_config: Callable[..., RLConfig], tmp_path: Path) -> RLConfig
     return rl_config(
         total_steps=2,
         actor={"path": str(tmp_path / "roomy"), "init_from_scratch": True, "optimizer": {"lr": 1e-3}},
-        rollout={"prompts_per_step": 2, "gold_checked": 0, "dump_groups": 2},
+        rollout={"prompts_per_step": 2, "n_gold_checks": 0, "dump_groups": 2},
     )
 
 

@@ -23,7 +23,7 @@ from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
-from archon.rl.trajectories import trajectory_tensors, with_temperatures
+from archon.rl.trajectories import add_temperatures, trajectory_tensors
 from archon.schema.errors import RolloutError
 from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide
@@ -165,8 +165,8 @@ def test_runs_with_and_without_temperatures_make_one_group(engine: InProcessEngi
 
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
             temperature = 0.5 if workflow_context.get().sample_index == 1 else 1.0
-            record = TokenRecord.of_answer(await self.ask(engine, data["messages"]), temperature)
-            return with_temperatures(trajectory_tensors([record], [0.0]), [record], 1.0)
+            record = TokenRecord.from_response(await self.ask(engine, data["messages"]), temperature)
+            return add_temperatures(trajectory_tensors([record], [0.0]), [record], 1.0)
 
     (episode,), _ = run(engine, OneWarmer(GCONFIG, tokenizer, rewards.constant), 1)
     assert episode.error is None and episode.trajectories is not None

@@ -256,7 +256,7 @@ def test_a_resumed_stream_begins_with_what_was_taken_and_not_trained_on() -> Non
 
 def test_a_run_overlaps_and_its_tokens_are_no_older_than_allowed(rl_config: MakeConfig) -> None:
     config = rl_config(
-        total_steps=8, rollout={"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "max_staleness": 2}
+        total_steps=8, rollout={"prompts_per_step": 6, "n_gold_checks": 0, "dump_groups": 6, "max_staleness": 2}
     )
     RLTrainer(config).train()
     rows = [row for row in read_jsonl(Path(config.run_dir) / "metrics.jsonl") if row["step"]]
@@ -270,7 +270,7 @@ def test_a_run_overlaps_and_its_tokens_are_no_older_than_allowed(rl_config: Make
 
 
 def test_versions_in_a_batch_are_within_the_bound(rl_config: MakeConfig) -> None:
-    rollout = {"prompts_per_step": 6, "gold_checked": 0, "max_staleness": 2}
+    rollout = {"prompts_per_step": 6, "n_gold_checks": 0, "max_staleness": 2}
     trainer = RLTrainer(rl_config(rollout=rollout))
     seen: set[int] = set()
     with trainer.opened():
@@ -293,7 +293,7 @@ def test_versions_in_a_batch_are_within_the_bound(rl_config: MakeConfig) -> None
 
 
 def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config: MakeConfig) -> None:
-    rollout = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "max_staleness": 2}
+    rollout = {"prompts_per_step": 6, "n_gold_checks": 0, "dump_groups": 6, "max_staleness": 2}
     config = rl_config(total_steps=7, rollout=rollout)
     trainer = RLTrainer(config)
     step = trainer.train_step
@@ -317,7 +317,7 @@ def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config
 
 def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config: MakeConfig, tokenizer: Any) -> None:
     """The update's new weights must not reach the generator before they are pushed."""
-    rollout = {"prompts_per_step": 6, "gold_checked": 0, "max_staleness": 1}
+    rollout = {"prompts_per_step": 6, "n_gold_checks": 0, "max_staleness": 1}
     trainer = RLTrainer(rl_config(rollout=rollout, actor=rl_config().actor.model_dump() | {"optimizer": {"lr": 0.05}}))
     known: dict[int, dict[str, torch.Tensor]] = {}
     stale = 0

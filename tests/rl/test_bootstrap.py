@@ -26,7 +26,7 @@ from archon.schema.config import EngineConfig, LoRAConfig, StrictModel
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
-from tests.small_sight import SMALL_SIGHT
+from tests.small_vision import SMALL_VISION
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -202,7 +202,7 @@ def test_bpe_is_trained_on_the_questions_of_a_dataset_with_pictures(tmp_path: Pa
     """Its size is that of the model's embeddings, and no token is spent on what stands for a picture in a text."""
     data = DatasetConfig(path="shapes", subset="count+color")
     recipe = TokenizerRecipe(kind="bpe", vocab_size=340, chat_template="plain", images=True, train_data=data)
-    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_SIGHT, tokenizer=recipe), tmp_path)
+    write_blank(BootstrapConfig(model_type="qwen3_5", hf_config=SMALL_VISION, tokenizer=recipe), tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.tokenize("how many yellow?") == ["how", "Ġmany", "Ġyellow", "?"]
     assert tokenizer.tokenize("yellow") == ["yellow"] and len(tokenizer.tokenize("<image>")) > 3
@@ -215,11 +215,11 @@ def test_warm_up_ends_where_the_target_reward_is_reached(
     bootstrap: Callable[..., BootstrapConfig], tmp_path: Path
 ) -> None:
     """`constant` pays 1.0 for anything: reached at the first measurement, at step 2 of 5; 1.5 is never reached."""
-    for at_least, steps in ((1.0, 2), (1.5, 5)):
+    for target_reward, steps in ((1.0, 2), (1.5, 5)):
         warmup = bootstrap().model_dump()["warmup"]
         warmup["target"] = {
             "reward": "tests.rl.rewards_for_tests.constant",
-            "at_least": at_least,
+            "target_reward": target_reward,
             "every": 2,
             "eval_data": {"path": "arithmetic", "split": "test", "limit": 5},
         }

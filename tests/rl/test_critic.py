@@ -28,7 +28,7 @@ def ppo(blank: Path, **changes: Any) -> dict[str, Any]:
 
 def test_the_critic_learns_what_the_answers_will_earn(rl_config: MakeConfig, blank: Path) -> None:
     """One answer a prompt: without groups the critic alone is the baseline."""
-    rollout = {"prompts_per_step": 48, "gold_checked": 0}
+    rollout = {"prompts_per_step": 48, "n_gold_checks": 0}
     reward = "tests.rl.rewards_for_tests.count_digits"
     config = rl_config(**ppo(blank, total_steps=60, rollout=rollout, reward=reward))
     config.actor.optimizer.lr = 1e-9  # type: ignore[union-attr]
@@ -41,7 +41,7 @@ def test_the_critic_learns_what_the_answers_will_earn(rl_config: MakeConfig, bla
 
 
 def test_the_critics_learning_rate_follows_its_own_schedule(rl_config: MakeConfig, blank: Path) -> None:
-    values = ppo(blank, total_steps=4, rollout={"prompts_per_step": 6, "gold_checked": 0})
+    values = ppo(blank, total_steps=4, rollout={"prompts_per_step": 6, "n_gold_checks": 0})
     values["critic"] |= {"scheduler": {"kind": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0}}
     trainer = RLTrainer(rl_config(**values))
     with trainer.opened():

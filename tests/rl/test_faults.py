@@ -26,7 +26,7 @@ from tests.checkpoint.killing import assert_checkpoints_whole
 from tests.rl.written import records
 
 MakeConfig = Callable[..., RLConfig]
-ROLLOUT = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "workers": {"rewards": 1}}
+ROLLOUT = {"prompts_per_step": 6, "n_gold_checks": 0, "dump_groups": 6, "workers": {"rewards": 1}}
 
 
 @contextmanager

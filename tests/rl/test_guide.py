@@ -76,7 +76,7 @@ def test_the_advantage_with_settings_of_the_guide_is_checked_and_given_them(my_p
     path = f"{my_package('settings')}.best_with_margin"
     settings = AlgorithmConfig.parse({"advantage": {"kind": path, "margin": 0.6}}).advantage
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2))
-    assert settings.compares_group
+    assert settings.is_group_relative
     assert ADVANTAGES[path](inputs, settings).tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(ConfigError, match=r"advantage\.margin: got -1, input should be greater than or equal to 0"):
         AlgorithmConfig.parse({"advantage": {"kind": path, "margin": -1}})

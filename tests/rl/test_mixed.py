@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.rl import RLTrainer
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
 from archon.rl.algorithms.mixed import mixing_weights
 from archon.rl.config import RLConfig
-from archon.rl.demonstrations import with_demonstrations
+from archon.rl.demonstrations import add_demonstrations
 from archon.schema.errors import ConfigError
 from archon.training.metrics import read_jsonl
 from tests.tolerances import FORMULA_FP64
@@ -94,7 +94,7 @@ def test_rows_without_a_sampler_get_the_policys_logprobs() -> None:
     rows = {"input_ids": torch.full((1, 5), 7), "loss_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     rows["attention_mask"] = torch.ones(1, 5).bool()
     scores = {"logprobs": -2.0, "ref_logprobs": -3.0}
-    mixed = with_demonstrations(batch, rows, lambda column, _: torch.full((1, 5), scores[column]))
+    mixed = add_demonstrations(batch, rows, lambda column, _: torch.full((1, 5), scores[column]))
     assert mixed["demonstrations"].tolist() == [[0] * 5, [0] * 5, [0, 0, 1, 1, 1]]
     assert mixed["advantages"][2].tolist() == [0.0] * 5 and mixed["input_ids"].shape == (3, 5)
     assert mixed["logprobs"][2].tolist() == mixed["prox_logprobs"][2].tolist() == [-2.0] * 5
@@ -104,9 +104,9 @@ def test_rows_without_a_sampler_get_the_policys_logprobs() -> None:
 def test_demonstrations_of_text_join_a_batch_with_pictures() -> None:
     batch: dict[str, Any] = {name: torch.ones(2, 3) for name in ("logprobs", "advantages")}
     batch |= {name: torch.ones(2, 3).long() for name in ("input_ids", "loss_mask", "attention_mask")}
-    batch["images"] = [[Picture(torch.zeros(4, 6), (1, 2, 2))], []]
+    batch["images"] = [[ProcessedImage(torch.zeros(4, 6), (1, 2, 2))], []]
     rows = {name: torch.ones(1, 5).long() for name in ("input_ids", "loss_mask", "attention_mask")}
-    mixed = with_demonstrations(batch, rows, lambda *_: torch.zeros(1, 5))
+    mixed = add_demonstrations(batch, rows, lambda *_: torch.zeros(1, 5))
     assert mixed["images"] == [*batch["images"], []]
 
 

@@ -39,10 +39,10 @@ def prompts(*numbers: int) -> list[Prompt]:
 
 def test_groups_come_back_as_they_went_in_with_the_explorers_position(tmp_path: Path) -> None:
     buffer = ExperienceBuffer(tmp_path / "deep" / "b.db")
-    assert len(buffer) == 0 and buffer.explorer() is None and not buffer.finished
+    assert len(buffer) == 0 and buffer.explorer_state() is None and not buffer.finished
     buffer.append([group(1, 3), group(2, 5)], prompts(1, 2), 1, {"cursor": 2})
     buffer.append([group(3, 4)], prompts(3), 2, {"cursor": 3})
-    assert len(buffer) == 3 and buffer.explorer() == (2, {"cursor": 3})
+    assert len(buffer) == 3 and buffer.explorer_state() == (2, {"cursor": 3})
     second, first = ExperienceBuffer(buffer.path).read([1, 0])
     assert first.prompt == prompts(1)[0] and second.prompt.row == {"answer": "2"}
     assert second.trajectories is not None
@@ -85,7 +85,7 @@ experience_buffer.ExperienceBuffer({str(path)!r}).append([group(2, 3), group(3, 
     ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=os.environ.copy())
     assert ended.returncode == -signal.SIGKILL
     buffer = ExperienceBuffer(path)
-    assert len(buffer) == 1 and buffer.explorer() == (1, {"cursor": 1})
+    assert len(buffer) == 1 and buffer.explorer_state() == (1, {"cursor": 1})
     buffer.append([group(2, 3)], prompts(2), 2, {"cursor": 2})
     assert len(buffer) == 2
 
@@ -112,7 +112,7 @@ def alone(rl_config: MakeConfig, tmp_path: Path) -> Callable[..., RLConfig]:
     def make(mode: str, **changes: Any) -> RLConfig:
         experiences = {"path": str(tmp_path / "buffer.db"), "weights_from": str(tmp_path / "train")}
         given = {"mode": mode, "run_dir": str(tmp_path / mode), "total_steps": 3, "resume": True}
-        given["rollout"] = {"prompts_per_step": 4, "gold_checked": 0, "workers": {"rewards": 1}}
+        given["rollout"] = {"prompts_per_step": 4, "n_gold_checks": 0, "workers": {"rewards": 1}}
         return rl_config(**given | changes | {"experiences": experiences | changes.get("experiences", {})})
 
     return make
@@ -136,7 +136,7 @@ def test_what_is_explored_is_trained_on_once_in_order_as_in_one_process(alone: A
 
     # The first step, sampled with the weights that it updates, is that of a run in one process.
     RLTrainer(
-        rl_config(total_steps=1, rollout={"prompts_per_step": 4, "gold_checked": 0, "workers": {"rewards": 1}})
+        rl_config(total_steps=1, rollout={"prompts_per_step": 4, "n_gold_checks": 0, "workers": {"rewards": 1}})
     ).train()
     (together,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for name in ("reward", "loss", "grad_norm", "entropy", "first_logprob_diff"):
@@ -163,27 +163,27 @@ def test_an_explorer_that_was_stopped_goes_on_and_takes_the_trainers_weights(alo
 @pytest.mark.slow
 def test_passes_say_how_often_a_group_is_trained_on(alone: Any, tmp_path: Path) -> None:
     make_trainer(alone("explore", total_steps=1)).train()
-    rollout = {"prompts_per_step": 3, "gold_checked": 0, "workers": {"rewards": 1}}
+    rollout = {"prompts_per_step": 3, "n_gold_checks": 0, "workers": {"rewards": 1}}
     make_trainer(alone("train", total_steps=10, rollout=rollout, experiences={"passes": 2})).train()
     records = read_jsonl(tmp_path / "train" / "metrics.jsonl")
     assert [(r["experiences"], r["groups"]) for r in records] == [(3, 3), (6, 3), (8, 2)]
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-@pytest.mark.parametrize(("ends", "size"), [((), 4), ((3,), 3), ((3,), 5), ((2, 5), 5), ((1, 4), 6)])
+@pytest.mark.parametrize(("pass_boundaries", "size"), [((), 4), ((3,), 3), ((3,), 5), ((2, 5), 5), ((1, 4), 6)])
 def test_groups_of_several_passes_are_numbered_as_a_plain_loop_does(
-    ends: tuple[int, ...], size: int, passes: int
+    pass_boundaries: tuple[int, ...], size: int, passes: int
 ) -> None:
     order: list[int] = []
     first = 0
-    for end in ends:
+    for end in pass_boundaries:
         for _ in range(passes):
             order += range(first, end)
         first = end
     order += range(first, size)
     for start in range(len(order) + 2):
         for count in (1, 3, len(order)):
-            assert group_numbers(start, count, size, ends, passes) == order[start : start + count]
+            assert group_numbers(start, count, size, pass_boundaries, passes) == order[start : start + count]
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_what_an_explorer_adds_when_resumed_gets_its_own_passes(
         return read(buffer, numbers)
 
     monkeypatch.setattr(ExperienceBuffer, "read", noted)
-    rollout = {"prompts_per_step": 3, "gold_checked": 0, "workers": {"rewards": 1}}
+    rollout = {"prompts_per_step": 3, "n_gold_checks": 0, "workers": {"rewards": 1}}
     make_trainer(alone("explore", total_steps=1)).train()
     make_trainer(alone("train", total_steps=2, rollout=rollout, experiences={"passes": 2})).train()
     make_trainer(alone("explore", total_steps=2)).train()

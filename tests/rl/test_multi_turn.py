@@ -84,7 +84,7 @@ def test_multi_turn_tokens_are_never_decoded_and_re_encoded(engine: InProcessEng
 
 
 def test_a_conversation_ends_when_the_reward_is_enough(engine: InProcessEngine, tokenizer: Any) -> None:
-    workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, max_turns=3, enough=0.5)
+    workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, max_turns=3, reward_threshold=0.5)
     result, context, answers = converse(engine, workflow)
     assert len(answers) == 24 and context.numbers["turns"] == [1.0] * 24
     assert result["rewards"].tolist() == [0.5] * 24
@@ -153,7 +153,7 @@ def test_context_overflow_of_the_prompt_fails_the_episode(engine: InProcessEngin
 
 
 def test_rewards_that_fail_cost_their_conversation(engine: InProcessEngine, tokenizer: Any) -> None:
-    workflow = MultiTurnWorkflow(rewards.raise_on_even_length, GCONFIG, tokenizer, enough=0.0)
+    workflow = MultiTurnWorkflow(rewards.raise_on_even_length, GCONFIG, tokenizer, reward_threshold=0.0)
     result, context, _ = converse(engine, workflow)
     assert 0 < context.drops["reward_raised"] < 24
     assert len(result["rewards"]) == 24 - context.drops["reward_raised"]

@@ -199,8 +199,8 @@ def test_overlong_penalty_is_taken_off_the_reward_worked_by_hand(known: Models) 
     assert metrics["overlong_fraction"] == pytest.approx(2 / 3)
     found, _, _ = prepared(known, batch, overlong=overlong, **EARNED)
     for row, (length, reward) in enumerate(((6, 1.0), (7, 0.0), (10, -2.0))):
-        of_row = {name: value[row : row + 1] for name, value in found.items()}
-        assert earned(of_row) == pytest.approx([0.0] * (length - 1) + [reward], abs=1e-6)
+        trajectory_index = {name: value[row : row + 1] for name, value in found.items()}
+        assert earned(trajectory_index) == pytest.approx([0.0] * (length - 1) + [reward], abs=1e-6)
 
 
 def test_returns_worked_by_hand(known: Models) -> None:
@@ -247,7 +247,7 @@ def test_prepare_equals_plain_loops(random_models: Models, algorithm: dict[str, 
             prox, ref = (plain_logprobs(engine, batch, row, 0.8)[0] for engine in random_models[:2])
             values[row, trained] = plain_values(random_models.critic, batch, row)[trained - 1]
         generated = batch["logprobs"][row, trained]
-        own = prox if config.recomputes else generated
+        own = prox if config.recomputes_logprobs else generated
         for t, d in zip(trained.tolist(), (own - ref).tolist(), strict=True):
             token_rewards[row, t] = -0.3 * plain_kl(d, config.kl.kind)
         weights += [
@@ -268,7 +268,7 @@ def test_prepare_equals_plain_loops(random_models: Models, algorithm: dict[str, 
     torch.testing.assert_close(found["advantages"], advantages, **exactly)
     torch.testing.assert_close(found["returns"], advantages + values, **exactly)
     of_tokens = advantages[batch["loss_mask"] == 1]
-    if config.recomputes:
+    if config.recomputes_logprobs:
         assert found["policy_weights"][batch["loss_mask"] == 1].tolist() == pytest.approx(weights, rel=INVARIANCE_FP64)
         expected = -math.fsum(a * weight for a, weight in zip(of_tokens.tolist(), weights, strict=True)) / len(weights)
         assert policy_loss == pytest.approx(expected, rel=INVARIANCE_FP64)

@@ -239,18 +239,18 @@ def test_an_old_key_is_an_error_that_names_the_new_one(old: str) -> None:
 
 
 class Margin(AdvantageSettings):
-    compares_group = True
+    is_group_relative = True
     margin: float = Field(0.1, ge=0, description="lead that counts")
 
 
 def own_advantage(inputs: AdvantageInputs, settings: Margin) -> torch.Tensor:
-    return inputs.on_tokens(inputs.totals - settings.margin)
+    return inputs.broadcast_to_tokens(inputs.totals - settings.margin)
 
 
 def test_an_advantage_of_ones_own_has_settings_of_its_own() -> None:
     path = f"{__name__}.own_advantage"
     given = AlgorithmConfig.parse({"advantage": {"kind": path, "margin": 0.25}})
-    assert isinstance(given.advantage, Margin) and given.advantage.compares_group
+    assert isinstance(given.advantage, Margin) and given.advantage.is_group_relative
     inputs = AdvantageInputs(torch.tensor([1.0]), torch.tensor([0]), torch.ones(1, 2))
     assert ADVANTAGES[path](inputs, given.advantage).tolist() == [[0.75, 0.75]]
     assert AlgorithmConfig.parse({"advantage": path}).model_dump()["advantage"] == {"kind": path, "margin": 0.1}

@@ -26,7 +26,7 @@ def test_easy_prompts_come_first_and_every_epoch_begins_anew() -> None:
 @pytest.mark.parametrize("level", ["hard", None, True, float("nan")])
 def test_a_row_without_a_number_is_named(level: Any) -> None:
     rows = [*ROWS, {"prompt": "x", "level": level}]
-    with pytest.raises(DatasetError, match=r"easy_first: row 4 has level=.*, expected a number.*level, prompt"):
+    with pytest.raises(DatasetError, match=r"curriculum_column: row 4 has level=.*, expected a number.*level, prompt"):
         PromptStream(rows, 0, "level")
 
 
@@ -35,7 +35,7 @@ def rows_of_levels(split: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_takes_its_prompts_in_the_order_of_the_column(rl_config: Callable[..., RLConfig]) -> None:
-    config = rl_config(train_data={"path": f"python:{__name__}.rows_of_levels"}, easy_first="level")
+    config = rl_config(train_data={"path": f"python:{__name__}.rows_of_levels"}, curriculum_column="level")
     with RLTrainer(config).opened() as trainer:
         assert [prompt.row["prompt"].strip() for prompt in trainer.prompts.take(10)] == [
             f"{n}+1=" for n in range(9, -1, -1)

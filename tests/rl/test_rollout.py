@@ -309,7 +309,7 @@ def test_trajectories_of_several_rows_have_ids_that_no_other_group_has(
     for group in range(5):
         of = groups == group
         alone = Groups(rewards[of], groups[of], own[of])
-        assert torch.equal(together.minus_baseline(together.mean)[of], alone.minus_baseline(alone.mean))
+        assert torch.equal(together.subtract_baseline(together.mean)[of], alone.subtract_baseline(alone.mean))
 
 
 def test_rejected_episodes_are_counted_and_a_batch_of_nothing_else_is_an_error(

@@ -95,7 +95,7 @@ def check_export(model: torch.nn.Module, folder: Path) -> None:
 def test_sft_moves_the_biases_and_exports_them(family: str, tmp_path: Path) -> None:
     trainer = SFTTrainer(sft_config(family, tmp_path))
     trainer.train()
-    check_export(trainer.engine.whole_model, tmp_path / "run" / "export")
+    check_export(trainer.engine.full_model, tmp_path / "run" / "export")
 
 
 def test_rl_moves_the_biases_keeps_the_generator_in_step_and_exports_them(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_rl_moves_the_biases_keeps_the_generator_in_step_and_exports_them(tmp_pa
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     differences = [row["first_logprob_diff"] for row in records if "first_logprob_diff" in row]
     assert len(differences) == run["total_steps"] and max(differences) < FIRST_RATIO_FP32
-    check_export(trainer.engine.whole_model, tmp_path / "run" / "export")
+    check_export(trainer.engine.full_model, tmp_path / "run" / "export")
 
 
 @pytest.mark.parametrize("family", LOST)

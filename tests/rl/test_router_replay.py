@@ -14,7 +14,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.reference import open_reference
 from archon.engine.train_step import micro_batches
-from archon.models.routed_experts import to_replay, unknown
+from archon.models.layers.routed_experts import to_replay, unknown_expert_id
 from archon.rl import RLTrainer
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.config import RLConfig
@@ -101,7 +101,7 @@ def test_experts_are_of_the_token_that_is_read_and_padding_and_packing_change_no
         labels = torch.cat([ids[1:], torch.tensor([-100])])
         bounds = torch.tensor([0, n], dtype=torch.int32)
         with torch.no_grad():
-            alone = engine.whole_model(ids, torch.arange(n), bounds, n, labels=labels, routed_experts=experts)
+            alone = engine.full_model(ids, torch.arange(n), bounds, n, labels=labels, routed_experts=experts)
         found = together[row][batch["attention_mask"][row] != 0]
         torch.testing.assert_close(found[1:], alone.logprobs[:-1], rtol=1e-10, atol=1e-10)
 
@@ -120,7 +120,7 @@ def test_the_balancing_loss_counts_the_experts_given(moe: Path) -> None:
     batch = with_experts({name: trajectories()[name] for name in ("input_ids", "attention_mask", "loss_mask")})
     batch["routed_experts"][:] = torch.tensor([0, 1], dtype=torch.uint8)
     made.forward_batch(batch)
-    stats = made.whole_model.router_stats
+    stats = made.full_model.router_stats
     tokens = sum(float(one.tokens) for one in stats)
     of_both = sum(float(one.probabilities[:2].sum()) for one in stats) / tokens
     metrics = made.train_batch(batch, CrossEntropyLoss(), loss_token_count)
@@ -141,8 +141,8 @@ def test_groups_with_and_without_experts_go_through_the_buffer(dtype: torch.dtyp
     joined = join_groups(numbered)
     assert joined["routed_experts"].dtype == dtype
     assert torch.equal(joined["routed_experts"][:2, :7].long(), groups[0]["routed_experts"].long())
-    assert (joined["routed_experts"][:2, 7:].long() == unknown(dtype)).all()
-    assert (joined["routed_experts"][2:4].long() == unknown(dtype)).all()
+    assert (joined["routed_experts"][:2, 7:].long() == unknown_expert_id(dtype)).all()
+    assert (joined["routed_experts"][2:4].long() == unknown_expert_id(dtype)).all()
     buffer = ExperienceBuffer(tmp_path / "groups.sqlite")
     parts = split_groups({**joined, "attention_mask": torch.ones_like(joined["input_ids"])})
     buffer.append(parts, [Prompt(n, {}) for n in range(3)], 1, None)

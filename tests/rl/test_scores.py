@@ -59,7 +59,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 def test_a_prompt_counts_once_and_lost_answers_not_at_all() -> None:
     # Means 1/2 and 1; the third has no answer. pass@2 of the first: both pairs of 1 of 2 hold the right one: 1; the
     # second has one answer only.
-    found = summarize([[1.0, 0.0], [1.0], []], [1, 2], passing=1.0)
+    found = summarize([[1.0, 0.0], [1.0], []], [1, 2], pass_threshold=1.0)
     assert (found["reward"].mean, found["reward"].prompts) == (0.75, 2)
     assert (found["pass@1"].mean, found["pass@2"].mean, found["pass@2"].prompts) == (0.75, 1.0, 1)
-    assert summarize([[0.4]], [1], passing=0.3)["pass@1"].mean == 1
+    assert summarize([[0.4]], [1], pass_threshold=0.3)["pass@1"].mean == 1

@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(folder / "blank")
     end = [tokenizer.eos_token_id]
     encoded = [[list(tokenize(tokenizer, text, "a text")["input_ids"]) for text in pair] for pair in talks]
-    teach(engine.whole_model, [(prompt, answer + end) for prompt, answer in encoded], SURE)
+    teach(engine.full_model, [(prompt, answer + end) for prompt, answer in encoded], SURE)
     engine.save(folder / "made")
     return folder / "made"
 
@@ -87,7 +87,7 @@ def test_an_agent_of_each_framework_calls_its_tool_and_is_trained(
             "actor": {"path": str(checkpoint), "optimizer": {"lr": 1e-5}},
             "algorithm": {"kl": {"coef": 0.0}},
             "gconfig": {"n_samples": 4, "max_new_tokens": sdk_agents.MAX_TOKENS},
-            "rollout": {"prompts_per_step": 2, "gold_checked": 0, "dump_groups": 0, "workers": {"rewards": 1}},
+            "rollout": {"prompts_per_step": 2, "n_gold_checks": 0, "dump_groups": 0, "workers": {"rewards": 1}},
             "generator": {"max_slots": 16},
             "train_data": {
                 "path": f"python:{sdk_agents.__name__}.rows",

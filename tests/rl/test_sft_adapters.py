@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from archon.checkpoint.safetensors_file import SafetensorsFile, bytes_of
+from archon.checkpoint.safetensors_file import SafetensorsFile, tensor_bytes
 from archon.engine.engine import ArchonEngine
 from archon.rl import SFTTrainer
 from archon.schema.config import EngineConfig
@@ -25,7 +25,7 @@ OPTIMIZER = {"lr": 5e-3}
 @pytest.fixture(scope="module")
 def folder(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, and two sets of rows: numbers reversed, and numbers repeated."""
-    folder = tmp_path_factory.mktemp("adapters")
+    folder = tmp_path_factory.mktemp("loras")
     for name, answer in (("reversed", lambda i: str(i)[::-1]), ("repeated", lambda i: str(i) * 2)):
         for split, numbers in (("train", range(40)), ("test", range(40, 52))):
             rows = [{"prompt": f"{i}=", "response": answer(i)} for i in numbers]
@@ -49,7 +49,7 @@ def config_of(folder: Path, run: Path, lora: dict[str, Any], rows: str = "revers
 def both(folder: Path, run: Path, **changes: Any) -> SFTConfig:
     repeated = {"path": str(folder / "repeated")}
     data = {"short": {"train_data": repeated, "batch_size": 4, "eval_data": repeated | {"split": "test"}}}
-    return config_of(folder, run, {"adapters": {"long": LONG, "short": SHORT}}, adapter_data=data, **changes)
+    return config_of(folder, run, {"loras": {"long": LONG, "short": SHORT}}, lora_data=data, **changes)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     with SafetensorsFile(folder / "adapter_model.safetensors") as file:
         for name, entry in file.entries.items():
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            file.read_into(bytes_of(tensors[name]), entry.start, name)
+            file.read_into(tensor_bytes(tensors[name]), entry.start, name)
     return tensors
 
 
@@ -96,7 +96,7 @@ def test_a_run_of_several_adapters_resumes_bitwise(folder: Path, tmp_path: Path)
     [
         (
             {"nobody": {"train_data": {"path": "x"}}},
-            "adapter_data has rows of nobody, and model.lora.adapters names long",
+            "lora_data has rows of nobody, and model.lora.loras names long",
         ),
         (
             {name: {"train_data": {"path": "x"}} for name in ("long", "short")},
@@ -107,12 +107,12 @@ def test_a_run_of_several_adapters_resumes_bitwise(folder: Path, tmp_path: Path)
 def test_rows_without_an_adapter_are_refused(
     folder: Path, tmp_path: Path, data: dict[str, Any], complaint: str
 ) -> None:
-    config = config_of(folder, tmp_path / "run", {"adapters": {"long": LONG, "short": SHORT}}, adapter_data=data)
+    config = config_of(folder, tmp_path / "run", {"loras": {"long": LONG, "short": SHORT}}, lora_data=data)
     with pytest.raises(ConfigError, match=complaint):
         SFTTrainer(config).train()
 
 
 def test_a_run_ends_with_the_last_step_of_the_last_adapter(folder: Path, tmp_path: Path) -> None:
-    lora = {"adapters": {"long": LONG | {"total_steps": 3}, "short": SHORT | {"total_steps": 2}}}
+    lora = {"loras": {"long": LONG | {"total_steps": 3}, "short": SHORT | {"total_steps": 2}}}
     SFTTrainer(config_of(folder, tmp_path / "run", lora, total_steps=6)).train()
     assert len([row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) == 3

@@ -38,7 +38,7 @@ def weights(trainer: RLTrainer) -> dict[str, Tensor]:
 
 def test_first_step_importance_ratio_is_one_through_the_real_generation_path(rl_config: MakeConfig) -> None:
     """Also after updates have been pushed: every step is first for its weights."""
-    trainer = RLTrainer(rl_config(rollout={"prompts_per_step": 64, "gold_checked": 0}))
+    trainer = RLTrainer(rl_config(rollout={"prompts_per_step": 64, "n_gold_checks": 0}))
     with trainer.opened():
         for _ in range(3):
             batch = trainer.rollout_batch().trajectories
@@ -68,7 +68,7 @@ def test_gate_refuses_to_train_when_generator_and_trainer_disagree(rl_config: Ma
 def test_weights_that_stop_reaching_the_generator_end_the_run(
     rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    rollout = {"prompts_per_step": 6, "gold_checked": 0, "max_staleness": max_staleness}
+    rollout = {"prompts_per_step": 6, "n_gold_checks": 0, "max_staleness": max_staleness}
     trainer = RLTrainer(rl_config(rollout=rollout))
     with trainer.opened():
         trainer.train_step()
@@ -304,7 +304,7 @@ def test_tiny_policy_learns_and_with_shuffled_rewards_it_does_not(rl_config: Mak
     config = rl_config(
         reward="tests.rl.rewards_for_tests.starts_with_seven",
         gconfig={"n_samples": 8, "max_new_tokens": 2},
-        rollout={"prompts_per_step": 16, "gold_checked": 0},
+        rollout={"prompts_per_step": 16, "n_gold_checks": 0},
         control={"shuffle_rewards": shuffled},
         actor=rl_config().actor.model_dump() | {"optimizer": {"lr": 5e-3}},
     )

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from archon.models.vision.images import Picture
+from archon.models.vision.images import ProcessedImage
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.rl.episode import Episode, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.logprob_check import check_mismatch, mismatch_limit
 from archon.rl.prompts import Prompt
-from archon.rl.trajectories import checked_group, join_groups
+from archon.rl.trajectories import join_groups, validate_group
 from archon.rl.workflows import VisionRLVRWorkflow
 from archon.schema.errors import ConfigError, RolloutError
 from archon.training import SFTConfig, SFTTrainer
 from archon.training.batch_sharding import take_rows
 from archon.training.metrics import read_jsonl
-from tests.small_sight import SIGHTS, write_sight
+from tests.small_vision import VISION_MODELS, write_vision_model
 from tests.tolerances import FIRST_RATIO_FP32
 
 
@@ -34,10 +34,10 @@ def vowels(prompt: str, completions: str, prompt_ids: list[int], completion_ids:
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sight(tmp_path_factory.mktemp("sight"), getattr(request, "param", "qwen3_5"))
+    return write_vision_model(tmp_path_factory.mktemp("sight"), getattr(request, "param", "qwen3_5"))
 
 
-of_each_family = pytest.mark.parametrize("checkpoint", SIGHTS, indirect=True)
+of_each_family = pytest.mark.parametrize("checkpoint", VISION_MODELS, indirect=True)
 
 
 def config_of(checkpoint: Path, **changes: Any) -> RLConfig:
@@ -49,7 +49,7 @@ def config_of(checkpoint: Path, **changes: Any) -> RLConfig:
         "workflow": "archon.rl.VisionRLVRWorkflow",
         "gconfig": {"n_samples": 4, "max_new_tokens": 6},
         "generator": {"max_slots": 16, "page_size": 8},
-        "rollout": {"prompts_per_step": 3, "gold_checked": 0},
+        "rollout": {"prompts_per_step": 3, "n_gold_checks": 0},
         "train_data": {"path": "shapes", "limit": 40},
         "reward": f"{__name__}.vowels",
     }
@@ -86,7 +86,7 @@ def test_the_first_ratio_is_one_with_pictures_and_is_refused_where_the_pixels_di
 
 def test_the_tower_sees_the_picture_of_a_prompt_once(opened: RLTrainer) -> None:
     opened.rollout_batch()
-    assert opened.generator._generator.picture_rows.computed == 3  # type: ignore[union-attr]
+    assert opened.generator._generator.image_cache.computed == 3  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_what_is_no_picture_of_a_row_is_refused_and_goes_from_process_to_process
     assert torch.equal(found, images) if torch.is_tensor(images) else found == images
     for rewards in ([1.0, 2.0], [1.0, float("nan")]):
         with pytest.raises(RolloutError, match="the workflow: 'images' is not a list of pictures for each of the 2"):
-            checked_group({**columns, "rewards": torch.tensor(rewards)}, EpisodeContext(0), "the workflow")
+            validate_group({**columns, "rewards": torch.tensor(rewards)}, EpisodeContext(0), "the workflow")
 
 
 def test_a_workflow_without_sight_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ class LooksTwice:
 
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         url = "data:image/png;base64," + base64.b64encode(data["images"][0]).decode()
-        picture = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
-        talk: list[Any] = [{"role": "user", "content": [picture, {"type": "text", "text": "what is it?"}]}]
+        image = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        talk: list[Any] = [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
         first = (await client.chat.completions.create(model="any", messages=talk)).choices[0].message
         talk += [first.model_dump(exclude_none=True), {"role": "user", "content": "are you sure?"}]
         second = (await client.chat.completions.create(model="any", messages=talk)).choices[0].message
@@ -192,7 +192,7 @@ def test_sft_learns_from_pictures_and_its_tower_moves_where_it_is_trained(checkp
         trainer.train()
         losses = [record["loss"] for record in read_jsonl(tmp_path / vision / "metrics.jsonl")]
         assert losses[-1] < losses[0]
-        model = trainer.engine.whole_model
+        model = trainer.engine.full_model
         assert model.visual.patch_embedding.weight.requires_grad == (vision == "trained")
         (batch,) = [trainer._own_batch(trainer.loader.next_batch())]
         scored = trainer.engine.forward_batch(batch)
@@ -202,5 +202,5 @@ def test_sft_learns_from_pictures_and_its_tower_moves_where_it_is_trained(checkp
         assert exported.read_text() == (checkpoint / "preprocessor_config.json").read_text()
 
 
-def _black(picture: Picture) -> Picture:
-    return Picture(torch.full_like(picture.pixel_values, -1.0), picture.grid)
+def _black(image: ProcessedImage) -> ProcessedImage:
+    return ProcessedImage(torch.full_like(image.pixel_values, -1.0), image.grid)

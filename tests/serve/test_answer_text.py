@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from archon.serve.answer_text import AnswerFormat, AnswerParser, StopStringFilter
-from archon.serve.tool_calls import HERMES, Part, ToolCall, hermes_calls, joined, load_json, valid_calls
+from archon.serve.tool_calls import HERMES, Part, ToolCall, hermes_calls, load_json, merge_adjacent, valid_calls
 from tests.data.toy_tokenizers import toy_tokenizer
 from tests.serve.scripted import ASKS_WEATHER, WEATHER
 
@@ -23,7 +23,7 @@ def in_pieces(text: str, seed: int) -> list[str]:
 
 def read_tools(pieces: list[str]) -> list[Part]:
     reader = HERMES.make({})
-    return list(joined([part for piece in pieces for part in reader.feed(piece)] + reader.finish()))
+    return list(merge_adjacent([part for piece in pieces for part in reader.feed(piece)] + reader.finish()))
 
 
 ROME = ToolCall("weather", '{"place": "Rome", "days": 2}')

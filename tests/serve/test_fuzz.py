@@ -23,10 +23,10 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
 from archon.rl.bootstrap import make_tokenizer
 from archon.serve import AgentServer, Limits
-from archon.serve.adapter_folders import AdapterFolders
+from archon.serve.lora_folders import LoRAFolders
 from archon.serve.routes import app
 from archon.training.config import TokenizerRecipe
-from tests.lora.adapters import random_adapter
+from tests.lora.random_lora import random_lora
 from tests.small_qwen3 import small_model
 
 TOKEN = "secret"
@@ -89,7 +89,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model, root = small_model(len(tokenizer), max_seq_len=256), tmp_path_factory.mktemp("adapters")
     (root / "one").mkdir()
     (root / "one" / "adapter_config.json").touch()
-    folders = AdapterFolders(root, lambda folder: random_adapter(model, 0))
+    folders = LoRAFolders(root, lambda folder: random_lora(model, 0))
     engine = InProcessEngine.from_model(model, tokenizer, max_slots=32)
     limits = Limits(sessions=10_000)
     server = AgentServer(
@@ -98,7 +98,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         GenerationHyperparameters(max_new_tokens=4),
         token=TOKEN,
         limits=limits,
-        adapter_folders=folders,
+        lora_folders=folders,
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served")

@@ -175,7 +175,7 @@ def test_sessions_and_their_calls_are_limited() -> None:
     with pytest.raises(LimitError, match="has 1 of its 1 answers, and 1 more are too many"):
         first.admit(1)
     sessions.close(first)
-    assert sessions.of_key(first.key) is None and sessions.of_id(first.id) is None
+    assert sessions.find_by_key(first.key) is None and sessions.find_by_id(first.id) is None
     sessions.open(ENGINE, GenerationHyperparameters())
 
 
@@ -196,10 +196,10 @@ def test_a_session_is_not_idle_while_it_is_answered() -> None:
     sessions = Sessions(max_open=2, max_calls=1, idle_seconds=0.0)
     session = sessions.open(ENGINE, GenerationHyperparameters())
     with sessions.in_use(session), sessions.in_use(session):
-        assert sessions.of_key(session.key) is session
+        assert sessions.find_by_key(session.key) is session
         sessions.open(ENGINE, GenerationHyperparameters())
-        assert sessions.of_id(session.id) is session
-    assert sessions.of_key(session.key) is None and len(sessions) == 0
+        assert sessions.find_by_id(session.id) is session
+    assert sessions.find_by_key(session.key) is None and len(sessions) == 0
     with sessions.in_use(session):  # whoever still holds it
         pass
     assert len(sessions) == 0

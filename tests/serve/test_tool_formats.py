@@ -15,7 +15,7 @@ from archon.schema.errors import ConfigError
 from archon.serve import AgentServer
 from archon.serve.answer_text import AnswerFormat, AnswerParser, ThinkingParser
 from archon.serve.protocol import _render_calls
-from archon.serve.tool_calls import FORMATS, Part, Reasoning, ToolCall, joined, load_json, tool_format
+from archon.serve.tool_calls import FORMATS, Part, Reasoning, ToolCall, load_json, merge_adjacent, tool_format
 from archon.training.config import TokenizerRecipe
 from tests.serve import family_templates as families
 from tests.serve.scripted import Scripted
@@ -85,7 +85,7 @@ def pieces(text: str, seed: int | None) -> list[str]:
 
 def read(name: str, parts: list[str]) -> list[Part]:
     parser = tool_format(None, name).make({"weather": PARAMETERS, "get_time": {}})
-    return list(joined([part for text in parts for part in parser.feed(text)] + parser.finish()))
+    return list(merge_adjacent([part for text in parts for part in parser.feed(text)] + parser.finish()))
 
 
 @pytest.mark.parametrize(("name", "template"), CASES)
@@ -192,7 +192,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_are_left_out(name: st
     answer = {"content": "Look.", "tool_calls": calls_of(ARGUMENTS[0])}
     text = said(tokenizer, answer)
     tokens = [*tokenize(tokenizer, text, "answer")["input_ids"], tokenizer.pad_token_id, tokenizer.eos_token_id]
-    format, logprobs = AnswerFormat.of(tokenizer), [0.0] * len(tokens)
+    format, logprobs = AnswerFormat.from_tokenizer(tokenizer), [0.0] * len(tokens)
     whole = AnswerParser(tokenizer, [], [TOOL], format=format)
     whole.finish(tokens, logprobs)
     streamed = AnswerParser(tokenizer, [], [TOOL], format=format)
@@ -218,7 +218,7 @@ def test_thinking_is_told_from_what_is_said(text: str, inside: bool, expected: l
     for seed in (None, *range(12)):
         parser = ThinkingParser(inside)
         parts = [part for piece in pieces(text, seed) for part in parser.feed(piece)] + parser.finish()
-        assert list(joined(parts)) == expected
+        assert list(merge_adjacent(parts)) == expected
 
 
 def test_an_unknown_parser_is_refused_by_name() -> None:

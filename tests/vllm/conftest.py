@@ -87,7 +87,7 @@ def rl_config(checkpoint: Path, tmp_path: Path) -> Callable[..., RLConfig]:
             "gconfig": {"n_samples": 4, "max_new_tokens": 8},
             "rollout": {
                 "prompts_per_step": 6,
-                "gold_checked": 8,
+                "n_gold_checks": 8,
                 "workers": {"rewards": 1},
                 "servers": [server.url for server in servers],
             },

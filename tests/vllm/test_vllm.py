@@ -21,7 +21,7 @@ from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
-from archon.remote.dialect import Transport
+from archon.remote.dialects.base import Transport
 from archon.remote.engine import NoServerError, RemoteEngine
 from archon.remote.http import Http
 from archon.rl import RLTrainer
@@ -77,7 +77,7 @@ def test_answers_to_the_token_and_what_ends_them(
     trainer = RLTrainer(rl_config(server))
     with trainer.opened():
         engine = trainer.generator
-        own = InProcessEngine.from_model(trainer.engine.whole_model, tokenizer)
+        own = InProcessEngine.from_model(trainer.engine.full_model, tokenizer)
         wanted = [request(prompt, greedy=True, ignore_eos=True) for prompt in prompts]
         greedy = own.generate(wanted)
         for answer, expected in zip(ask(engine, *wanted), greedy, strict=True):
@@ -111,7 +111,7 @@ def test_sampled_answers_have_the_trainers_logprobs_and_their_seeds(
         first, again = ask(engine, *wanted), ask(engine, *wanted)
         assert [answer.output_tokens for answer in first] == [answer.output_tokens for answer in again]
         assert len({tuple(answer.output_tokens) for answer in first}) == len(wanted)
-        own = InProcessEngine.from_model(trainer.engine.whole_model)
+        own = InProcessEngine.from_model(trainer.engine.full_model)
         for answer in first:
             scores = own.prompt_logprobs(answer.input_tokens + answer.output_tokens)[answer.input_len - 1 :]
             assert answer.output_logprobs == pytest.approx(scores, abs=LOGPROB)
@@ -144,7 +144,7 @@ def test_a_few_changed_elements_are_pushed_alone(server: VLLMServer, checkpoint:
     remote = connect([server.url], PushConfig(transport="delta"), vocab_size=engine.args.vocab_size)
     remote.update_weights(PushedWeights(engine), version=0)
     whole, before = remote.push_metrics["push/bytes"], remote.prompt_logprobs(remote.probe)
-    embedding = engine.whole_model.tok_embeddings
+    embedding = engine.full_model.tok_embeddings
     assert embedding is not None
     with torch.no_grad():
         embedding.weight[::7, 3] += 0.5
@@ -165,7 +165,7 @@ def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, real_server: VLLMSe
         gconfig={"n_samples": 2, "max_new_tokens": 8},
         reward="tests.vllm.rewards.odd_characters",
     )
-    config.rollout.prompts_per_step, config.rollout.gold_checked = 1, 0
+    config.rollout.prompts_per_step, config.rollout.n_gold_checks = 1, 0
     steps = twenty_steps(config, transport, REAL_PUSH)
     if transport == "delta":
         whole = (SMOLLM2.folder / "model.safetensors").stat().st_size
@@ -229,7 +229,7 @@ def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path)
     few = ["total_steps=20", "rollout.prompts_per_step=1", "gconfig={n_samples: 2, max_new_tokens: 8}"]
     few += ["eval_data=null", "reward=tests.vllm.rewards.odd_characters"]
     few += [f"actor.path={SMOLLM2.make(SMOLLM2.folder)}", f"run_dir={tmp_path / 'run'}"]
-    few += ["algorithm.zero_variance_groups=keep", "rollout.gold_checked=0", "rollout.workers.rewards=1"]
+    few += ["algorithm.zero_variance_groups=keep", "rollout.n_gold_checks=0", "rollout.workers.rewards=1"]
     assert program == "archon"
     done = subprocess.run(
         [sys.executable, "-m", program, *arguments, *few],

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from archon.rl.compat.areal.names import export_map, line_of
+from archon.rl.compat.areal.names import export_map, migration_hint
 from archon.schema.lazy import lazy_exports
 
 _load, __dir__, __all__ = lazy_exports(__name__, export_map())
@@ -12,7 +12,7 @@ _load, __dir__, __all__ = lazy_exports(__name__, export_map())
 
 def __getattr__(name: str) -> Any:
     """Returns a name that works; of another of AReaL's, `ImportError` says what to write in its place."""
-    line = line_of(name)
+    line = migration_hint(name)
     if line is not None:
         raise ImportError(line)
     return _load(name)

@@ -8,7 +8,7 @@ from typing import Any
 from archon.data import VALID_DATASETS, RowDataset, get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset
 from archon.data import get_custom_dataset as read_dataset
 from archon.data.config import DatasetConfig
-from archon.data.pictures import PictureReader
+from archon.data.images import ImageReader
 from archon.schema.errors import DatasetError
 
 get_hhrlhf_rw_dataset, get_hhrlhf_dpo_dataset = get_hh_rlhf_rw_dataset, get_hh_rlhf_dpo_dataset
@@ -37,7 +37,7 @@ def get_custom_dataset(
         split: Which part of the dataset.
         max_length: Drop longer rows, in tokens.
         tokenizer: Required except for "rl" without `max_length`.
-        processor: In the tokenizer's place, that of a multimodal model; or the `PictureReader` of one, with which rows
+        processor: In the tokenizer's place, that of a multimodal model; or the `ImageReader` of one, with which rows
             have their pictures.
         dataset_config: `train_data` or `eval_data` of a configuration.
         options: As in `archon.data.get_custom_dataset`.
@@ -56,7 +56,7 @@ def get_custom_dataset(
     contained = [name for name in VALID_DATASETS if name in str(given["path"])]
     if contained and str(given["path"]) not in VALID_DATASETS and "prompt_key" not in given:
         given |= {"data_dir": given["path"], "path": max(contained, key=len)}
-    if isinstance(processor, PictureReader):
+    if isinstance(processor, ImageReader):
         given["reader"], processor = processor, None
     rows = read_dataset(
         kind=type or kind or "rl",

@@ -13,7 +13,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine
 from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
 from archon.rl.episode_context import EpisodeEngine, workflow_context
-from archon.rl.trajectories import checked_group, join_groups, require_usable_tensors, trajectory_ids
+from archon.rl.trajectories import join_groups, require_usable_tensors, trajectory_ids, validate_group
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
 from archon.schema.errors import RolloutError
@@ -53,7 +53,7 @@ class GroupedWorkflow(RolloutWorkflow):
             first, is_single = await self._run(engine, copy_containers(data))
             if first is None or not is_single or self._n_samples == 1:
                 return first
-            samples.append(checked_group(first, workflow_context.get(), self._name))
+            samples.append(validate_group(first, workflow_context.get(), self._name))
             self._log_repeats()
         runs = range(len(samples), self._n_samples)
         outcomes = await asyncio.gather(
@@ -76,7 +76,7 @@ class GroupedWorkflow(RolloutWorkflow):
         result, is_single = await self._run(engine, data)
         if result is None:
             return None
-        checked = checked_group(result, context, self._name)
+        checked = validate_group(result, context, self._name)
         if not is_single:
             raise RolloutError(
                 f"{self._name}: one of several runs for a prompt returned several trajectories; return one, or set "
@@ -88,7 +88,7 @@ class GroupedWorkflow(RolloutWorkflow):
         """Returns the result of one run, a short form expanded, and whether that is a single trajectory."""
         own_engine = EpisodeEngine(engine, workflow_context.get())  # with its own seeds and responses
         result = await self._workflow.arun_episode(own_engine, data)
-        require_usable_tensors(result, self._name, also=SHORT_FORM)
+        require_usable_tensors(result, self._name, extra_fields=SHORT_FORM)
         separate = self._returns_group is True
         return expand_short_form(result, own_engine.responses, self._name, separate=separate), is_one_trajectory(result)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from archon.rl.compat.areal.names import line_of
+from archon.rl.compat.areal.names import migration_hint
 from archon.schema.errors import ConfigError
 
 _PREFIX = "areal."
@@ -19,6 +19,6 @@ def native_path(path: str) -> str:
 
     name = path.rpartition(".")[2]
     if name not in areal.__all__:
-        line = line_of(name) or f"archon has no {name}; rl/compat/README.md lists the names that it has"
+        line = migration_hint(name) or f"archon has no {name}; rl/compat/README.md lists the names that it has"
         raise ConfigError(f"{path!r} is AReaL's: {line}")
     return f"{areal.__name__}.{name}"

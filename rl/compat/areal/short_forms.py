@@ -13,7 +13,7 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError, check_answer
 from archon.generation.types import ModelResponse
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import kept_samples
+from archon.rl.workflows.base import drop_failed_samples
 from archon.schema.errors import RolloutError
 
 SHORT_FORM = ("input_ids", "output_ids", "reward")
@@ -120,7 +120,7 @@ def _usable_tensors(
             outcomes.append(reward)
         except UnusableAnswerError as error:
             outcomes.append(error)
-    kept = kept_samples(answers, outcomes)
+    kept = drop_failed_samples(answers, outcomes)
     ids = [0] * len(kept) if one_trajectory else None
     return trajectory_tensors([answer for answer, _ in kept], [reward for _, reward in kept], ids)
 

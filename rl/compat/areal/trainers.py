@@ -31,11 +31,11 @@ class PPOTrainer(RLTrainer):
 
     def __init__(self, config: RLConfig, train_dataset: Rows | None = None, valid_dataset: Rows | None = None) -> None:
         super().__init__(config)
-        self._given = _given_rows(train_dataset, valid_dataset)
+        self._rows = _dataset_rows(train_dataset, valid_dataset)
 
-    def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
+    def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
         """Returns the given rows, or else the configured ones."""
-        return self._given.get(section) or super().rows_of(section)
+        return self._rows.get(section) or super().section_rows(section)
 
     def __enter__(self) -> Self:
         return self
@@ -49,13 +49,13 @@ class SFTTrainer(ConfiguredSFTTrainer):
 
     def __init__(self, config: SFTConfig, train_dataset: Rows | None = None, valid_dataset: Rows | None = None) -> None:
         super().__init__(config)
-        self._given = _given_rows(train_dataset, valid_dataset)
+        self._rows = _dataset_rows(train_dataset, valid_dataset)
 
-    def rows_of(self, section: str, tokenizer: Any) -> RowDataset | None:
+    def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
         """Returns the given rows, checked, or else the configured ones."""
-        if section not in self._given:
-            return super().rows_of(section, tokenizer)
-        rows = self._given[section]
+        if section not in self._rows:
+            return super().section_rows(section, tokenizer)
+        rows = self._rows[section]
         return RowDataset(section, encoded_rows([SourceRow(f"{section} row {n}", row) for n, row in enumerate(rows)]))
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class SFTTrainer(ConfiguredSFTTrainer):
         """Does nothing: a run closes what it opened."""
 
 
-def _given_rows(train_dataset: Rows | None, valid_dataset: Rows | None) -> dict[str, list[dict[str, Any]]]:
+def _dataset_rows(train_dataset: Rows | None, valid_dataset: Rows | None) -> dict[str, list[dict[str, Any]]]:
     given = {}
     for section, name, rows in (("train_data", "train", train_dataset), ("eval_data", "valid", valid_dataset)):
         if rows is not None:

@@ -29,14 +29,14 @@ from archon.rl.compat.trinity.workflow import (
     RewardFn,
     Task,
     Workflow,
-    declares,
+    declared_flag,
     is_awaited,
 )
 from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflow_row import copy_containers
-from archon.rl.workflows.agent import Serving
-from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow, split_outcomes, wrapped_reward
+from archon.rl.workflows.agent import SharedServer
+from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow, split_outcomes, wrap_reward
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -110,10 +110,10 @@ class TrinityWorkflow(SamplingWorkflow):
         super().__init__(gconfig, tokenizer)
         self.kind = kind
         self._awaits = is_awaited(kind)
-        self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
-        self._format_args = FormatConfig(**(columns_of(train_data) | dict(format_args or {})))
+        self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrap_reward(reward_fn)
+        self._format_args = FormatConfig(**(format_columns(train_data) | dict(format_args or {})))
         self._workflow_args, self._reward_fn_args = dict(workflow_args or {}), dict(reward_fn_args or {})
-        self._serving = Serving(tokenizer) if enable_openai_api else None
+        self._serving = SharedServer(tokenizer) if enable_openai_api else None
         self._enable_history = enable_history
         self._auxiliary = AuxiliaryModels([AuxiliaryConfig.parse(dict(model)) for model in auxiliary_models])
         self._idle: list[tuple[Workflow, ModelWrapper, list[AuxiliaryModel]]] = []
@@ -201,7 +201,7 @@ class TrinityWorkflow(SamplingWorkflow):
             else:
                 workflow.task = task
                 workflow.reset(task)
-            if declares(workflow, "can_repeat", "repeatable"):
+            if declared_flag(workflow, "can_repeat", "repeatable"):
                 workflow.set_repeat_times(n, run)
             return workflow
 
@@ -214,24 +214,24 @@ class TrinityWorkflow(SamplingWorkflow):
                 workflow = prepare()
                 result = await workflow.run_async()
             else:
-                workflow, result = await in_thread(prepare_and_run)
-            samples = self._checked(result, model)
+                workflow, result = await run_in_thread(prepare_and_run)
+            samples = self._validate_experiences(result, model)
         finally:
             model.close()
             for wrapper in auxiliary:
                 wrapper.close()
-        self._repeats = bool(declares(workflow, "can_repeat", "repeatable"))
-        if declares(workflow, "can_reset", "resettable"):
+        self._repeats = bool(declared_flag(workflow, "can_repeat", "repeatable"))
+        if declared_flag(workflow, "can_reset", "resettable"):
             self._idle.append((workflow, model, auxiliary))
         return samples
 
-    def _checked(self, result: Any, model: ModelWrapper) -> list[Sample]:
+    def _validate_experiences(self, result: Any, model: ModelWrapper) -> list[Sample]:
         name = f"{self.kind.__name__}.{'run_async' if self._awaits else 'run'}"
         if not isinstance(result, list | tuple):
             raise RolloutError(
                 f"{name} returned a {type(result).__name__}, expected a list of Experience ([] rejects the task)"
             )
-        samples = [sample_of(item, model, f"{name}: experience {index}") for index, item in enumerate(result)]
+        samples = [to_sample(item, model, f"{name}: experience {index}") for index, item in enumerate(result)]
         for index, experience in enumerate(result):
             try:
                 workflow_context.record(**experience.metrics)
@@ -240,7 +240,7 @@ class TrinityWorkflow(SamplingWorkflow):
         return samples
 
 
-def columns_of(data: DatasetConfig | None) -> dict[str, Any]:
+def format_columns(data: DatasetConfig | None) -> dict[str, Any]:
     """Returns the fields of `FormatConfig` that a dataset's configuration sets."""
     if data is None:
         return {}
@@ -248,7 +248,7 @@ def columns_of(data: DatasetConfig | None) -> dict[str, Any]:
     return {name: value for name, value in set_fields.items() if value is not None}
 
 
-def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:
+def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
     """Returns an experience's token record and reward; `where` begins the message of the `RolloutError` for a bad one.
 
     Versions, and logprobs that the experience lacks, are those that the model recorded for exactly these tokens. A
@@ -275,7 +275,7 @@ def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:
         reward = float(given)
     except (TypeError, ValueError, RuntimeError):
         raise RolloutError(f"{where}: 'reward' is {given!r}, expected a number") from None
-    known = model.recorded(tokens)
+    known = model.find_record(tokens)
     generated = known.loss_mask[start:] if known else [0] * size
     if experience.logprobs is not None:
         logprobs = _vector(experience.logprobs, "logprobs", where, size, integers=False)
@@ -313,7 +313,7 @@ def _vector(value: Any, key: str, where: str, size: int | None = None, *, intege
     return value.tolist()
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def run_in_thread(work: Callable[[], T]) -> T:
     """Runs `work` in a daemon thread with the caller's context, and returns its result or raises its exception.
 
     Unlike `asyncio.to_thread` it delays neither the caller's cancellation nor the end of the process.

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from archon.generation.types import GenerationHyperparameters
 from archon.rl.compat.trinity.model import ModelWrapper, openai_client
-from archon.rl.workflows.agent import Serving
+from archon.rl.workflows.agent import SharedServer
 from archon.schema.config import ComputeDtype, StrictModel
 from archon.schema.errors import RolloutError
 
@@ -43,7 +43,7 @@ class AuxiliaryConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="of requests that set none")
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> AuxiliaryConfig:
+    def _check_model(self) -> AuxiliaryConfig:
         if self.model_path is None and self.base_url is None:
             raise ValueError("name a checkpoint (model_path) or an OpenAI endpoint (base_url)")
         if self.base_url is not None and not (self.name or self.model_path):
@@ -51,7 +51,7 @@ class AuxiliaryConfig(StrictModel):
         return self
 
     @property
-    def shown_name(self) -> str:
+    def display_name(self) -> str:
         """The model's name for clients."""
         return self.name or self.model_path or ""
 
@@ -64,7 +64,7 @@ class AuxiliaryConfig(StrictModel):
         )
 
 
-class _ModelServing(Serving):
+class _ModelServing(SharedServer):
     """Serves a checkpoint, loaded once, while runs need it."""
 
     def __init__(self, config: AuxiliaryConfig) -> None:
@@ -78,7 +78,7 @@ class _ModelServing(Serving):
         from archon.serve.server import AgentServer
 
         server = AgentServer(
-            self.tokenizer, self.engine, self.config.sampling, model=self.config.shown_name, token=self.key
+            self.tokenizer, self.engine, self.config.sampling, model=self.config.display_name, token=self.key
         )
         return server, await server.start()
 
@@ -93,7 +93,7 @@ class AuxiliaryModel(ModelWrapper):
 
     def __init__(self, config: AuxiliaryConfig, serving: _ModelServing | None) -> None:
         super().__init__(None if serving is None else serving.tokenizer)
-        self.config, self.model_path = config, config.shown_name
+        self.config, self.model_path = config, config.display_name
         self._serving = serving
 
     def connect(self, base_url: str, run: int) -> None:

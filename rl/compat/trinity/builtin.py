@@ -13,7 +13,7 @@ from archon.rl.compat.trinity.experience import Experience
 from archon.rl.compat.trinity.workflow import WORKFLOWS, Task, Workflow, parse_workflow_args
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, RewardRaised, as_reward
-from archon.rl.workflows.base import kept_samples
+from archon.rl.workflows.base import drop_failed_samples
 from archon.schema.errors import ConfigError, RolloutError
 
 MATH_PROMPT = r"Think step by step. State the final answer, and nothing but it, as \boxed{answer}."
@@ -73,7 +73,7 @@ class SimpleWorkflow(Workflow):
             outcomes = self.model.wait(self._score_all(self.reward_fn, responses))
         else:
             outcomes = [self._score_one(response) for response in responses]
-        kept = kept_samples(responses, outcomes)
+        kept = drop_failed_samples(responses, outcomes)
         for response, reward in kept:
             response.reward = float(reward)
             response.metrics.update({f"reward/{name}": part for name, part in reward.parts.items()})

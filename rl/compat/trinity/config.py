@@ -17,14 +17,14 @@ from archon.rl.compat.trinity.config_keys import (
     EVAL,
     EXPERT,
     INPUT,
+    NESTED_KEYS,
     NO_EFFECT,
     ONLY,
-    OTHERS,
     SECTIONS,
     SETTINGS,
+    SPECIAL_KEYS,
     SPELLINGS,
     TRAIN,
-    WHOLE,
 )
 from archon.rl.compat.trinity.plugins import import_plugins
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
@@ -92,22 +92,22 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     if not {"buffer", "explorer"} & data.keys():
         return data
     import_plugins()
-    given = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
-    known = [*SETTINGS, *OTHERS, *ONLY, *NO_EFFECT]
+    settings = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
+    known = [*SETTINGS, *SPECIAL_KEYS, *ONLY, *NO_EFFECT]
     config: dict[str, Any] = {}
-    _read_verl(config, given, source)
-    unused, mode = [], _mode(given, source)
-    for key, value in given.items():
+    _read_verl(config, settings, source)
+    unused, mode = [], _mode(settings, source)
+    for key, value in settings.items():
         if key in ONLY:
             allowed, reason = ONLY[key]
             if value is not None and value not in allowed:
                 expected = " or ".join(map(repr, allowed)) or "null"
                 raise ConfigError(f"{source}: {key} is {value!r}, expected {expected}: {reason}")
-        elif key in OTHERS and (mode != "both" or not key.startswith(BUFFER)):
+        elif key in SPECIAL_KEYS and (mode != "both" or not key.startswith(BUFFER)):
             pass
         elif key in NO_EFFECT or key.startswith(SECTIONS):
             unused.append(key)
-        elif key not in SETTINGS and key not in OTHERS:
+        elif key not in SETTINGS and key not in SPECIAL_KEYS:
             raise ConfigError(f"{source}: unknown key {key!r}{nearest(key, known)}")
         value = _VALUES.get(key, lambda value: value)(value)
         for target in SETTINGS.get(key, ()) if value is not None else ():
@@ -115,15 +115,15 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     if unused:
         logger.warning("%s: no effect in archon: %s", source, ", ".join(unused))
     for key in ("model.model_path", TRAIN + "path"):
-        if given.get(key) is None:
+        if settings.get(key) is None:
             raise ConfigError(f"{source}: {key} is missing")
-    _finish(config, given, source)
+    _finish(config, settings, source)
     own = data.get("archon") or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{source}: archon is {own!r}, expected a mapping of archon's own keys")
     config = merge_sections(config, own)
     if "total_steps" not in config:
-        config["total_steps"] = _steps(config, given.get("buffer.total_epochs") or 1)
+        config["total_steps"] = _steps(config, settings.get("buffer.total_epochs") or 1)
     return config
 
 
@@ -143,46 +143,46 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
                 raise ConfigError(f"{source}: {name} has {', '.join(value)}; archon mixes in one, keep one")
             for buffer in (value or {}).values():
                 yield from _flatten(buffer, EXPERT, source)
-        elif isinstance(value, dict) and name not in WHOLE:
+        elif isinstance(value, dict) and name not in NESTED_KEYS:
             yield from _flatten(value, name + ".", source)
         else:
             yield name, value
 
 
-def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Sets the values that are more than a translated key."""
-    if (kind := given.get("algorithm.algorithm_type")) in _COMMANDS:
+    if (kind := settings.get("algorithm.algorithm_type")) in _COMMANDS:
         raise ConfigError(
             f"{source}: algorithm.algorithm_type is {kind!r}, which explores nothing: run `{_COMMANDS[kind]}` with a "
             "configuration of archon's"
         )
-    names = [str(given[key]) for key in ("project", "group", "name") if given.get(key)]
-    config["run_dir"] = str(Path(given.get("checkpoint_root_dir") or "checkpoints", *names))
+    names = [str(settings[key]) for key in ("project", "group", "name") if settings.get(key)]
+    config["run_dir"] = str(Path(settings.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
     config["ref"] = {}  # the actor as it begins
-    if given.get("algorithm.kl_loss_fn") == "none":
+    if settings.get("algorithm.kl_loss_fn") == "none":
         _put(config, "algorithm.kl.coef", 0.0)
-    if given.get("algorithm.add_strategy") == "step_wise_grpo":
+    if settings.get("algorithm.add_strategy") == "step_wise_grpo":
         _put(config, "algorithm.preset", "step_wise_grpo")
-    if given.get("algorithm.entropy_loss_fn") == "none":
+    if settings.get("algorithm.entropy_loss_fn") == "none":
         _put(config, "algorithm.entropy_coef", 0.0)
-    for name, value in zip(("beta1", "beta2"), given.get("algorithm.optimizer.betas") or (), strict=False):
+    for name, value in zip(("beta1", "beta2"), settings.get("algorithm.optimizer.betas") or (), strict=False):
         _put(config, f"actor.optimizer.{name}", value)
     preset = config.get("algorithm", {}).get("preset", "grpo")
     if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
-        _put(config, "critic.path", given.get("model.critic_model_path") or config["actor"]["path"])
+        _put(config, "critic.path", settings.get("model.critic_model_path") or config["actor"]["path"])
     _put(config, "train_data.raw", True)
     if "eval_data" in config:
         shared = ("prompt_key", "response_key", "raw", "max_length")
         config["eval_data"] |= {key: config["train_data"][key] for key in shared if key in config["train_data"]}
-    _workflow(config, given, source)
-    _processes(config, given, source)
+    _workflow(config, settings, source)
+    _processes(config, settings, source)
     if preset in PRESETS and PRESETS[preset]["policy_loss"]["kind"] in ("mix", "chord"):
-        _mix(config, given, source)
+        _mix(config, settings, source)
         return
-    if given.get(EXPERT + "path") is not None:
+    if settings.get(EXPERT + "path") is not None:
         raise ConfigError(f"{source}: {EXPERT}path is set, and algorithm_type {preset} trains on no demonstrations")
-    size = given.get("buffer.train_batch_size")
+    size = settings.get("buffer.train_batch_size")
     whole = config.get("rollout", {}).get("prompts_per_step", 32) * config.get("gconfig", {}).get("n_samples", 8)
     if size and whole % size:
         raise ConfigError(
@@ -193,51 +193,51 @@ def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> No
         _put(config, "algorithm.minibatches", whole // size)
 
 
-def _mode(given: Mapping[str, Any], source: str) -> str:
-    mode = given.get("mode") or "both"
+def _mode(settings: Mapping[str, Any], source: str) -> str:
+    mode = settings.get("mode") or "both"
     modes = ("both", "colocate", "explore", "train", "bench")
     if mode not in modes:
         raise ConfigError(f"{source}: mode is {mode!r}, expected {' or '.join(map(repr, modes))}")
     return "both" if mode == "colocate" else str(mode)
 
 
-def _processes(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+def _processes(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Sets how exploration and training are coupled: in one process, or by the experience buffer and checkpoints."""
-    mode, every = _mode(given, source), given.get("synchronizer.sync_interval") or 1
-    style = given.get("synchronizer.sync_style") or "fixed"
+    mode, every = _mode(settings, source), settings.get("synchronizer.sync_interval") or 1
+    style = settings.get("synchronizer.sync_style") or "fixed"
     if style not in ("fixed", "dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven"):
         raise ConfigError(f"{source}: synchronizer.sync_style is {style!r}, expected 'fixed' or 'dynamic_by_explorer'")
     if mode == "both":
         if style != "fixed":
-            _put(config, "rollout.max_staleness", every + (given.get("synchronizer.sync_offset") or 0))
+            _put(config, "rollout.max_staleness", every + (settings.get("synchronizer.sync_offset") or 0))
         return
     job = Path(config["run_dir"])
-    path = str(given.get(BUFFER + "path") or job / "experiences.db").removeprefix("sqlite:///")
+    path = str(settings.get(BUFFER + "path") or job / "experiences.db").removeprefix("sqlite:///")
     if "://" in path or path.endswith((".json", ".jsonl")):
         raise ConfigError(f"{source}: {BUFFER}path is {path!r}, expected sqlite:///FILE: the buffer is an SQLite file")
     config["mode"], config["experiences"] = mode, {"path": path, "weights_from": str(job)}
-    _put(config, "rollout.gold_checked", 0)
-    if mode == "train" and given.get("synchronizer.sync_interval"):
+    _put(config, "rollout.n_gold_checks", 0)
+    if mode == "train" and settings.get("synchronizer.sync_interval"):
         # The explorer gets weights by checkpoints.
         _put(config, "checkpoint.every", min(every, config.get("checkpoint", {}).get("every") or every))
     if mode != "train":
         config["run_dir"] = str(job / {"explore": "explorer", "bench": "bench"}[mode])
         config["experiences"]["sync_every"] = every
-    if given.get("explorer.bench_on_latest_checkpoint"):
+    if settings.get("explorer.bench_on_latest_checkpoint"):
         config["experiences"]["latest_only"] = True
-    if (seconds := given.get(BUFFER + "max_read_timeout")) is not None:
+    if (seconds := settings.get(BUFFER + "max_read_timeout")) is not None:
         config["experiences"]["wait_seconds"] = float(seconds)
 
 
-def _mix(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Sets the share of demonstrations in a batch, as Trinity-RFT's sample strategy `mix` does."""
-    if given.get(EXPERT + "path") is None:
+    if settings.get(EXPERT + "path") is None:
         raise ConfigError(
             f"{source}: the demonstrations are missing: name them in buffer.trainer_input.auxiliary_buffers"
         )
     prompts, n = config.get("rollout", {}).get("prompts_per_step", 32), config.get("gconfig", {}).get("n_samples", 8)
-    whole = given.get("buffer.train_batch_size") or prompts * n
-    ratio = given.get("algorithm.sample_strategy_args.expert_data_ratio", 0.5)
+    whole = settings.get("buffer.train_batch_size") or prompts * n
+    ratio = settings.get("algorithm.sample_strategy_args.expert_data_ratio", 0.5)
     experts = math.ceil(ratio * whole)
     if not 0 < ratio < 1 or (whole - experts) % n or whole == experts:
         raise ConfigError(
@@ -247,18 +247,18 @@ def _mix(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
     _put(config, "rollout.prompts_per_step", (whole - experts) // n)
     _put(config, "demonstrations.per_step", experts)
     form = EXPERT + "format."
-    if given.get(form + "prompt_type") == "messages" or given.get(form + "messages_key") is not None:
-        _put(config, "demonstrations.data.prompt_key", given.get(form + "messages_key") or "messages")
+    if settings.get(form + "prompt_type") == "messages" or settings.get(form + "messages_key") is not None:
+        _put(config, "demonstrations.data.prompt_key", settings.get(form + "messages_key") or "messages")
         _put(config, "demonstrations.data.response_key", None)
         return
     for key in ("prompt_key", "response_key"):
-        if given.get(form + key) is not None:
-            _put(config, f"demonstrations.data.{key}", given[form + key])
+        if settings.get(form + key) is not None:
+            _put(config, f"demonstrations.data.{key}", settings[form + key])
 
 
-def _read_verl(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Sets what a configuration of veRL, inline or in a file, says and the rest of the file does not."""
-    inline, path = given.get("trainer.trainer_config"), given.get("trainer.trainer_config_path")
+    inline, path = settings.get("trainer.trainer_config"), settings.get("trainer.trainer_config_path")
     values: Any = inline or {}
     if path:
         if not Path(path).exists():
@@ -283,18 +283,18 @@ def auxiliary_model(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name not in _ENGINE_OF_AUXILIARY and value is not None}
 
 
-def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Sets the workflow and its reward, which evaluation shares."""
 
     def named(end: str, taskset: str, then: str = "") -> Any:
-        return given.get(taskset + end) or given.get(then) or given.get(INPUT + end)
+        return settings.get(taskset + end) or settings.get(then) or settings.get(INPUT + end)
 
     name = named("default_workflow_type", TRAIN)
     if name is None:
         raise ConfigError(f"{source}: {TRAIN}default_workflow_type is missing; name a workflow, such as math_workflow")
     reward = named("default_reward_fn_type", TRAIN)
     for end in ("format.prompt_key", "format.response_key", "format.system_prompt", "workflow_args", "reward_fn_args"):
-        if given.get(EVAL + end) not in (None, given.get(TRAIN + end)):
+        if settings.get(EVAL + end) not in (None, settings.get(TRAIN + end)):
             raise ConfigError(f"{source}: {EVAL}{end} differs from the training set's; archon evaluates as it trains")
     eval_workflow = named("default_workflow_type", EVAL, INPUT + "default_eval_workflow_type")
     eval_reward = named("default_reward_fn_type", EVAL)
@@ -309,7 +309,7 @@ def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> 
         _put(config, "workflow_args.reward", reward)
     if own or reward is None:
         config["reward"] = f"{__name__}.{scored_by_workflow.__name__}"
-        _put(config, "rollout.gold_checked", 0)
+        _put(config, "rollout.n_gold_checks", 0)
     else:
         config["reward"] = _REWARDS.get(reward, reward)
 

@@ -14,8 +14,13 @@ SPELLINGS = {
     "default_reward_fn": "default_reward_fn_type",
     "sft_warmup_dataset": "expert",
 }
-WHOLE = tuple(taskset + name for taskset in (TRAIN, EVAL) for name in ("workflow_args", "reward_fn_args"))
-WHOLE += ("trainer.trainer_config", "explorer.env_vars", "algorithm.rollout_correction", "data_processor.task_pipeline")
+NESTED_KEYS = tuple(taskset + name for taskset in (TRAIN, EVAL) for name in ("workflow_args", "reward_fn_args"))
+NESTED_KEYS += (
+    "trainer.trainer_config",
+    "explorer.env_vars",
+    "algorithm.rollout_correction",
+    "data_processor.task_pipeline",
+)
 
 # Trinity-RFT's key: archon's keys.
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -106,16 +111,20 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 TASKSET_ENDS = ("default_workflow_type", "default_reward_fn_type")
 # Keys that the functions below read.
-OTHERS = {"project", "name", "group", "checkpoint_root_dir", "model.critic_model_path", "buffer.total_epochs"}
-OTHERS |= {"buffer.train_batch_size", INPUT + "default_eval_workflow_type"}
-OTHERS |= {prefix + end for prefix in (INPUT, TRAIN, EVAL) for end in TASKSET_ENDS}
-OTHERS |= {EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
-OTHERS |= {EVAL + name for name in ("workflow_args", "reward_fn_args")}
-OTHERS |= {"algorithm.optimizer.betas", "algorithm.add_strategy", "mode"}
-OTHERS |= {"explorer.bench_on_latest_checkpoint", "trainer.trainer_config_path", "trainer.trainer_config"}
-OTHERS |= {"algorithm.sample_strategy_args.expert_data_ratio", "synchronizer.sync_style", "synchronizer.sync_interval"}
-OTHERS |= {"synchronizer.sync_offset", BUFFER + "path", BUFFER + "max_read_timeout", BUFFER + "storage_type"}
-OTHERS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key", "response_key", "messages_key")}
+SPECIAL_KEYS = {"project", "name", "group", "checkpoint_root_dir", "model.critic_model_path", "buffer.total_epochs"}
+SPECIAL_KEYS |= {"buffer.train_batch_size", INPUT + "default_eval_workflow_type"}
+SPECIAL_KEYS |= {prefix + end for prefix in (INPUT, TRAIN, EVAL) for end in TASKSET_ENDS}
+SPECIAL_KEYS |= {EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
+SPECIAL_KEYS |= {EVAL + name for name in ("workflow_args", "reward_fn_args")}
+SPECIAL_KEYS |= {"algorithm.optimizer.betas", "algorithm.add_strategy", "mode"}
+SPECIAL_KEYS |= {"explorer.bench_on_latest_checkpoint", "trainer.trainer_config_path", "trainer.trainer_config"}
+SPECIAL_KEYS |= {
+    "algorithm.sample_strategy_args.expert_data_ratio",
+    "synchronizer.sync_style",
+    "synchronizer.sync_interval",
+}
+SPECIAL_KEYS |= {"synchronizer.sync_offset", BUFFER + "path", BUFFER + "max_read_timeout", BUFFER + "storage_type"}
+SPECIAL_KEYS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key", "response_key", "messages_key")}
 
 SELECTORS = ("sequential", "random", "shuffle")
 FORMATS = {

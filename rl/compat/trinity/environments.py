@@ -63,7 +63,7 @@ class TextEnvWorkflow(Workflow):
         """Makes the environment that the tasks of this instance share."""
         self.env = self.make(**self.args["env_args"])
 
-    def begin(self) -> str:
+    def first_observation(self) -> str:
         """Begins the task, and returns the first observation."""
         observation: str = self.env.reset(self.task.raw_task)
         return observation
@@ -84,7 +84,7 @@ class TextEnvWorkflow(Workflow):
     def run(self) -> list[Experience]:
         prompt = self.system_prompt()
         messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}] if prompt else []
-        messages.append({"role": "user", "content": self.begin()})
+        messages.append({"role": "user", "content": self.first_observation()})
         sampling = asdict(self.task.rollout_args) | {"n": 1}
         rewards, done = list[float](), False
         while not done and len(rewards) < self.max_env_steps:
@@ -119,10 +119,10 @@ class GymEnvWorkflow(TextEnvWorkflow):
     name = "gym_env_workflow"
     defaults: ClassVar[dict[str, Any]] = TextEnvWorkflow.defaults | {"max_env_steps": 30, "unfinished_reward": -0.1}
 
-    def begin(self) -> str:
-        return self.shown(self.env.reset())
+    def first_observation(self) -> str:
+        return self.format_observation(self.env.reset())
 
-    def shown(self, observation: Any) -> str:
+    def format_observation(self, observation: Any) -> str:
         """Returns an observation as the user's message."""
         if isinstance(observation, tuple):  # with information
             observation = observation[0]
@@ -139,7 +139,7 @@ class GymEnvWorkflow(TextEnvWorkflow):
     def take(self, action: str) -> tuple[str, float, bool]:
         """Returns what `act` returns, for an action."""
         observation, reward, *ends, _ = self.env.step(action)
-        return self.shown(observation), float(reward), any(map(bool, ends))
+        return self.format_observation(observation), float(reward), any(map(bool, ends))
 
     def total(self, rewards: list[float], done: bool) -> float:
         return rewards[-1] if done else float(self.args["unfinished_reward"])
@@ -157,11 +157,11 @@ class AlfworldWorkflow(GymEnvWorkflow):
     name = "alfworld_workflow"
 
     def open(self) -> None:
-        """Does nothing, as `begin` makes the environment."""
+        """Does nothing, as `first_observation` makes the environment."""
 
-    def begin(self) -> str:
+    def first_observation(self) -> str:
         self.env = self.make(self.task.task_desc, **self.args["env_args"])
-        return super().begin()
+        return super().first_observation()
 
     def run(self) -> list[Experience]:
         self.env = None
@@ -184,7 +184,7 @@ class WebShopWorkflow(GymEnvWorkflow):
     name = "webshop_workflow"
     defaults: ClassVar[dict[str, Any]] = GymEnvWorkflow.defaults | {"max_env_steps": 15}
 
-    def begin(self) -> str:
+    def first_observation(self) -> str:
         try:
             session = int(self.task.task_desc or 0)
         except ValueError:
@@ -192,13 +192,13 @@ class WebShopWorkflow(GymEnvWorkflow):
                 f"webshop_workflow: the prompt is {self.task.task_desc!r:.80}, expected the number of a session"
             ) from None
         observation = self.env.reset(session=session)
-        return self.shown(self.env.observation if observation is None else observation)
+        return self.format_observation(self.env.observation if observation is None else observation)
 
     def take(self, action: str) -> tuple[str, float, bool]:
-        wrong = self.mistake(action)
+        wrong = self.action_error(action)
         return super().take(action) if wrong is None else (wrong, 0.0, False)
 
-    def mistake(self, action: str) -> str | None:
+    def action_error(self, action: str) -> str | None:
         """Returns what is wrong with an action; None where the environment accepts it."""
         available, call = self.env.get_available_actions(), _CALL.fullmatch(action)
         if call is None:

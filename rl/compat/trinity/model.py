@@ -232,7 +232,7 @@ class ModelWrapper:
             truncate_status="response_truncated" if record.truncated else None,
         )
 
-    def recorded(self, tokens: Sequence[int]) -> TokenRecord | None:
+    def find_record(self, tokens: Sequence[int]) -> TokenRecord | None:
         """Returns the record of exactly these tokens, with logprobs and versions, or None if this run has none."""
         return self._records.get(tuple(tokens))
 
@@ -271,7 +271,7 @@ class ModelWrapper:
         self._require_open()
         if not isinstance(n, int) or n < 1:
             raise RolloutError(f"n is {n!r}, expected the number of answers, at least 1")
-        gconfig = self._sampled_with(sampling)
+        gconfig = self._request_gconfig(sampling)
         # Each call has its own random streams, so that it does not depend on concurrent runs.
         seed = derive_seed(self._seed, self._calls) if gconfig.seed is None else gconfig.seed
         self._calls += 1
@@ -307,7 +307,7 @@ class ModelWrapper:
             raise lost[0]
         return answers
 
-    def _sampled_with(self, sampling: dict[str, Any]) -> GenerationHyperparameters:
+    def _request_gconfig(self, sampling: dict[str, Any]) -> GenerationHyperparameters:
         changes: dict[str, Any] = {"n_samples": 1}
         for name, value in sampling.items():
             if name == "logprobs" or value is None:

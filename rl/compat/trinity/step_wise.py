@@ -26,7 +26,7 @@ class _Steps(Workflow):
         """Does the same as `step`, awaited, in the classes whose names begin with Async."""
         raise NotImplementedError
 
-    def taken(self, step_num: int) -> list[Experience]:
+    def step_experiences(self, step_num: int) -> list[Experience]:
         """Returns the experiences of step `step_num`."""
         if not self.model.enable_history:
             raise ConfigError(
@@ -50,11 +50,11 @@ class StepWiseRewardWorkflow(_Steps):
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
-            taken = self.taken(number)
-            reward = self.reward(taken, step_num=number)
-            for experience in taken:
+            step_experiences = self.step_experiences(number)
+            reward = self.reward(step_experiences, step_num=number)
+            for experience in step_experiences:
                 experience.reward = reward
-            experiences += taken
+            experiences += step_experiences
             if not goes_on:
                 break
         return experiences
@@ -73,11 +73,11 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)
-            taken = self.taken(number)
-            reward = await self.reward_async(taken, step_num=number)
-            for experience in taken:
+            step_experiences = self.step_experiences(number)
+            reward = await self.reward_async(step_experiences, step_num=number)
+            for experience in step_experiences:
                 experience.reward = reward
-            experiences += taken
+            experiences += step_experiences
             if not goes_on:
                 break
         return experiences
@@ -94,7 +94,7 @@ class RewardPropagationWorkflow(_Steps):
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
-            experiences += self.taken(number)
+            experiences += self.step_experiences(number)
             if not goes_on:
                 break
         return self._rewarded(experiences, self.reward(experiences))
@@ -119,7 +119,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)
-            experiences += self.taken(number)
+            experiences += self.step_experiences(number)
             if not goes_on:
                 break
         return self._rewarded(experiences, await self.reward_async(experiences))

@@ -172,7 +172,7 @@ def is_awaited(kind: type[Workflow]) -> bool:
     return kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run
 
 
-def declares(workflow: Workflow, attribute: str, older: str) -> bool | None:
+def declared_flag(workflow: Workflow, attribute: str, older: str) -> bool | None:
     """Returns the value of a class attribute, or of the method or property that older workflows have instead."""
     value = getattr(workflow, older, None)
     if value is None:
@@ -180,12 +180,12 @@ def declares(workflow: Workflow, attribute: str, older: str) -> bool | None:
     return bool(value() if callable(value) else value)
 
 
-def parse_workflow_args(name: str, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def parse_workflow_args(name: str, args: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns `defaults` updated by the `workflow_args` of the workflow `name`; unknown ones raise `ConfigError`."""
-    for key in given:
+    for key in args:
         if key not in defaults:
             raise ConfigError(f"workflow_args of {name}: unknown {key!r}{nearest(key, list(defaults))}")
-    return defaults | given
+    return defaults | args
 
 
 WORKFLOWS: ModuleRegistry[type[Workflow]] = ModuleRegistry("workflow")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.mutants.catalog import (
-    adapters,
     advantages,
     agents,
     attention,
@@ -19,18 +18,19 @@ from tests.mutants.catalog import (
     fp8,
     generation,
     head,
+    images,
     latents,
     layers,
     layouts,
+    lora,
     losses,
-    pictures,
+    multi_lora,
     quantized,
     remote,
     replay,
     rollouts,
     runs,
-    served_adapters,
-    several_adapters,
+    served_lora,
     training,
     update,
     vision,
@@ -39,8 +39,8 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, latents, delta_nets, experts, fp8, layers, head, adapters, several_adapters, configs, weights, layouts,
+    attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, runs, rollouts, remote, fleet, agents, compat,
-    advantages, losses, update, served_adapters, environments, replay, vision, pictures,
+    advantages, losses, update, served_lora, environments, replay, vision, images,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

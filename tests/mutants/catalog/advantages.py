@@ -17,15 +17,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a trajectory of several rows earns their sum",
         "rl/algorithms/advantages.py",
-        'for reduce in ("amin", "amax", "mean"))',
-        'for reduce in ("amin", "amax", "sum"))',
+        'for reduce in ("amin", "amax", "mean")',
+        'for reduce in ("amin", "amax", "sum")',
         ADVANTAGES,
     ),
     Mutant(
         "the mean of a group is over its rows",
         "rl/algorithms/advantages.py",
         "self.count = self.sum(torch.ones_like(self.rewards))",
-        "self.count = self.sum(torch.bincount(self.of_row).to(self.rewards))",
+        "self.count = self.sum(torch.bincount(self.trajectory_index).to(self.rewards))",
         ADVANTAGES,
     ),
     Mutant(
@@ -73,8 +73,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "step-wise GRPO compares the first rows of runs",
         "rl/algorithms/step_advantages.py",
-        'scatter_reduce(0, own.of_row, rows, "amax")',
-        'scatter_reduce(0, own.of_row, rows, "amin", include_self=False)',
+        'scatter_reduce(0, own.trajectory_index, rows, "amax")',
+        'scatter_reduce(0, own.trajectory_index, rows, "amin", include_self=False)',
         ("tests/rl/test_step_advantages.py",),
     ),
     Mutant(
@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "AsymRE raises its baseline",
         "rl/algorithms/baselines.py",
-        "groups.minus_baseline(groups.mean) - settings.shift",
-        "groups.minus_baseline(groups.mean) + settings.shift",
+        "groups.subtract_baseline(groups.mean) - settings.shift",
+        "groups.subtract_baseline(groups.mean) + settings.shift",
         ADVANTAGES,
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "AsymRE's baseline is the mean over rows",
         "rl/algorithms/baselines.py",
-        "groups.minus_baseline(groups.mean) - settings.shift",
-        "groups.minus_baseline(groups.row_rewards.mean().expand_as(groups.mean)) - settings.shift",
+        "groups.subtract_baseline(groups.mean) - settings.shift",
+        "groups.subtract_baseline(groups.row_rewards.mean().expand_as(groups.mean)) - settings.shift",
         ("tests/rl/test_advantages.py::test_group_statistics_are_per_trajectory_never_per_turn",),
     ),
 )

@@ -71,7 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "            packed.check_temperatures(temperature)\n",
         "            if self.ranks.dp.size == 1:\n                packed.check_temperatures(temperature)\n",
         (
-            "tests/distributed/test_unequal_shares.py::test_a_share_that_one_rank_refuses_is_refused_by_all[d2-train_batch-nan_temperature]",
+            "tests/distributed/test_unequal_shards.py::test_a_share_that_one_rank_refuses_is_refused_by_all[d2-train_batch-nan_temperature]",
         ),
     ),
 )

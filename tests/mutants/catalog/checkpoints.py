@@ -79,14 +79,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up of a fused matrix are cut together for tensor ranks",
-        "archon/checkpoint/megatron/sharding.py",
-        "return [part for key in keys for part in context.own_rows([context.full(key)])]",
-        "return context.own_rows([context.full(key) for key in keys])",
+        "archon/checkpoint/formats/megatron/sharding.py",
+        "return [part for key in keys for part in context.local_rows([context.full(key)])]",
+        "return context.local_rows([context.full(key) for key in keys])",
         ("tests/checkpoint/test_megatron_files.py", "tests/checkpoint/test_megatron_core.py"),
     ),
     Mutant(
         "queries, keys and values are fused one below the other, not group by group",
-        "archon/checkpoint/megatron/sharding.py",
+        "archon/checkpoint/formats/megatron/sharding.py",
         "    for group in range(groups):\n        for key in keys:\n",
         "    for key in keys:\n        for group in range(groups):\n",
         ("tests/checkpoint/test_megatron_files.py", "tests/checkpoint/test_megatron_core.py"),
@@ -143,8 +143,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a tied head that differs is accepted",
         "archon/checkpoint/hf_reader.py",
-        "if not checkpoint.same_bytes(key, embedding):",
-        "if not checkpoint.same_bytes(key, key):",
+        "if not checkpoint.is_bitwise_equal(key, embedding):",
+        "if not checkpoint.is_bitwise_equal(key, key):",
         ("tests/checkpoint/test_round_trip.py::test_tied_checkpoint_with_another_head_is_refused",),
     ),
     Mutant(

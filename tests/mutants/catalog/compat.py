@@ -71,16 +71,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "each step of a Trinity run is rewarded as the one before",
         "rl/compat/trinity/step_wise.py",
-        """            reward = self.reward(taken, step_num=number)
+        """            reward = self.reward(step_experiences, step_num=number)
 """,
-        """            reward = self.reward(taken, step_num=max(0, number - 1))
+        """            reward = self.reward(step_experiences, step_num=max(0, number - 1))
 """,
         ("tests/rl/compat/trinity/test_step_wise.py",),
     ),
     Mutant(
         "Trinity's sync_offset does not count as staleness",
         "rl/compat/trinity/config.py",
-        'every + (given.get("synchronizer.sync_offset") or 0)',
+        'every + (settings.get("synchronizer.sync_offset") or 0)',
         "every",
         ("tests/rl/compat/trinity/test_config.py",),
     ),
@@ -115,8 +115,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group that is never full waits for ever",
         "rl/workflows/online.py",
-        "asyncio.get_running_loop().call_later(self._group_timeout, self._pass_on, name)",
-        "asyncio.get_running_loop().call_later(1e6, self._pass_on, name)",
+        "asyncio.get_running_loop().call_later(self._group_timeout, self._release_group, name)",
+        "asyncio.get_running_loop().call_later(1e6, self._release_group, name)",
         ("tests/serve/test_online.py",),
     ),
     Mutant(

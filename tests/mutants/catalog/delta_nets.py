@@ -21,8 +21,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fla's kernel takes a pack for one document",
         "models/layers/delta_rule.py",
-        "cu_seqlens=documents.long_bounds",
-        "cu_seqlens=documents.long_bounds[[0, -1]]",
+        "cu_seqlens=documents.cu_seqlens_int64",
+        "cu_seqlens=documents.cu_seqlens_int64[[0, -1]]",
         (f"{DELTA}::test_flas_kernel_is_called_as_it_documents_and_computes_the_same",),
     ),
     Mutant(
@@ -71,14 +71,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a duplicate keeps the state of the token before",
-        "models/attention/paged.py",
+        "models/attention/decode/paged.py",
         "tuple(x.index_select(0, self._duplicates) for x in after)",
         "self.cache.states.read(layer, copies, None)",
         (f"{STATES}::test_an_answer_that_was_anothers_duplicate_goes_on_from_a_state_of_its_own",),
     ),
     Mutant(
         "a new sequence begins with the state that its slot's last one left",
-        "models/attention/states.py",
+        "models/attention/decode/states.py",
         "return tuple(x.masked_fill(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)",
         "return state",
         (f"{STATES}::test_forks_of_a_prompt_answer_as_alone",),
@@ -99,14 +99,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the convolution of a branch continues one token too early",
-        "models/attention/documents.py",
+        "models/attention/packed/documents.py",
         "for first in (ends - counts - gap, ends - gap))",
         "for first in (ends - counts - gap, ends - gap - 1))",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
     ),
     Mutant(
         "a branch continues the state of the run next to the one before it",
-        "models/attention/prefix.py",
+        "models/attention/prefix/plan.py",
         "torch.tensor([place[parent] for _, _, parent in own])",
         "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own])",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),

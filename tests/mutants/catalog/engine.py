@@ -9,15 +9,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the marks of padding are not reordered with the documents",
         "archon/engine/train_step.py",
-        "        packed.valid_mask = share.valid_mask\n",
-        "        packed.valid_mask = None if share.valid_mask is None else share.valid_mask.roll(1)\n",
+        "        packed.valid_mask = shard.valid_mask\n",
+        "        packed.valid_mask = None if shard.valid_mask is None else shard.valid_mask.roll(1)\n",
         (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
     ),
     Mutant(
         "the balancing loss of a micro-batch is weighted by their number, not by its tokens",
         "archon/engine/train_step.py",
-        "share = float(loss.weight_fn(parts[index])) / loss.denominator",
-        "share = 1.0 / len(parts)",
+        "fraction = float(loss.weight_fn(parts[index])) / loss.denominator",
+        "fraction = 1.0 / len(parts)",
         (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
     ),
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the loss that ranks of a context group report is a rank's own",
         "archon/engine/train_step.py",
-        "loss = out.loss if share is None else all_reduce_replicated(out.loss, self.ranks.cp)",
+        "loss = out.loss if shard is None else all_reduce_replicated(out.loss, self.ranks.cp)",
         "loss = out.loss",
         (f"{MATRIX}[tied-d2c2-float64-loss=fused]",),
     ),

@@ -22,8 +22,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a held-out question is trained on under another seed",
         "rl/environments/splits.py",
-        'return sha256(question.encode(errors="surrogatepass")).digest()[0] % HELD_OUT_SHARE == 0',
-        "return id(question) % HELD_OUT_SHARE == 0",
+        'return sha256(question.encode(errors="surrogatepass")).digest()[0] % HELD_OUT_EVERY == 0',
+        "return id(question) % HELD_OUT_EVERY == 0",
         ("tests/rl/environments/test_reasoning_gym.py::test_no_question_is_both_trained_on_and_held_out",),
     ),
     Mutant(

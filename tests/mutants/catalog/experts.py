@@ -80,14 +80,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gates are clamped from below too",
-        "models/layers/fused.py",
+        "models/cpu/fused.py",
         "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
         "gate, up = gate.clamp(-limit, limit), up.clamp(-limit, limit)",
         (f"{ROUTER}::test_biased_clamped_experts_are_those_of_gpt_oss",),
     ),
     Mutant(
         "gates beyond their limit have a gradient",
-        "models/layers/fused.py",
+        "models/cpu/fused.py",
         "gate_grad = slope.mul_(factor).mul_(grad).masked_fill_(gate > ctx.limit, 0)",
         "gate_grad = slope.mul_(factor).mul_(grad)",
         (f"{ROUTER}::test_biased_clamped_experts_are_those_of_gpt_oss",),

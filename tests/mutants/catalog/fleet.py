@@ -11,15 +11,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an interrupted answer may have its whole limit again",
         "archon/remote/engine.py",
-        "limit=limit - len(begun),",
+        "limit=limit - len(first_tokens),",
         "limit=limit,",
         (INTERRUPTED,),
     ),
     Mutant(
         "an interrupted answer needs its least tokens again",
         "archon/remote/engine.py",
-        "rest = g.new(min_new_tokens=max(0, g.min_new_tokens - len(begun))) if begun and g.min_new_tokens else g",
-        "rest = g",
+        "            if first_tokens and g.min_new_tokens\n",
+        "            if False\n",
         (f"{ENGINE}::test_resumed_answer_asks_for_what_is_left_in_a_random_stream_of_its_own",),
     ),
     Mutant(
@@ -32,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an interrupted answer goes on from the prompt alone",
         "archon/remote/engine.py",
-        "prompt=[*req.input_ids, *begun],",
+        "prompt=[*req.input_ids, *first_tokens],",
         "prompt=[*req.input_ids],",
         (INTERRUPTED,),
     ),
@@ -122,7 +122,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "greedy requests to servers sample",
-        "archon/remote/dialect.py",
+        "archon/remote/dialects/base.py",
         '"temperature": 0.0 if self.gconfig.greedy else self.gconfig.temperature,',
         '"temperature": self.gconfig.temperature,',
         (f"{ENGINE}::test_answers_are_those_of_the_generator_in_process",),
@@ -136,14 +136,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "SGLang's scores begin at the first token",
-        "archon/remote/sglang.py",
+        "archon/remote/dialects/sglang.py",
         "finite_logprobs([self._field(item, 0) for item in found[1:]], self._url)",
         "finite_logprobs([self._field(item, 0) or 0.0 for item in found[:-1]], self._url)",
         ("tests/remote/test_sglang.py::test_answers_are_those_of_the_generator_and_pushes_are_verified",),
     ),
     Mutant(
         "archon's servers stop at their own end-of-text id",
-        "archon/remote/archon.py",
+        "archon/remote/dialects/archon.py",
         '"stop_token_ids": sampling.stop_token_ids, "seed"',
         '"stop_token_ids": [], "seed"',
         ("tests/remote/test_archon.py::test_answers_are_those_of_the_generator_in_process",),

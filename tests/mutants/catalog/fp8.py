@@ -27,7 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "compiled blocks hold experts whose products torch's compiler refuses",
         "models/layers/moe.py",
-        "self._compute if self._compiles(x) or not torch.compiler.is_compiling() else self._uncompiled",
+        "self._compute if self._can_compile(x) or not torch.compiler.is_compiling() else self._compute_eager",
         "self._compute",
         ("tests/engine/test_precision.py::test_compiled_experts_have_the_gradient_of_eager_ones[float32-none]",),
     ),
@@ -40,10 +40,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the planner takes every block to be in 8 bits",
-        "archon/planner/time_model.py",
+        "archon/tools/planner/time_model.py",
         "mean = share * narrow + (1 - share) * own",
         "mean = narrow",
-        ("tests/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
+        ("tests/tools/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
     ),
     Mutant(
         "the scale of an input is that of a tensor-parallel rank's features",
@@ -97,8 +97,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rowwise rounds the operands of a weight's gradient too",
         "models/layers/fp8.py",
-        "weight_grad = product(grad.t(), x)",
-        "weight_grad = product(grad.t(), quantized(x, x_scale, E4M3, True).dequantized(x.dtype))",
+        "weight_grad = mm(grad.t(), x)",
+        "weight_grad = mm(grad.t(), quantize_with_scale(x, x_scale, E4M3, True).dequantize(x.dtype))",
         (LINEAR,),
     ),
     Mutant(
@@ -118,9 +118,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the scale of a whole weight is that of a rank's columns where gradients meet it by rows",
         "models/layers/fp8.py",
-        "scale = scale_of(weight, E4M3, False, (scaling.in_features, scaling.out_features))\n"
-        "            matrix = quantized",
-        "scale = scale_of(weight, E4M3, False, ())\n            matrix = quantized",
+        "scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))\n"
+        "            matrix = quantize_with_scale",
+        "scale = compute_scale(weight, E4M3, False, ())\n            matrix = quantize_with_scale",
         (ROWS_TENSOR_PARALLEL,),
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an adapter on an 8-bit base adds nothing",
         "models/layers/linear.py",
-        "return self.adapted(fp8_linear(x, weight, bias, self.fp8), x, adapters)",
+        "return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)",
         "return fp8_linear(x, weight, bias, self.fp8)",
         (f"{LAYERS}::test_an_adapter_adds_what_it_does_in_full_precision",),
     ),
@@ -153,9 +153,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the planner gives weights' gradients of rowwise products the 8-bit rate",
-        "archon/planner/time_model.py",
+        "archon/tools/planner/time_model.py",
         'mean if config.fp8_recipe == "tensorwise" and not experts else own',
         "mean",
-        ("tests/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
+        ("tests/tools/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
     ),
 )

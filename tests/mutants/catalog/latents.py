@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the values among paged latents are their last features",
-        "models/attention/paged_cache.py",
+        "models/attention/decode/paged_cache.py",
         "keys[..., : rows.value_features]",
         "keys[..., -rows.value_features :]",
         (f"{LATENT}::test_decoding_from_latents_is_the_packed_forward",),
@@ -81,8 +81,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a disabled adapter is in absorbed matrices",
         "models/attention/latent.py",
-        "if adapter is not None and adapter.enabled and not",
-        "if adapter is not None and not",
+        "if lora is not None and lora.enabled and not",
+        "if lora is not None and not",
         ("tests/models/test_latent_attention.py::test_absorbed_matrices_have_the_adapter_while_it_is_enabled",),
     ),
     Mutant(

@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the norm is rounded after its weight",
-        "models/layers/fused.py",
+        "models/cpu/fused.py",
         "out.to(x.dtype) * weight",
         "(out * weight).to(x.dtype)",
         ("tests/models/test_layers.py",),

@@ -38,7 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "interleaved 1F1B has one pass, not two, more under way for each later rank",
-        "archon/planner/memory_model.py",
+        "archon/tools/planner/memory_model.py",
         "(stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1",
         "(stages - 1) * plan.pp + (plan.pp - 1 - rank) + 1",
         (f"{PIPELINE}::test_as_many_passes_are_under_way_as_the_planner_counts",),
@@ -46,8 +46,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first token of padding is counted",
         "parallel/context.py",
-        "(tp.rank + 1) * share] < self.tokens",
-        "(tp.rank + 1) * share] <= self.tokens",
+        "(tp.rank + 1) * rows_per_rank] < self.tokens",
+        "(tp.rank + 1) * rows_per_rank] <= self.tokens",
         (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
     ),
     Mutant(
@@ -60,9 +60,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the bias of a row product is added on every tensor rank",
         "models/layers/linear.py",
-        "out = reduce_scatter(self._product(x, weight, None, adapters), self.tp)\n"
+        "out = reduce_scatter(self._product(x, weight, None, lora_mapping), self.tp)\n"
         "            return out if bias is None else out + bias",
-        "return reduce_scatter(self._product(x, weight, bias, adapters), self.tp)",
+        "return reduce_scatter(self._product(x, weight, bias, lora_mapping), self.tp)",
         (f"{MATRIX}[biased-t4-float64]",),
     ),
     Mutant(

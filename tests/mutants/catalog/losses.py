@@ -101,7 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the ratio is to the policy that generated, also where the policy scores the batch anew",
         "rl/algorithms/objective.py",
-        'old = column("prox_logprobs") if config.recomputes else generated',
+        'old = column("prox_logprobs") if config.recomputes_logprobs else generated',
         "old = generated",
         LOSSES,
     ),

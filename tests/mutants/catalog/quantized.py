@@ -45,13 +45,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "carried 8-bit floats keep their scales in an export that is not quantized",
         "archon/checkpoint/hf_reader.py",
-        "known = {*adapter.hf_shapes(), *filter(adapter.is_carried, weights)}",
+        "known = {*adapter.hf_shapes(), *filter(adapter.is_passthrough, weights)}",
         "known = {*adapter.hf_shapes()}",
         (f"{QUANTIZED}::test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does",),
     ),
     Mutant(
         "one further layer is carried, whatever the config says",
-        "models/further_layers.py",
+        "models/hf/mtp.py",
         "range(last, last + count)",
         "range(last, last + 1)",
         ("tests/models/test_latent_families.py::test_as_many_further_layers_are_carried_as_the_config_says",),
@@ -65,14 +65,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ignored_layers is not read",
-        "models/quantization.py",
+        "models/hf/quantization.py",
         'for field in ("modules_to_not_convert", "ignored_layers")',
         'for field in ("modules_to_not_convert",)',
         ("tests/checkpoint/test_quantized.py::test_a_module_that_is_not_to_be_quantized_is_not",),
     ),
     Mutant(
         "ignored_layers is read where modules_to_not_convert is missing alone",
-        "models/quantization.py",
+        "models/hf/quantization.py",
         '[name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]',
         'value.get("modules_to_not_convert") or value.get("ignored_layers") or []',
         ("tests/checkpoint/test_quantized.py::test_a_module_that_is_not_to_be_quantized_is_not",),

@@ -21,7 +21,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a push keeps the prefix cache of the old weights",
-        "archon/remote/vllm.py",
+        "archon/remote/dialects/vllm.py",
         'if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):',
         "if not seconds:",
         (FAILED_PUSH,),
@@ -35,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the ids that end an answer are the server's",
-        "archon/remote/vllm.py",
+        "archon/remote/dialects/vllm.py",
         '"ignore_eos": True,',
         '"ignore_eos": g.ignore_eos,',
         (f"{ENGINE}::test_defaults_of_the_server_decide_nothing",),
@@ -49,7 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "logprobs of another temperature are taken for those of the sampled one",
-        "archon/remote/vllm.py",
+        "archon/remote/dialects/vllm.py",
         'if scaled and (self.facts.logprobs_mode == "raw" or gconfig.greedy):',
         'if scaled and self.facts.logprobs_mode == "raw" and gconfig.greedy:',
         (f"{ENGINE}::test_values_whose_logprobs_the_server_cannot_give_are_refused",),
@@ -70,7 +70,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a server outlives the trainer that started it",
-        "archon/remote/keeper.py",
+        "archon/remote/supervisor.py",
         "return bool(readable) and not os.read(sys.stdin.fileno(), 1)",
         "return False",
         ("tests/remote/test_launch.py::test_nothing_outlives_a_trainer_that_is_killed",),
@@ -93,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a broadcast ends before its last bucket",
         "archon/remote/weight_stream.py",
         """    if held:
-        yield _packed(held, size, device)
+        yield _pack_bucket(held, size, device)
 """,
         "",
         (f"{STREAM}::test_buckets_hold_every_bit_in_order_and_share_nothing",),
@@ -107,11 +107,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the folder of another run's pushes is removed while that runs",
-        "archon/remote/own_folder.py",
+        "archon/remote/private_directory.py",
         "fcntl.flock(self._lock, fcntl.LOCK_EX)",
         "fcntl.flock(self._lock, fcntl.LOCK_UN)",
         (
-            "tests/remote/test_own_folder.py::test_a_folder_of_a_killed_process_is_removed_and_one_of_a_live_process_stays",
+            "tests/remote/test_private_directory.py::test_a_folder_of_a_killed_process_is_removed_and_one_of_a_live_process_stays",
         ),
     ),
     Mutant(
@@ -137,28 +137,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ranks that are started again take the name of an earlier start",
-        "parallel/one_start.py",
+        "parallel/rendezvous.py",
         "word = uuid.uuid4().hex",
         'word = "again"',
-        ("tests/distributed/test_one_start.py::test_ranks_of_a_start_agree_on_a_name_of_their_own",),
+        ("tests/distributed/test_rendezvous.py::test_ranks_of_a_start_agree_on_a_name_of_their_own",),
     ),
     Mutant(
         "a server that is lost with its node is not noticed",
-        "archon/remote/ray_servers.py",
+        "archon/remote/launchers/ray_servers.py",
         "if self._end is None or not self._ray.wait([self._end], timeout=0)[0]:",
         "if self._end is None or self.url:",
         ("tests/ray/test_servers.py::test_a_server_whose_actor_dies_has_ended_and_leaves_nothing",),
     ),
     Mutant(
         "what a server on a node of Ray has started outlives the trainer",
-        "archon/remote/ray_servers.py",
-        "host=address, apart=True",
+        "archon/remote/launchers/ray_servers.py",
+        "host=address, detached=True",
         "host=address",
         ("tests/ray/test_servers.py::test_nothing_outlives_a_trainer_that_is_killed",),
     ),
     Mutant(
         "Ray's handler of SIGTERM takes the place of the run's",
-        "archon/remote/ray_cluster.py",
+        "archon/remote/launchers/ray_cluster.py",
         "signal.signal(signal.SIGTERM, before)",
         "del before",
         ("tests/ray/test_servers.py::test_the_trainers_own_handler_of_sigterm_stays",),
@@ -172,14 +172,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "jobs of Slurm end while the first push is made",
-        "archon/remote/slurm.py",
-        "while not over.wait(BEAT_SECONDS):",
+        "archon/remote/launchers/slurm.py",
+        "while not over.wait(HEARTBEAT_INTERVAL):",
         "while not over.wait():",
         ("tests/remote/test_launch.py::test_a_job_lives_on_while_nobody_watches_it",),
     ),
     Mutant(
         "a server that is started anew elsewhere is looked for where it was",
-        "archon/remote/launch.py",
+        "archon/remote/launchers/launch.py",
         "if handle.url != old:",
         "if not old:",
         ("tests/remote/test_fleet.py::test_the_only_server_is_started_anew_elsewhere_while_answers_wait",),

@@ -99,14 +99,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an adapter is trained a step too many",
-        "archon/training/adapter_rows.py",
+        "archon/training/multi_lora.py",
         "if self.step < self.steps[name]:",
         "if self.step <= self.steps[name]:",
         (f"{ADAPTERS}::test_each_adapter_of_a_run_is_that_of_a_run_of_its_own",),
     ),
     Mutant(
         "a resumed run of multi-LoRA counts its steps anew",
-        "archon/training/adapter_rows.py",
+        "archon/training/multi_lora.py",
         '        self.step = int(state["step"])\n',
         "",
         (f"{ADAPTERS}::test_a_run_of_several_adapters_resumes_bitwise",),
@@ -271,7 +271,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a trainer forgets at a resume when its explorer was finished",
         "rl/modes.py",
-        '        self._ends = list(state["experience_ends"])\n',
+        '        self._pass_boundaries = list(state["experience_ends"])\n',
         "",
         (f"{MODES}::test_what_an_explorer_adds_when_resumed_gets_its_own_passes",),
     ),

@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an error loses the steps since the last checkpoint",
         "archon/training/loop.py",
-        "if kind in (None, StoppedError) or ControlPlane.of_run().size == 1:",
+        "if kind in (None, StoppedError) or ControlPlane.world().size == 1:",
         "if kind in (None, StoppedError):",
         (f"{SFT}::test_error_between_steps_saves_the_last_complete_step",),
     ),
@@ -127,7 +127,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/engine/engine.py",
         """        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
-        """        if not any(map(is_adapter, state["model"])):
+        """        if not any(map(is_lora, state["model"])):
             load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
         (f"{LORA_RESUME}::test_resumed_rl_generates_with_its_trained_lora",),
@@ -137,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/engine/engine.py",
         """        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
-        """        if not self.adapters:
+        """        if not self.loras:
             load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
         (f"{SFT_ADAPTERS}::test_a_run_of_several_adapters_resumes_bitwise",),
@@ -159,8 +159,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the frozen base of a LoRA is saved in place of the LoRA",
         "archon/engine/state.py",
-        "if p.requires_grad or not has_adapters}",
-        "if not (p.requires_grad and has_adapters)}",
+        "if p.requires_grad or not has_lora}",
+        "if not (p.requires_grad and has_lora)}",
         (f"{LORA_RESUME}::test_resumed_training_is_bitwise_the_uninterrupted_one",),
     ),
 )

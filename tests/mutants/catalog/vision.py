@@ -40,14 +40,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a patch sees only the patches before it",
-        "models/vision/tower.py",
+        "models/vision/encoder.py",
         "AttentionSpec(spec.head_dim**-0.5, causal=False)",
         "AttentionSpec(spec.head_dim**-0.5, causal=True)",
         parity(1, 3),
     ),
     Mutant(
         "all images are one document",
-        "models/vision/tower.py",
+        "models/vision/encoder.py",
         "PackedAttention.from_lengths(counts, ",
         "PackedAttention.from_lengths((sum(counts),), ",
         (f"{VISION}::test_images_do_not_see_each_other[qwen3_5]",),
@@ -89,18 +89,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "layers that are given features may be on any stage of a pipeline",
-        "models/seeing.py",
-        "tower_layers=len(self.vision.deepstack)",
-        "tower_layers=0",
+        "models/vision/language_model.py",
+        "deepstack_layers=len(self.vision.deepstack)",
+        "deepstack_layers=0",
         ("tests/parallel/test_resolve.py::test_layers_that_a_tower_gives_features_are_on_the_first_stage",),
     ),
     Mutant(
         "a file that is cut short ends the request with an error of Pillow's",
-        "archon/data/pictures.py",
+        "archon/data/images.py",
         "decoded = _on_white(image) if frames == 1 else None\n    except Exception as error:",
         "decoded = _on_white(image) if frames == 1 else None\n    except OSError as error:",
         (
-            "tests/data/test_pictures.py::test_files_that_are_cut_or_have_wrong_bytes_are_read_or_refused_in_one_line[animation]",
+            "tests/data/test_images.py::test_files_that_are_cut_or_have_wrong_bytes_are_read_or_refused_in_one_line[animation]",
         ),
     ),
 )

@@ -9,14 +9,14 @@ FUSED = "tests/checkpoint/test_fused.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "experts of a file are stacked in the order of their names, 10 before 2",
-        "models/state_dict.py",
+        "models/hf/state_dict.py",
         "for row in sorted(by_row)])",
         "for row in sorted(by_row, key=str)])",
         ("tests/models/test_state_dict.py",),
     ),
     Mutant(
         "gate and up of a model in memory change places",
-        "models/hf_names.py",
+        "models/hf/names.py",
         'Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)',
         'Fused((f"{stack}.w3", f"{stack}.w1"), dim=1)',
         ("tests/models/test_in_memory.py",),
@@ -51,28 +51,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a transposed tensor is taken as it lies",
-        "models/fused_tensors.py",
+        "models/hf/fused_tensors.py",
         "(tensor.mT if self.transposed else tensor)",
         "tensor",
         ("tests/models/test_fused_tensors.py",),
     ),
     Mutant(
         "every part of a fused tensor begins with its first row",
-        "models/fused_tensors.py",
+        "models/hf/fused_tensors.py",
         "starts = [sum(sizes[:part]) for part in range(len(sizes))]",
         "starts = [0 for _ in sizes]",
         ("tests/models/test_fused_tensors.py",),
     ),
     Mutant(
         "a shard that begins within a block begins with the block",
-        "models/fused_tensors.py",
+        "models/hf/fused_tensors.py",
         "inside = slice(self.start + rows.start, self.start + rows.stop)",
         "inside = slice(self.start, self.start + rows.stop - rows.start)",
         ("tests/models/test_fused_tensors.py",),
     ),
     Mutant(
         "alternating columns are read one after the other",
-        "models/fused_tensors.py",
+        "models/hf/fused_tensors.py",
         "    if fused.interleaved:\n        blocks = shapes[0][dim]\n",
         "",
         ("tests/models/test_fused_tensors.py",),
@@ -80,9 +80,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export leaves out the keys that a model does not compute",
         "archon/checkpoint/hf_export.py",
-        "yield partial(checkpoint.carried, stored_as)",
+        "yield partial(checkpoint.passthrough, stored_as)",
         "yield lambda dtype: {}",
-        ("tests/checkpoint/test_carried.py::test_a_model_is_saved_with_the_carried_keys",),
+        ("tests/checkpoint/test_passthrough.py::test_a_model_is_saved_with_the_carried_keys",),
     ),
     Mutant(
         "an export rounds a router's bias",
@@ -93,9 +93,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pipeline sends a router's bias in the parameters' dtype",
-        "archon/engine/whole_weights.py",
-        "wide = torch.promote_types(self.build.masters, torch.float32)",
-        "wide = self.build.masters",
+        "archon/engine/full_weights.py",
+        "wide = torch.promote_types(self.build.master_dtype, torch.float32)",
+        "wide = self.build.master_dtype",
         ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
 )

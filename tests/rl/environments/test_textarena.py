@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from archon.data import get_custom_dataset
-from archon.data.environments import environment_part, parse_environment
+from archon.data.environments import environment_function, parse_environment
 from archon.data.registry import load_rows
 from archon.rl import GenerationHyperparameters, RLTrainer, get_reward_fn
 from archon.rl.config import RLConfig
@@ -43,7 +43,7 @@ def played(workflow: Any, engine: Any, row: dict[str, Any]) -> tuple[dict[str, t
 def game_of(name: str) -> Any:
     parsed = parse_environment(name)
     assert parsed is not None
-    return environment_part(parsed, "opener")(parsed)()
+    return environment_function(parsed, "make_environment")(parsed)()
 
 
 def secret(seed: int, name: str = GUESS) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from archon.rl.rewards import AsyncRewardWrapper, RewardCrashed, RewardFailure, RewardRaised, RewardTimeout
-from archon.rl.workflows.base import wrapped_reward
+from archon.rl.workflows.base import wrap_reward
 from archon.schema.errors import RewardError
 from tests.rl.rewards import faulty
 from tests.tolerances import REWARD_TIMEOUT_SECONDS
@@ -104,4 +104,4 @@ async def test_a_wrapper_of_a_class_of_ones_own_wraps_another() -> None:
 
 def test_a_workflow_that_calls_by_position_refuses_such_a_function() -> None:
     with pytest.raises(RewardError, match=r"same must take \(prompt, completions, prompt_ids, completion_ids, "):
-        wrapped_reward(faulty.same)
+        wrap_reward(faulty.same)

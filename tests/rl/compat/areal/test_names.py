@@ -30,7 +30,7 @@ from tests.rl import areal_guide as guide
 from tests.rl.compat.areal import table
 from tests.rl.rewards_for_tests import count_digits
 from tests.small_qwen3 import SMALL_QWEN3
-from tests.small_sight import write_sight
+from tests.small_vision import write_vision_model
 
 WORKS = [row for row in NAMES if row.status == "works"]
 HF_CONFIG = SMALL_QWEN3 | {"model_type": "qwen3", "vocab_size": 20}
@@ -142,14 +142,14 @@ def rlvr(here: Here) -> None:
 
 
 def vision_rlvr(here: Here) -> None:
-    path = write_sight(here.data / "sight")
+    path = write_vision_model(here.data / "sight")
     engine = InProcessEngine.from_model(load_model(path), load_tokenizer(path), max_slots=2, page_size=8)
     gconfig = areal.GenerationHyperparameters(n_samples=4, max_new_tokens=2)
     made = areal.VisionRLVRWorkflow(count_digits, gconfig, str(path), str(path))
-    picture = scenes("test")[0][0].picture()
-    row = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [picture], "answer": "2"}
+    image = scenes("test")[0][0].image()
+    row = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [image], "answer": "2"}
     answers = episode(here._replace(engine=engine), made, row)["images"]
-    assert {each.digest for (each,) in answers} == {made.processor.read(picture).digest}
+    assert {each.digest for (each,) in answers} == {made.processor.read(image).digest}
     with pytest.raises(ConfigError, match="its model sees no images"):
         areal.VisionRLVRWorkflow(count_digits, gconfig, here.tokenizer, str(here.blank))
 

@@ -20,7 +20,7 @@ from archon.schema.errors import ConfigError, DatasetError
 from archon.training import SFTConfig
 from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide
-from tests.small_sight import write_sight
+from tests.small_vision import write_vision_model
 from tests.tolerances import FIRST_RATIO_FP32
 
 MakeConfig = Callable[..., RLConfig]
@@ -86,7 +86,7 @@ def test_areals_own_paths_are_those_of_archons_workflows_and_rewards(rl_config: 
 
 
 def test_areals_vision_workflow_trains_a_model_that_sees(rl_config: MakeConfig, tmp_path: Path) -> None:
-    path = str(write_sight(tmp_path / "sight"))
+    path = str(write_vision_model(tmp_path / "sight"))
     shapes = {"path": "shapes", "limit": 12}
     config = rl_config(total_steps=1, actor={"path": path, "optimizer": {"lr": 1e-3}}, train_data=shapes)
     vision = "areal.workflow.vision_rlvr.VisionRLVRWorkflow"

@@ -14,7 +14,7 @@ from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.trajectories import checked_group
+from archon.rl.trajectories import validate_group
 from archon.training.config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
 from tests.small_qwen3 import small_model
@@ -59,7 +59,7 @@ def run_episode(engine: InProcessEngine) -> RunEpisode:
             return await workflow.arun_episode(EpisodeEngine(engine, context), row)
 
         result = asyncio.run(episode())
-        return (None if result is None else checked_group(result, context, "test")), context
+        return (None if result is None else validate_group(result, context, "test")), context
 
     return run
 

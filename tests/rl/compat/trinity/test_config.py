@@ -141,7 +141,7 @@ def test_the_guides_yaml_loads(guide: Path, tasks: Path, tmp_path: Path, caplog:
     assert (config.train_data.path, config.train_data.split, config.eval_data.split) == (str(tasks), "train", "test")
     assert config.train_data.raw and config.eval_data.raw and config.eval_data.prompt_key == "question"
     assert (config.evaluation.every, config.checkpoint.every) == (50, 100)
-    assert config.reward == "math_verify" and config.rollout.gold_checked == 64
+    assert config.reward == "math_verify" and config.rollout.n_gold_checks == 64
     assert config.workflow_args == {
         "workflow": "math_workflow",
         "format_args": {"prompt_key": "question", "response_key": "answer"},
@@ -295,7 +295,7 @@ def test_what_has_no_meaning_here_is_refused_by_name(small: dict[str, Any], key:
 def test_a_workflow_that_scores_itself_needs_no_reward(small: dict[str, Any]) -> None:
     config = translate(put(small, T + "default_workflow_type", "tests.rl.compat.trinity.guide.AsyncWorkflow"))
     assert config["reward"] == "archon.rl.compat.trinity.config.scored_by_workflow"
-    assert config["rollout"]["gold_checked"] == 0
+    assert config["rollout"]["n_gold_checks"] == 0
 
 
 def test_some_settings_are_more_than_another_name(small: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from tests.rl.compat.trinity.conftest import GCONFIG
 from tests.test_readme import ROOT, shown
 
 
-def text_of(result: dict[str, torch.Tensor], row: int, tokenizer: Any) -> str:
+def content_text(result: dict[str, torch.Tensor], row: int, tokenizer: Any) -> str:
     return tokenizer.decode(result["input_ids"][row][result["loss_mask"][row] == 1], skip_special_tokens=True)
 
 
@@ -40,7 +40,7 @@ def test_the_synchronous_workflow_gives_one_group_of_trainable_trajectories(adap
         assert trained.nonzero()[0].item() == len(prompt)
         assert (result["logprobs"][row][trained] < 0).all() and not result["logprobs"][row][~trained].any()
         assert (result["versions"][row] == -1).equal(~trained) and (result["turn_ids"][row] == -1).equal(~trained)
-        assert result["rewards"][row].item() == text_of(result, row, tokenizer).count("2")
+        assert result["rewards"][row].item() == content_text(result, row, tokenizer).count("2")
     assert len({tuple(ids) for ids in result["input_ids"].tolist()}) > 1
 
 
@@ -66,7 +66,7 @@ def test_a_workflow_told_to_repeat_itself_is_told_how_often(adapted, run_episode
 
 def test_an_asynchronous_workflow_runs_on_the_loop_and_its_metrics_are_recorded(adapted, run_episode, tokenizer):
     result, context = run_episode(adapted(guide.AsyncWorkflow))
-    assert result["rewards"].tolist() == [len(text_of(result, row, tokenizer)) for row in range(4)]
+    assert result["rewards"].tolist() == [len(content_text(result, row, tokenizer)) for row in range(4)]
     assert context.numbers["asked"] == [1.0] * 4
 
 

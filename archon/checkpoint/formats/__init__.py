@@ -1,0 +1,1 @@
+"""Checkpoint formats of other trainers: torch DCP and Megatron."""

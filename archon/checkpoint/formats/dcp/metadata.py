@@ -1,0 +1,216 @@
+"""The description of a DCP folder, `.metadata`: which tensors it holds, in which chunks, and where each is stored.
+
+PyTorch pickles `torch.distributed.checkpoint.metadata.Metadata` there and reads it back by `pickle.load`, which can run
+any code. Here it is read as plain data, and every field is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from archon.checkpoint.formats.dcp.plain_pickle import GlobalName, PickledDict, Record, read_pickle
+from archon.checkpoint.safetensors_file import fail
+
+METADATA_FILE = ".metadata"
+# A description of 70 billion parameters on 512 ranks takes 150 MB.
+MAX_METADATA_BYTES = 2**29
+MAX_CHUNKS = 2**16
+MAX_DIMENSIONS = 8
+_METADATA = "torch.distributed.checkpoint.metadata."
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_ALLOWED = frozenset(
+    {
+        *(
+            f"{_METADATA}{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "MetadataIndex",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        # The path of the folder when it was saved; its module depends on the version of Python.
+        *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("", "Posix", "Windows")),
+        *_DTYPES,
+    }
+)
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A region of a tensor, stored by `torch.save` as bytes [start, start + length) of a file of the folder.
+
+    Attributes:
+        offsets: where in the tensor the region begins.
+        sizes: of the region.
+    """
+
+    file: str
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def overlaps(self, other: Chunk) -> bool:
+        return all(
+            max(a, b) < min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the folder; its chunks do not overlap and cover it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a DCP folder by name; values that are no tensors are left out.
+
+    Raises CheckpointError where `.metadata` is missing, too large, damaged, names anything but the classes that PyTorch
+    writes, contradicts itself, or places data outside the folder.
+    """
+    file = folder / METADATA_FILE
+    if not file.is_file():
+        fail(file, "it is missing; a folder of torch.distributed.checkpoint has one")
+    if file.stat().st_size > MAX_METADATA_BYTES:
+        fail(file, f"it has {file.stat().st_size} bytes; archon reads up to {MAX_METADATA_BYTES}")
+    return _Parser(file).tensors(read_pickle(file.read_bytes(), _ALLOWED, file))
+
+
+class _Parser:
+    """Checks the plain data of a `.metadata` file, field by field, and collects the tensors."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def tensors(self, metadata: Any) -> dict[str, StoredTensor]:
+        fields = self.fields(metadata, f"{_METADATA}Metadata")
+        places = self.places(fields.get("storage_data"))
+        found: dict[str, StoredTensor] = {}
+        for name, entry in self.items(fields.get("state_dict_metadata"), "state_dict_metadata"):
+            if not isinstance(name, str) or name in found:
+                fail(self.file, "state_dict_metadata has a name that is no text, or twice the same")
+            if not isinstance(entry, Record):
+                fail(self.file, f"the entry of {name!r} is no description of a tensor")
+            if entry.name != f"{_METADATA}BytesStorageMetadata":
+                found[name] = self.tensor(name, entry, places)
+        return found
+
+    def tensor(self, name: str, entry: Record, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Any:
+        fields = self.fields(entry, f"{_METADATA}TensorStorageMetadata")
+        dtype = self.dtype(name, fields.get("properties"))
+        shape = self.sizes(fields.get("size"), name)
+        listed = self.expect(fields.get("chunks"), list, f"the chunks of {name!r}")
+        if len(listed) > MAX_CHUNKS:
+            fail(self.file, f"tensor {name!r} has {len(listed)} chunks; archon reads up to {MAX_CHUNKS}")
+        chunks = []
+        for item in listed:
+            chunk_fields = self.fields(item, f"{_METADATA}ChunkStorageMetadata")
+            offsets, sizes = (self.sizes(chunk_fields.get(key), name) for key in ("offsets", "sizes"))
+            if len(offsets) != len(shape) or len(sizes) != len(shape):
+                fail(self.file, f"a chunk of {name!r} has other dimensions than its shape {list(shape)}")
+            if any(a + n > limit for a, n, limit in zip(offsets, sizes, shape, strict=True)):
+                fail(self.file, f"a chunk of {name!r} at {list(offsets)} reaches beyond its shape {list(shape)}")
+            if not math.prod(sizes):
+                continue  # of a rank that holds no part of it
+            if (name, offsets) not in places:
+                fail(self.file, f"the chunk of {name!r} at {list(offsets)} is stored nowhere")
+            file, start, length = places[name, offsets]
+            if length < math.prod(sizes) * dtype.itemsize:
+                fail(
+                    self.file,
+                    f"the chunk of {name!r} at {list(offsets)} has {length} bytes, too few for {list(sizes)} {dtype}",
+                )
+            chunks.append(Chunk(file, start, length, offsets, sizes))
+        self.check_cover(name, shape, chunks)
+        return StoredTensor(dtype, shape, tuple(chunks))
+
+    def check_cover(self, name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+        """Raise CheckpointError unless the chunks cover the tensor and no two overlap."""
+        count = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if count != math.prod(shape):
+            fail(self.file, f"the chunks of {name!r} hold {count} elements, its shape {list(shape)} {math.prod(shape)}")
+        if len(chunks) < 2:
+            return
+        # Sorted along the dimension that is cut most often, only neighbors can overlap.
+        dim = max(range(len(shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
+        chunks.sort(key=lambda chunk: chunk.offsets[dim])
+        for i, chunk in enumerate(chunks):
+            for other in chunks[i + 1 :]:
+                if other.offsets[dim] >= chunk.offsets[dim] + chunk.sizes[dim]:
+                    break
+                if chunk.overlaps(other):
+                    fail(self.file, f"chunks of {name!r} at {list(chunk.offsets)} and {list(other.offsets)} overlap")
+
+    def places(self, storage: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
+        """Returns (file, start, length) of each chunk by its tensor's name and its offsets."""
+        found = {}
+        for index, info in self.items(storage, "storage_data"):
+            key = self.fields(index, f"{_METADATA}MetadataIndex")
+            name = self.expect(key.get("fqn"), str, "a name in storage_data")
+            if key.get("offset") is None:
+                continue  # a value that is no tensor
+            place = self.fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+            file = self.expect(place.get("relative_path"), str, f"the file of {name!r}")
+            if not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
+                fail(self.file, f"it places {name!r} in {file!r}; expected the name of a file in the folder")
+            if place.get("transform_descriptors") is not None:
+                fail(self.file, f"{name!r} is compressed or otherwise transformed; save it again without extensions")
+            start, length = (self.count(place.get(field), name) for field in ("offset", "length"))
+            found[name, self.sizes(key["offset"], name)] = (file, start, length)
+        return found
+
+    def fields(self, record: Any, name: str) -> dict[str, Any]:
+        """Returns the fields that a dataclass instance of the class `name` was given."""
+        if not isinstance(record, Record) or record.name != name:
+            given = record.name if isinstance(record, Record) else type(record).__name__
+            fail(self.file, f"it has {given} where {name} was expected")
+        found = {}
+        for key, value in self.items(record.state, name) if record.state is not None else ():
+            found[self.expect(key, str, f"a field of {name}")] = value
+        return found
+
+    def items(self, value: Any, what: str) -> list[tuple[Any, Any]]:
+        return self.expect(value, PickledDict, what).items
+
+    def expect(self, value: Any, kind: type[_Kind], what: str) -> _Kind:
+        if not isinstance(value, kind):
+            fail(self.file, f"{what} is a {type(value).__name__}, expected a {kind.__name__}")
+        return value
+
+    def count(self, value: Any, name: str) -> int:
+        if type(value) is not int or not 0 <= value < 2**63:
+            fail(self.file, f"a size or offset of {name!r} is no number of elements or bytes")
+        return value
+
+    def sizes(self, value: Any, name: str) -> tuple[int, ...]:
+        """Returns the numbers of a `torch.Size`, which is pickled as a call with a tuple."""
+        match value:
+            case Record(name="torch.Size", args=(tuple(numbers),)) if len(numbers) <= MAX_DIMENSIONS:
+                return tuple(self.count(number, name) for number in numbers)
+        return fail(self.file, f"a shape or an offset of {name!r} is no torch.Size of at most {MAX_DIMENSIONS} sizes")
+
+    def dtype(self, name: str, properties: Any) -> torch.dtype:
+        """Returns the dtype in a tensor's properties, the first of the values that they are pickled as."""
+        match properties:
+            case Record(name=kind, state=(GlobalName(name=dtype), *_)) if kind == f"{_METADATA}TensorProperties":
+                if dtype in _DTYPES:
+                    return _DTYPES[dtype]
+        return fail(self.file, f"the properties of {name!r} name no dtype")

@@ -1,0 +1,1 @@
+"""LoRA checkpoints in PEFT's format."""

@@ -1,0 +1,273 @@
+"""`adapter_config.json` of PEFT: what it says of each adapter, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from archon.checkpoint.peft.layout import PeftTensor
+from archon.checkpoint.safetensors_file import fail
+from archon.models.lora.targets import LoRASize
+from archon.schema.name_patterns import NamePattern, NamePatterns, name_suffixes
+
+CONFIG_FILE = "adapter_config.json"
+WRITTEN_PEFT_VERSION = "0.21.2"
+"""The version of PEFT whose form archon writes."""
+_MAX_BYTES = 2**24
+
+# Fields that say how an adapter is applied, read below.
+_READ_FIELDS = {
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "init_lora_weights",
+}
+# Fields that say how it was made, or who may use it: they change nothing of a finished adapter.
+_IGNORED_FIELDS = {
+    "task_type",
+    "auto_mapping",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "layers_pattern",
+    "megatron_config",
+    "megatron_core",
+    "runtime_config",
+    "eva_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
+}
+# Ways to begin that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_OFF: tuple[Any, ...] = (None, False, "none", [], {})
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The fields that say how adapters are applied.
+
+    Attributes:
+        path: of the file, for errors.
+        base: path or name of the checkpoint that they belong to; None if the file has none.
+        version: of PEFT, (0, 0) if the file has none, as those of versions before 0.18.
+        ranks, alphas: by patterns of names.
+        modules: names of modules or their ends, or a regular expression of whole names; None if the file has none.
+        parameters: names of parameters or their ends.
+        excluded: like `modules`, those without adapters.
+        layers: the layers with adapters; None for all.
+    """
+
+    path: Path
+    base: str | None
+    version: tuple[int, ...]
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: NamePatterns[float]
+    alphas: NamePatterns[float]
+    modules: frozenset[str] | NamePattern | None
+    parameters: frozenset[str]
+    excluded: frozenset[str] | NamePattern
+    layers: frozenset[int] | None
+
+    def is_parameter(self, name: str) -> bool:
+        """Returns whether a parameter of this name is adapted as one, besides the modules."""
+        return _matches(self.parameters, name)
+
+    def size(self, tensor: PeftTensor) -> LoRASize:
+        """Returns the size of a tensor's adapter. Raises CheckpointError where the file says that it has none."""
+        key = tensor.name
+        if tensor.experts is None and self.is_parameter(f"{key}.weight"):
+            key = f"{key}.weight"
+        elif tensor.experts is None and (problem := self._exclusion_reason(key)):
+            fail(self.path, f"the adapter of {key!r} is in the file of tensors, and {problem}")
+        return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
+
+    def _exclusion_reason(self, module: str) -> str | None:
+        """Returns which field says that a module has no adapter."""
+        if self.modules is not None and not _matches(self.modules, module):
+            return "target_modules does not name it"
+        if _matches(self.excluded, module):
+            return "exclude_modules names it"
+        layer = re.search(r"\.layers\.(\d+)\.", module)
+        exact = isinstance(self.modules, frozenset) and module in self.modules
+        if self.layers is None or layer is None or exact or int(layer[1]) in self.layers:
+            return None
+        return f"layers_to_transform, {sorted(self.layers)}, does not have its layer"
+
+
+def _matches(names: frozenset[str] | NamePattern, name: str) -> bool:
+    """Returns whether names or their ends, or a regular expression of whole names, mean one, as PEFT matches it."""
+    return names.matches(name) if isinstance(names, NamePattern) else not names.isdisjoint(name_suffixes(name))
+
+
+def read_config(path: Path) -> PeftConfig:
+    """Returns what a file says, with PEFT's defaults. Raises CheckpointError for what is malformed or not supported."""
+    config = _read_json(path)
+    if config.get("peft_type") != "LORA":
+        fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
+    if config.get("init_lora_weights") not in _PLAIN_INITS:
+        fail(
+            path,
+            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base's weights; convert it to a "
+            "plain adapter with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
+        )
+    for field, value in config.items():
+        if field not in _READ_FIELDS | _IGNORED_FIELDS and value not in _OFF:
+            fail(path, f"{field} is {value!r}, which archon does not have; expected it to be off")
+    rslora = config.get("use_rslora")
+    if rslora not in (True, False, None):
+        fail(path, f"use_rslora is {rslora!r}; expected true or false")
+    targets, base = config.get("target_modules"), config.get("base_model_name_or_path")
+    return PeftConfig(
+        path=path,
+        base=base if isinstance(base, str) and base else None,
+        version=_version(path, config.get("peft_version")),
+        rank=_rank(path, "r", config.get("r", 8)),
+        alpha=_alpha(path, "lora_alpha", config.get("lora_alpha", 8)),
+        rslora=bool(rslora),
+        ranks=_patterns(path, config, "rank_pattern"),
+        alphas=_patterns(path, config, "alpha_pattern"),
+        modules=None if targets in (None, "all-linear") else _names(path, config, "target_modules"),
+        parameters=_list_of_names(path, config, "target_parameters"),
+        excluded=_names(path, config, "exclude_modules"),
+        layers=_layers(path, config.get("layers_to_transform")),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            fail(path, "it is no file")
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            fail(path, f"it has {size} bytes; expected at most {_MAX_BYTES}")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        fail(path, f"it is no JSON: {error}")
+    except OSError as error:
+        fail(path, f"it cannot be read: {error.strerror}")
+    if not isinstance(config, dict):
+        fail(path, f"it holds a {type(config).__name__}; expected the fields of an adapter")
+    return config
+
+
+def _rank(path: Path, field: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        fail(path, f"{field} is {value!r}; expected a positive whole number")
+    return value
+
+
+def _alpha(path: Path, field: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
+        fail(path, f"{field} is {value!r}; expected a positive number")
+    return float(value)
+
+
+def _patterns(path: Path, config: Mapping[str, Any], field: str) -> NamePatterns[float]:
+    values = config.get(field) or {}
+    if not isinstance(values, dict):
+        fail(path, f"{field} is {values!r}; expected positive numbers by names of modules")
+    check = _rank if field == "rank_pattern" else _alpha
+    try:
+        return NamePatterns({key: check(path, f"{field}[{key!r}]", value) for key, value in values.items()})
+    except ValueError as error:
+        fail(path, f"{field} has {error}")
+
+
+def _names(path: Path, config: Mapping[str, Any], field: str) -> frozenset[str] | NamePattern:
+    if not isinstance(config.get(field), str):
+        return _list_of_names(path, config, field)
+    try:
+        return NamePattern(config[field])
+    except ValueError as error:
+        fail(path, f"{field} is {config[field]!r}, which is no regular expression of names: {error}")
+
+
+def _list_of_names(path: Path, config: Mapping[str, Any], field: str) -> frozenset[str]:
+    names = config.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        fail(path, f"{field} is {names!r}; expected a list of names")
+    return frozenset(names)
+
+
+def _layers(path: Path, value: Any) -> frozenset[int] | None:
+    if value is None or value == []:
+        return None
+    numbers = value if isinstance(value, list) else [value]
+    if any(not isinstance(number, int) or isinstance(number, bool) for number in numbers):
+        fail(path, f"layers_to_transform is {value!r}; expected numbers of layers")
+    return frozenset(numbers)
+
+
+def _version(path: Path, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return (0, 0)
+    match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", value) if isinstance(value, str) else None
+    if match is None:
+        fail(path, f"peft_version is {value!r}; expected one such as {WRITTEN_PEFT_VERSION!r}")
+    return tuple(int(number or 0) for number in match.groups())
+
+
+def config_fields(
+    sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str
+) -> dict[str, Any]:
+    """Returns the fields of a file for adapters; the commonest rank and alpha are `r` and `lora_alpha`.
+
+    Args:
+        sizes: by names of modules and of parameters.
+        modules, parameters: these names.
+        base: path or name of the checkpoint that they belong to.
+    """
+    rank, alpha = (_commonest([getattr(size, field) for size in sizes.values()]) for field in ("rank", "alpha"))
+    return {
+        "peft_type": "LORA",
+        "peft_version": WRITTEN_PEFT_VERSION,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": _integer(alpha),
+        "use_rslora": next(iter(sizes.values())).rslora,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": {name: size.rank for name, size in sizes.items() if size.rank != rank},
+        "alpha_pattern": {name: _integer(size.alpha) for name, size in sizes.items() if size.alpha != alpha},
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
+    """Returns the size of one adapter of this rank that counts as much as several; None if they count differently."""
+    first = sizes[0]
+    if any(not math.isclose(size.scale, first.scale, rel_tol=1e-12) for size in sizes):
+        return None
+    factor = rank / first.rank
+    return LoRASize(rank, first.alpha * (math.sqrt(factor) if first.rslora else factor), first.rslora)
+
+
+def _commonest(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _integer(alpha: float) -> float:
+    return int(alpha) if alpha == int(alpha) else alpha

@@ -1,0 +1,293 @@
+"""Reads adapters in the format of PEFT: a config and `adapter_model.safetensors`, every key accounted for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archon.checkpoint.peft.config import CONFIG_FILE, PeftConfig, read_config
+from archon.checkpoint.peft.layout import (
+    PREFIX,
+    TEXT_MODEL,
+    Pair,
+    PeftTensor,
+    is_reversed,
+    key_pairs,
+    peft_tensors,
+)
+from archon.checkpoint.safetensors_file import SafetensorsFile, fail, tensor_bytes
+from archon.models.hf.state_dict import BaseStateDictAdapter
+from archon.models.lora.model import lora_parameter_names, single_lora_names
+from archon.models.lora.targets import LoRASize, lora_matrices
+from archon.parallel.fsdp import local_region, local_tensor
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PARTS = "archon.parts"
+"""Key of the metadata that has the ranks and alphas of the matrices in a tensor, as PEFT's format does not."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The adapter of a tensor in a file.
+
+    Attributes:
+        keys: of A and B.
+        sizes: of its parts, None for one without.
+        shared: whether its parts share its ranks, so that each has all of them.
+        reversed: see `is_reversed`.
+    """
+
+    tensor: PeftTensor
+    keys: tuple[str, str]
+    sizes: tuple[LoRASize | None, ...]
+    shared: bool
+    reversed: bool
+
+    def parts(self, pair: Pair) -> list[Pair | None]:
+        """Returns the adapters of its parts, for A and B of the file. Raises ValueError as `split` does."""
+        ranks = None if self.shared else [0 if size is None else size.rank for size in self.sizes]
+        return self.tensor.split(self.tensor.from_file(pair, is_reversed=self.reversed), ranks)
+
+
+def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, LoRASize]:
+    """Returns the adapters of a folder by the native name of their matrix.
+
+    Raises CheckpointError for a field that this engine cannot honor, for a key that is no adapter of this model's
+    linear layers, and for a pair with a missing half or the wrong shape.
+    """
+    with _open(Path(path)) as (config, file):
+        return _sizes(_stored(config, file, adapter), adapter, file.path)
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Returns what a folder's config says. Raises CheckpointError as `read_sizes` does."""
+    if not (folder / CONFIG_FILE).is_file():
+        inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
+        hint = f"; it has folders of adapters, name one: {', '.join(inside)}" if inside else ""
+        fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote{hint}")
+    if not (folder / WEIGHTS_FILE).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        fail(
+            folder,
+            f"it has no {WEIGHTS_FILE}"
+            + (", and adapter_model.bin is a pickle, which is never read; save it as safetensors" if pickled else ""),
+        )
+    return read_config(folder / CONFIG_FILE)
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
+    """Opens a folder: what its config says, and its tensors."""
+    config = read_peft_config(folder)
+    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
+        yield config, file
+
+
+def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
+    """Returns the adapters of an open file, of which each has both keys and the shapes that the config says."""
+    matrices = lora_matrices(adapter)
+    tensors = peft_tensors(adapter, matrices) | peft_tensors(adapter.in_memory, matrices)
+    known = [*tensors.values()]
+    if not any(TEXT_MODEL in key for key in file.entries):
+        known = [tensor.in_text_model for tensor in known]
+    modules = [tensor for tensor in known if tensor.experts is None]
+    stacks = [tensor for tensor in known if tensor.experts is not None and config.is_parameter(tensor.name)]
+    keys = key_pairs([*modules, *stacks])
+    expected = {key for pair in keys.values() for key in pair}
+    for key, entry in file.entries.items():
+        if key not in expected:
+            fail(
+                file.path,
+                f"key {key!r} is no adapter of this model's linear layers" + _stack_hint(key, known, config),
+            )
+        if not entry.dtype.is_floating_point or len(entry.shape) != 2:
+            fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
+    if not file.entries:
+        fail(file.path, "it holds no tensors")
+    parts = _read_parts(file)
+    for name in parts.keys() - keys.keys():
+        fail(file.path, f"its metadata {PARTS!r} has {name!r}, which it has no adapter of")
+    found = []
+    for tensor in [*modules, *stacks]:
+        missing = [key for key in keys[tensor.name] if key not in file.entries]
+        if len(missing) == 1 or (missing and tensor.experts is not None):
+            fail(file.path, f"key {missing[0]!r} is missing")
+        if not missing:
+            found.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
+    return found
+
+
+def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
+    """Returns what may be wrong with a key that no adapter of this model has."""
+    stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
+    if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
+        return f": target_parameters of {CONFIG_FILE} names none of {', '.join(stack.name for stack in stacks)}"
+    return "; of another model?"
+
+
+def _stored_tensor(
+    config: PeftConfig, file: SafetensorsFile, tensor: PeftTensor, keys: tuple[str, str], parts: Any
+) -> _Stored:
+    """Returns a tensor's adapter, after checking its shapes and the ranks of its parts, if the file has any."""
+    size = config.size(tensor)
+    backwards = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
+    shapes = tuple(file.entries[key].shape for key in keys)
+    rank, rest = divmod(shapes[0][0], tensor.experts or 1)
+    if rest or not rank or shapes != tensor.shapes(rank, is_reversed=backwards):
+        a, b = tensor.shapes(size.rank, is_reversed=backwards)
+        version = ".".join(map(str, config.version))
+        made = "" if tensor.experts is None else f", as PEFT {version} stacks experts (peft_version in {CONFIG_FILE})"
+        fail(
+            file.path,
+            f"the adapter of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{made}; of "
+            "another model?",
+        )
+    if rank != size.rank:
+        fail(file.path, f"the adapter of {tensor.name!r} has rank {rank}, and {CONFIG_FILE} says {size.rank}")
+    shared = parts is None
+    sizes = (size,) * len(tensor.parts) if shared else _sizes_of_parts(file.path, tensor, size, parts)
+    return _Stored(tensor, keys, sizes, shared, backwards)
+
+
+def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
+    text = file.metadata.get(PARTS, "{}")
+    try:
+        parts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        fail(file.path, f"its metadata {PARTS!r} is no JSON: {error}")
+    if not isinstance(parts, dict):
+        fail(file.path, f"its metadata {PARTS!r} holds a {type(parts).__name__}; expected the parts of tensors by name")
+    return parts
+
+
+def _sizes_of_parts(path: Any, tensor: PeftTensor, whole: LoRASize, parts: Any) -> tuple[LoRASize | None, ...]:
+    """Returns the sizes that a file's metadata gives for the parts of a tensor: [rank, alpha] each, or null."""
+    sizes: tuple[LoRASize | None, ...] = ()
+    if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
+        sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), whole.rslora) for part in parts)
+    given = [size for size in sizes if size is not None]
+    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in given) == whole.rank
+    if not fits or not all(math.isclose(size.scale, whole.scale, rel_tol=1e-9) for size in given):
+        fail(
+            path,
+            f"its metadata {PARTS!r} has {parts!r} of {tensor.name!r}; expected rank and alpha of each of its "
+            f"{len(tensor.parts)} matrices, of rank {whole.rank} together, and as much alpha for a rank as the whole",
+        )
+    return sizes
+
+
+def _is_size(part: Any) -> bool:
+    return (
+        isinstance(part, list)
+        and len(part) == 2
+        and type(part[0]) is int
+        and type(part[1]) in (int, float)
+        and 0 < part[0] < 2**31
+        and 0 < part[1] < 2**31
+    )
+
+
+def _sizes(
+    stored: Sequence[_Stored], adapter: BaseStateDictAdapter, path: str | os.PathLike[str]
+) -> dict[str, LoRASize]:
+    """Returns the size of each matrix's adapter, of which all experts have one, and have it once."""
+    sizes: dict[str, LoRASize] = {}
+    places: dict[str, dict[int | None, str]] = {}
+    for item in stored:
+        for target, size in zip(item.tensor.parts, item.sizes, strict=True):
+            if size is None:
+                continue
+            rows = places.setdefault(target.name, {})
+            if None in rows or (rows and target.index is None):
+                fail(
+                    path, f"it has the adapters of {[*rows.values(), item.tensor.name]}, which are of the same weights"
+                )
+            rows[target.index] = item.tensor.name
+            if sizes.setdefault(target.name, size) != size:
+                fail(
+                    path,
+                    f"the adapter of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, that of "
+                    f"{next(iter(rows.values()))!r} {sizes[target.name].rank} and {sizes[target.name].alpha:g}; "
+                    "expected the same of all experts of a layer",
+                )
+    for name, rows in places.items():
+        experts = adapter.native_shapes[name][0]
+        if None not in rows and len(rows) < experts:
+            missing = next(row for row in range(experts) if row not in rows)
+            fail(
+                path,
+                f"it has no adapter of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but of other "
+                "experts of the layer; expected those of all or of none",
+            )
+    return {name: sizes[name] for name in lora_matrices(adapter) if name in sizes}
+
+
+def read_lora_tensors(
+    path: str | os.PathLike[str], adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]
+) -> dict[str, Tensor]:
+    """Returns a folder's adapters, of the sizes that `read_sizes` returned, by native name
+    (`lora.model.lora_parameter_names`).
+
+    Raises CheckpointError for a value that is not finite.
+    """
+    with _open(Path(path)) as (config, file):
+        pairs = _read_pairs(file, _stored(config, file, adapter))
+    by_matrix = {name: dict(zip(lora_parameter_names(name), pairs[name], strict=True)) for name in sizes}
+    return {name: tensor for pair in by_matrix.values() for name, tensor in pair.items()}
+
+
+@torch.no_grad()
+def load_lora(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str, LoRASize],
+    lora_name: str | None = None,
+) -> None:
+    """Copy this rank's part of a folder's adapters into the model's; see `read_lora_tensors`, which reads all first.
+
+    `lora_name` is which of a model's several adapters they become.
+    """
+    own, tensors = dict(model.named_parameters()), read_lora_tensors(path, adapter, sizes)
+    for name, alone in single_lora_names(sizes, lora_name).items():
+        if name in own:  # else in another stage of the pipeline
+            local_tensor(own[name]).copy_(tensors[alone][local_region(own[name])])
+
+
+def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:
+    """Returns the adapters of an open file by the native name of their matrix."""
+    pairs: dict[str, Pair] = {}
+    rows: dict[str, dict[int, Pair]] = {}
+    for item in stored:
+        try:
+            parts = item.parts((_read(file, item.keys[0]), _read(file, item.keys[1])))
+        except ValueError as error:
+            fail(file.path, f"its metadata {PARTS!r} does not fit {item.keys[1]!r}: {error}")
+        for target, part in zip(item.tensor.parts, parts, strict=True):
+            if part is not None and target.index is None:
+                pairs[target.name] = part
+            elif part is not None and target.index is not None:
+                rows.setdefault(target.name, {})[target.index] = part
+    for name, by_row in rows.items():
+        ordered = [by_row[row] for row in sorted(by_row)]
+        pairs[name] = (torch.stack([a for a, _ in ordered]), torch.stack([b for _, b in ordered]))
+    return pairs
+
+
+def _read(file: SafetensorsFile, key: str) -> Tensor:
+    entry = file.entries[key]
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    file.read_into(tensor_bytes(tensor), entry.start, f"key {entry.name!r}")
+    # As float32, since adapters may be, and since 8-bit floats have no isfinite.
+    if not tensor.float().isfinite().all():
+        fail(file.path, f"key {key!r} has values that are not finite")
+    return tensor

@@ -1,0 +1,161 @@
+"""Writes adapters in the format of PEFT."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from archon.checkpoint.atomic import publish, staged_folder, sync_tree, undo_replacement, write_errors, write_json
+from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
+from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, peft_tensors
+from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
+from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
+from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.models.lora.model import lora_parameter_names
+from archon.models.lora.targets import LoRASize, lora_matrices
+from archon.parallel.control_plane import ControlPlane
+from archon.schema.errors import CheckpointError, ConfigError
+
+ExpertFiles = Literal["stacked", "per_expert"]
+"""How a file holds experts' adapters: as transformers 5 stacks them, or each by itself, as checkpoints name them."""
+# In a model with experts PEFT takes target_modules that end so for experts, wherever they stand, and converts them.
+_EXPERT_SUFFIXES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A tensor whose adapter is to be written.
+
+    Attributes:
+        target: its name in `target_modules` or `target_parameters`.
+        sizes: of its parts, None for one without.
+    """
+
+    tensor: PeftTensor
+    target: str
+    sizes: tuple[LoRASize | None, ...]
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is named in `target_parameters`."""
+        return self.tensor.experts is not None or self.target != self.tensor.name
+
+    def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:
+        """Returns the adapters of its parts, of an engine's whole tensors by native name."""
+        parts = zip(self.tensor.parts, self.sizes, strict=True)
+        return [None if size is None else _lora_pair(tensors, target) for target, size in parts]
+
+    def full_size(self, rank: int) -> LoRASize | None:
+        """Returns the size of its adapter; None if its parts' count differently."""
+        return fused_size([size for size in self.sizes if size is not None], rank)
+
+
+def _lora_pair(tensors: Mapping[str, Tensor], target: NativeTarget) -> Pair:
+    a, b = (tensors[name] for name in lora_parameter_names(target.name))
+    return (a, b) if target.index is None else (a[target.index], b[target.index])
+
+
+def require_writable(
+    adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts: ExpertFiles = "stacked"
+) -> None:
+    """Raise ConfigError for adapters that a file of PEFT's cannot hold."""
+    _plans(adapter, sizes, experts)
+
+
+def _plans(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts: ExpertFiles) -> list[_Plan]:
+    matrices = lora_matrices(adapter)
+    stacked = peft_tensors(adapter.in_memory, matrices)
+    tensors = stacked if experts == "stacked" else peft_tensors(adapter, matrices)
+    converted = experts == "stacked" and any(tensor.experts is not None for tensor in stacked.values())
+    plans = []
+    for tensor in tensors.values():
+        as_parameter = converted and tensor.experts is None and tensor.name.endswith(_EXPERT_SUFFIXES)
+        target = f"{tensor.name}.weight" if as_parameter else tensor.name
+        plan = _Plan(tensor, target, tuple(sizes.get(part.name) for part in tensor.parts))
+        if any(size is not None for size in plan.sizes):
+            _require_one_scale(plan)
+            plans.append(plan)
+        if experts == "per_expert" and tensor.experts is not None:
+            raise ConfigError(
+                f"lora.export_experts is per_expert, and the checkpoint has experts only together, as {tensor.name!r}; "
+                "set it to stacked"
+            )
+    return plans
+
+
+def _require_one_scale(plan: _Plan) -> None:
+    if plan.full_size(1) is None:
+        parts = zip(plan.tensor.parts, plan.sizes, strict=True)
+        scales = [f"{part.name!r} {size.scale:g}" for part, size in parts if size is not None]
+        raise ConfigError(
+            f"lora: adapters count differently ({', '.join(scales)} times), and PEFT has one adapter of all of them, "
+            f"of {plan.tensor.name!r}; give them equal alpha / rank (with rslora, alpha / sqrt(rank)) by alpha_pattern"
+            + ("" if plan.tensor.experts is None else ", or set lora.export_experts to per_expert")
+        )
+
+
+def save_lora(
+    path: str | os.PathLike[str],
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str, LoRASize],
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str,
+    experts: ExpertFiles = "stacked",
+) -> None:
+    """Write adapters as PEFT does, from rank 0; a collective.
+
+    Args:
+        path: folder to create, or an earlier adapter to replace, in one step as exports of weights are.
+        tensors: whole tensors by native name; see `ArchonEngine.lora_weights`.
+        base: path or name of the checkpoint that they belong to.
+        experts: how experts' adapters are written.
+
+    Raises on every rank ConfigError for adapters that PEFT cannot hold, and CheckpointError for a value that is not
+    finite, and where the folder cannot be written or holds other files.
+    """
+    ranks = ControlPlane.with_long_timeout("exports")
+    target = Path(os.path.realpath(path))
+    ranks.run_on_all(lambda: _write(target, _plans(adapter, sizes, experts), tensors, base) if ranks.is_main else None)
+
+
+def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base: str) -> None:
+    keys = key_pairs(plan.tensor for plan in plans)
+    by_key: dict[str, Tensor | LazyTensor] = {}
+    sizes: dict[str, LoRASize] = {}
+    parts: dict[str, Any] = {}
+    for plan in plans:
+        name = plan.tensor.name
+        pair, shared = plan.tensor.fuse(plan.pairs(tensors))
+        for key, tensor in zip(keys[name], plan.tensor.to_file(pair), strict=True):
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{target}: {key!r} has values that are not finite")
+            by_key[key] = tensor
+        whole = plan.full_size(pair[0].shape[-2])
+        assert whole is not None
+        sizes[plan.target] = whole
+        if not shared:
+            parts[name] = [None if size is None else [size.rank, size.alpha] for size in plan.sizes]
+    modules = [plan.target for plan in plans if not plan.is_parameter]
+    parameters = [plan.target for plan in plans if plan.is_parameter]
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        undo_replacement(target)
+        for entry in sorted(target.iterdir()) if target.exists() else []:
+            if entry.name not in (CONFIG_FILE, WEIGHTS_FILE):
+                raise CheckpointError(
+                    f"{target}: it holds {entry.name!r}, which is not part of an adapter and would be lost; choose "
+                    "another folder, or move it away"
+                )
+        with staged_folder(target) as folder:
+            write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base))
+            metadata = {PARTS: json.dumps(parts)} if parts else None
+            write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
+            sync_tree(folder)
+            publish(folder, target)

@@ -1,0 +1,252 @@
+"""From image files to the pixels that a model takes, and from a prompt's placeholders to one for each merged patch.
+
+Pixels are made by the image processor that a checkpoint's `preprocessor_config.json` names, through PIL alone, so that
+the generator and the trainer see the same ones: they are made once and travel with the trajectory. Nothing is ever
+fetched: a picture is a file, bytes, base64 or a PIL image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from archon.checkpoint.hf_reader import read_hf_config
+from archon.models.args.base import ImageFormat
+from archon.models.spec import get_model_spec
+from archon.models.vision.images import ProcessedImage
+from archon.schema.errors import ConfigError, ImageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+PROCESSOR_FILE = "preprocessor_config.json"
+MAX_BYTES = 32 * 2**20
+"""The largest file of a picture, in bytes."""
+MAX_PIXELS = 64 * 2**20
+"""The most pixels of a picture before it is resized; a small file may hold far more (a decompression bomb)."""
+MAX_ASPECT = 200
+"""The largest ratio of a picture's sides, which is that of the processor."""
+MODES = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
+"""PIL's modes of pictures that become red, green and blue without loss of range."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow's formats that are read. Others are seldom sent, and some, such as EPS, run another program on the file."""
+ImageSource = Any
+"""A path, bytes, a PIL image, base64 text, a data URL, or a mapping with `bytes` or `path`, as data sets have."""
+
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+class ImageReader:
+    """Reads the pictures of one checkpoint's model.
+
+    Args:
+        path: the checkpoint folder, with a `preprocessor_config.json`.
+        image_format: what an image is to its model; by default read from the folder's config.
+
+    Raises ConfigError for a model of text, a folder without a processor, a processor of another patch size, and without
+    Pillow.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], image_format: ImageFormat | None = None) -> None:
+        _require_pillow()
+        if image_format is None:
+            config = read_hf_config(path)
+            args = get_model_spec(config["model_type"]).model_args_class.from_hf_config(config)
+            image_format = args.image_format
+        if image_format is None:
+            raise ConfigError(f"{os.fspath(path)}: its model sees no images; expected one with a vision tower")
+        self.image_format = image_format
+        self.processor = _load_processor(Path(path))
+        for name in ("patch_size", "temporal_patch_size", "merge_size"):
+            if getattr(self.processor, name, None) != getattr(image_format, name):
+                raise ConfigError(
+                    f"{os.fspath(path)}: {PROCESSOR_FILE} has {name} {getattr(self.processor, name, None)}, and the "
+                    f"model's is {getattr(image_format, name)}; use the processor of this checkpoint"
+                )
+        if image_format.channels != 3:
+            raise ConfigError(
+                f"{os.fspath(path)}: the model's pictures have {image_format.channels} channels; archon makes pictures "
+                "of red, green and blue"
+            )
+
+    def read(self, source: ImageSource) -> ProcessedImage:
+        """Returns a picture's pixels. Raises ImageError for one that cannot be used; see `open_image`."""
+        image = open_image(source)
+        try:
+            made = self.processor(images=[image], return_tensors="pt")
+        except (ValueError, OSError) as error:
+            raise ImageError(f"a picture of {image.width} x {image.height} pixels: {_line(error)}") from error
+        frames, height, width = made["image_grid_thw"][0].tolist()
+        return ProcessedImage(made["pixel_values"].to(torch.float32), (frames, height, width))
+
+    def expand(self, tokens: Sequence[int], images: Sequence[ProcessedImage]) -> list[int]:
+        """Returns `expand_placeholders` with this model's placeholder."""
+        return expand_placeholders(tokens, images, self.image_format)
+
+
+def expand_placeholders(
+    tokens: Sequence[int], images: Sequence[ProcessedImage], image_format: ImageFormat
+) -> list[int]:
+    """Returns the tokens of a prompt in which each placeholder, one for each picture, is repeated for each row that the
+    picture becomes.
+
+    Raises ImageError unless there are as many placeholders as pictures.
+    """
+    found = sum(token == image_format.token for token in tokens)
+    if found != len(images):
+        raise ImageError(
+            f"the prompt has {found} placeholders of images (token {image_format.token}) and came with {len(images)} "
+            "pictures; expected one placeholder for each"
+        )
+    following = iter(images)
+    expanded: list[int] = []
+    for token in tokens:
+        expanded += [token] * (n_rows(next(following), image_format) if token == image_format.token else 1)
+    return expanded
+
+
+def n_rows(image: ProcessedImage, image_format: ImageFormat) -> int:
+    """Returns the number of tokens that a picture takes."""
+    height, width = image.size
+    return height * width // image_format.merge_size**2
+
+
+def open_image(source: ImageSource) -> PILImage:
+    """Returns a source as an RGB image whose pixels are decoded; what is transparent is on white.
+
+    Raises ImageError, in one line, for a URL, which is never fetched, a file that is missing, truncated or no image,
+    an animation, one of too many bytes or pixels, one that is too long, and a mode that would lose range, such as
+    16 bits.
+    """
+    _require_pillow()
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return _decoded(source, "a PIL image")
+    data, name = _bytes_of(source)
+    if not data:
+        raise ImageError(f"{name} is empty; expected an image")
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{name} has {len(data):,} bytes; expected at most {MAX_BYTES:,}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large pictures, which are refused here by a limit of our own
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{name} has too many pixels for its size; expected at most {MAX_PIXELS:,}") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{name} is no image of the formats {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow raises errors of any kind for a damaged file
+        raise ImageError(f"{name} is truncated or damaged: {_line(error)}") from error
+    return _decoded(image, name)
+
+
+def _bytes_of(source: ImageSource) -> tuple[bytes, str]:
+    """Returns a source's file, and a name of it for messages."""
+    if isinstance(source, dict):
+        known = [source[key] for key in ("bytes", "path") if source.get(key) is not None]
+        if not known:
+            raise ImageError("a picture is a mapping without bytes or path; expected one of them")
+        return _bytes_of(known[0])
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source), f"a picture of {len(source):,} bytes"
+    if isinstance(source, os.PathLike):
+        return _file(Path(source))
+    if not isinstance(source, str):
+        raise ImageError(
+            f"a picture is a {type(source).__name__}; expected a path, bytes, base64, a data URL or a PIL image"
+        )
+    if (match := _DATA_URL.match(source)) is not None:
+        return _decode(source[match.end() :], "a data URL")
+    if source[:5].lower() == "data:":
+        raise ImageError(f"the data URL {source[:40]!r} is no image in base64; expected data:image/png;base64,…")
+    if _URL.match(source) is not None:
+        raise ImageError(f"{source[:80]!r} is a URL, and archon fetches none; send the picture's bytes in base64")
+    if len(source) < 4096 and ("." in source or Path(source).is_file()):  # base64 has no dot
+        return _file(Path(source))
+    return _decode(source, "a picture in base64")
+
+
+def _file(path: Path) -> tuple[bytes, str]:
+    try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise ImageError(f"{path} has {path.stat().st_size:,} bytes; expected at most {MAX_BYTES:,}")
+        return path.read_bytes(), str(path)
+    except OSError as error:
+        raise ImageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _decode(text: str, name: str) -> tuple[bytes, str]:
+    if len(text) > MAX_BYTES * 3 // 2:
+        raise ImageError(f"{name} has {len(text):,} characters; expected a picture of at most {MAX_BYTES:,} bytes")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True), name
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"{name} is not base64: {_line(error)}") from error
+
+
+def _decoded(image: PILImage, name: str) -> PILImage:
+    """Returns the pixels of an image that was opened, in RGB; none is decoded before its size is known to be fine."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise ImageError(f"{name} has {width} x {height} pixels; expected at most {MAX_PIXELS:,} in all")
+    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageError(f"{name} has {width} x {height} pixels; expected sides of at most {MAX_ASPECT} to 1")
+    if image.mode not in MODES:
+        raise ImageError(f"{name} has the mode {image.mode}; expected {', '.join(MODES)}: convert it to RGB")
+    try:
+        frames = getattr(image, "n_frames", 1)
+        decoded = _on_white(image) if frames == 1 else None
+    except Exception as error:  # Pillow raises errors of any kind for a damaged file
+        raise ImageError(f"{name} is truncated or damaged: {_line(error)}") from error
+    if decoded is None:
+        raise ImageError(f"{name} is an animation of {frames} frames; expected one picture")
+    return decoded
+
+
+def _on_white(image: PILImage) -> PILImage:
+    from PIL import Image
+
+    image.load()
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ConfigError("pictures need Pillow; install archon-engine[vision]") from None
+
+
+def _load_processor(path: Path) -> Any:
+    if not (path / PROCESSOR_FILE).is_file():
+        raise ConfigError(
+            f"{path} has no {PROCESSOR_FILE}, which says how pictures become pixels; copy the model's own"
+        )
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            str(path), backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ConfigError(f"{path / PROCESSOR_FILE} cannot be used: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    """Returns an error's message as one short line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

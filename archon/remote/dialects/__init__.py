@@ -1,0 +1,1 @@
+"""HTTP dialects of inference servers: archon, SGLang and vLLM."""

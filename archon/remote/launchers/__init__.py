@@ -1,0 +1,1 @@
+"""Launchers of inference servers: local processes, Slurm and Ray."""

@@ -1,0 +1,191 @@
+"""How one server is started and ended: as a process of this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import archon
+from archon.remote import supervisor
+from archon.remote.config import LaunchConfig
+from archon.remote.http import KEY
+
+LOG_BYTES = 4000
+END_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts a server of one engine: arguments, in which `{host}` and `{port}` stand for where it listens, and
+    the environment that it needs besides the machine's."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def argv(self, host: str, port: str) -> list[str]:
+        """Returns the arguments of a server that listens there."""
+        return [argument.replace("{host}", host).replace("{port}", port) for argument in self.arguments]
+
+    def shell(self, host: str, port: str) -> str:
+        """Returns a line for a shell, in which `host` and `port` may be variables such as `$PORT`."""
+        quoted = " ".join(map(shlex.quote, self.arguments))
+        return quoted.replace("'{host}'", host).replace("'{port}'", port)
+
+
+def command(config: LaunchConfig, model: str, push_root: Path, dtype: str, lora_rank: int | None) -> Command:
+    """Returns what starts a server of `model`, to which weights can be pushed from folders in `push_root`.
+
+    Args:
+        dtype: that it computes in.
+        lora_rank: of the adapters that are pushed; None: whole weights are.
+    """
+    own = {"ARCHON_TOKEN": os.environ[KEY]}
+    package = str(Path(archon.__file__).resolve().parents[1])
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    is_listening = ["--host", "{host}", "--port", "{port}"]
+    if config.engine == "archon":
+        program = config.command or [sys.executable, "-m", "archon", "serve"]
+        options = [model, *is_listening, "--push-root", str(push_root), f"dtype={dtype}"]
+        return Command([*program, *options, *config.args], own | path)
+    if config.engine == "sglang":
+        program = config.command or [sys.executable, "-m", "sglang.launch_server"]
+        return Command([*program, "--model-path", model, *is_listening, "--dtype", dtype, *config.args], {})
+    program = config.command or ["vllm", "serve"]
+    options = [model, *is_listening, "--dtype", dtype, "--enable-scale-out"]
+    needed = {"VLLM_SERVER_DEV_MODE": "1"} | path
+    if lora_rank is None:
+        extension = "archon.serve.vllm_extension.Extension"
+        options += ["--worker-extension-cls", extension, "--weight-transfer-config", '{"backend": "archon"}']
+    else:
+        options += ["--enable-lora", "--max-lora-rank", str(max(8, lora_rank))]
+        needed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return Command([*program, *options, *config.args], needed)
+
+
+def ensure_server_key() -> str:
+    """Returns the key of this run's servers, made where there is none."""
+    return os.environ.setdefault(KEY, secrets.token_hex(16))
+
+
+class ServerHandle(ABC):
+    """A server that this run may start again and again, each time at `url`.
+
+    Attributes:
+        name: for logs.
+        url: where it answers; known once it was started.
+        started: when it was last, by the monotonic clock.
+        failed_starts: starts since the last push to it that succeeded.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.url = name, ""
+        self.started, self.failed_starts = 0.0, 0
+
+    def start(self) -> None:
+        """Starts it, anew where it runs already."""
+        self.stop()
+        self.started = time.monotonic()
+        self.failed_starts += 1
+        self._start()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def exit_message(self) -> str | None:
+        """Returns how it ended, with the end of its log; None while it runs."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends it and whatever it started; does nothing where it does not run."""
+
+
+@dataclass(eq=False)
+class LocalHandle(ServerHandle):
+    """A process of this machine with a keeper, which ends it when this process ends, however that happens.
+
+    Attributes:
+        host: the address of this machine at which it listens.
+        detached: whether the keeper must be no child of this process, as whatever ends that kills its children.
+    """
+
+    name: str
+    command: Command
+    folder: Path
+    host: str = "127.0.0.1"
+    detached: bool = False
+    url: str = ""
+    started: float = 0.0
+    failed_starts: int = 0
+    _supervisor: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def _start(self) -> None:
+        port = self.url.rpartition(":")[2] or str(_free_port(self.host))
+        self.url = f"http://{self.host}:{port}"
+        options = ["--detached"] if self.detached else []
+        program = [sys.executable, supervisor.__file__, *options, "--", *self.command.argv(self.host, port)]
+        with self._log.open("ab") as log:
+            self._supervisor = subprocess.Popen(
+                program,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.command.environment,
+                start_new_session=True,  # a Ctrl-C is the trainer's to handle
+            )
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def exit_message(self) -> str | None:
+        if self._supervisor is None or (code := self._supervisor.poll()) is None:
+            return None
+        return f"{self.name} ended with status {code}; the end of {self._log}:\n{log_tail(self._log)}"
+
+    def stop(self) -> None:
+        if self._supervisor is None:
+            return
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.close()
+        try:
+            self._supervisor.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._supervisor = None
+
+
+def log_tail(path: Path) -> str:
+    """Returns the last lines of a log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            return file.read().decode("utf-8", "replace").strip()
+    except OSError as error:
+        return f"(no log: {error})"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def stop_all(handles: Sequence[ServerHandle]) -> None:
+    """Ends servers, one after another, each whatever happens to the others."""
+    for handle in handles:
+        try:
+            handle.stop()
+        except OSError:
+            continue

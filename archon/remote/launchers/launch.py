@@ -1,0 +1,147 @@
+"""`rollout.launch`: servers that the run starts, watches, restarts and ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from archon.remote.config import LaunchConfig, PushConfig
+from archon.remote.connect import SHARED_MEMORY
+from archon.remote.engine import RemoteEngine
+from archon.remote.http import CONNECT_SECONDS, Http
+from archon.remote.launchers.base import Command, LocalHandle, ServerHandle, stop_all
+from archon.remote.launchers.ray_servers import RayHandle
+from archon.remote.launchers.slurm import SlurmHandle
+from archon.remote.server import RemoteServer
+from archon.schema.errors import ConfigError, RolloutError, UserError
+
+WATCH_SECONDS = 1.0
+
+
+def push_root(push: PushConfig) -> Path:
+    """Returns the folder in which pushes will be, made where the configuration names it."""
+    if push.folder is None:
+        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(TemporaryDirectory().name).parent
+    folder = Path(push.folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@dataclass
+class LaunchedServers:
+    """Servers of one command. `open` starts them, `watch` keeps them in a fleet, `close` ends them.
+
+    Attributes:
+        folder: for logs, scripts and URLs.
+        log: called with one line of each start, end and return.
+    """
+
+    config: LaunchConfig
+    command: Command
+    folder: Path
+    log: Callable[[str], None] = print
+    handles: list[ServerHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def open(self) -> list[str]:
+        """Starts all servers and returns their URLs once each accepts connections.
+
+        Raises ConfigError, with the end of its log, for one that does not come up; then none is left.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.handles = [self._handle(f"server-{number}") for number in range(self.config.count)]
+        try:
+            with ThreadPoolExecutor(len(self.handles)) as pool:
+                list(pool.map(self._start_server, self.handles))
+        except BaseException:
+            self.close()
+            raise
+        urls = [handle.url for handle in self.handles]
+        self.log(f"launched {len(urls)} {self.config.engine} servers: {', '.join(urls)}; logs in {self.folder}")
+        return urls
+
+    def watch(self, engine: RemoteEngine) -> None:
+        """Restarts, from now on and in a thread, servers that ended or do not answer, and gives them the weights."""
+        engine.recovery_timeout = self.config.seconds
+        self._watcher = threading.Thread(target=self._watch, args=[engine], name="archon-servers", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Ends all servers."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join(5 * WATCH_SECONDS)
+            if self._watcher.is_alive():
+                stop_all(self.handles)  # one that it starts may wait for a place in a cluster
+                self._watcher.join(self.config.seconds)
+        stop_all(self.handles)
+
+    def _handle(self, name: str) -> ServerHandle:
+        config = self.config
+        if config.launcher == "ray":
+            return RayHandle(name, self.command, self.folder, config.resources, config.seconds)
+        if config.launcher == "slurm":
+            return SlurmHandle(name, self.command, self.folder, config.sbatch, config.seconds)
+        return LocalHandle(name, self.command, self.folder)
+
+    def _start_server(self, handle: ServerHandle) -> None:
+        """Starts a server and waits until it listens. Raises ConfigError where it does not."""
+        handle.start()
+        until = time.monotonic() + self.config.seconds
+        while not Http(handle.url).is_listening():
+            if (end := handle.exit_message()) is not None:
+                raise ConfigError(f"rollout.launch: {end}")
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"rollout.launch: {handle.name} did not listen at {handle.url} within {self.config.seconds:g} s"
+                )
+            if self._closing.wait(0.2):
+                raise ConfigError(f"rollout.launch: the run ended while {handle.name} was started")
+
+    def _watch(self, engine: RemoteEngine) -> None:
+        while not self._closing.wait(WATCH_SECONDS):
+            for handle in self.handles:
+                server = next((server for server in engine.servers if server.url == handle.url), None)
+                if server is None or server.pushing or handle.failed_starts > self.config.restarts:
+                    continue
+                end = handle.exit_message()
+                if end is None and server.failure is None:
+                    handle.failed_starts = 0
+                    continue
+                try:
+                    self._restore(engine, handle, server, end)
+                except UserError as error:
+                    if not self._closing.is_set():
+                        self.log(f"{handle.name} is not back: {error}")
+                        if handle.failed_starts > self.config.restarts:
+                            self.log(f"{handle.name} is given up after {handle.failed_starts} starts without a push")
+
+    def _restore(self, engine: RemoteEngine, handle: ServerHandle, server: RemoteServer, end: str | None) -> None:
+        """Brings a server back that ended, or that left the fleet: where it does not answer, it is started again."""
+        server.failure = server.failure or end
+        if end is None:
+            try:
+                server.check_health(CONNECT_SECONDS)
+            except RolloutError as error:
+                if handle.failed_starts and time.monotonic() - handle.started < self.config.seconds:
+                    raise  # it listens, and is not ready yet
+                end = str(error)
+        if end is not None:
+            self.log(f"{handle.name} is started again: {end.splitlines()[0]}")
+            old = handle.url
+            try:
+                self._start_server(handle)
+            finally:
+                if handle.url != old:
+                    server.move(handle.url)
+        if engine.restore_server(server):
+            handle.failed_starts = 0
+            self.log(f"{handle.name} is back, with the weights of version {server.version}")

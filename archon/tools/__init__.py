@@ -1,0 +1,1 @@
+"""Tools of the command: benchmark, planner, doctor, family checks and reports."""

@@ -1,0 +1,136 @@
+"""The origin of a measurement (command, commit, machine) and statistics of its values. Does not import torch."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from archon.schema.config import StrictModel
+
+ROOT = Path(__file__).resolve().parents[2]
+# Git pathspecs that exclude files on which no measurement depends.
+EXCLUDED_PATHS = (":!benchmarks/records", ":!*.md")
+PACKAGES = ("torch", "transformers", "peft", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
+
+
+class Machine(StrictModel):
+    """The machine of a measurement."""
+
+    cpu: str
+    cores: int = Field(ge=1, description="cores this process may use")
+    memory_bytes: int
+    gpus: list[str] = Field(default_factory=list, description="name and driver of each GPU")
+
+
+class NumericCheck(StrictModel):
+    """A comparison of values that passed before steps were timed."""
+
+    what: str
+    peer: str
+    difference: float = Field(description="relative; 0 where equality was required")
+    tolerance: float
+
+
+class Spread(StrictModel):
+    """Statistics of the values of repeated runs, and their memory."""
+
+    unit: str
+    median: float
+    min: float
+    max: float
+    values: list[float]
+    memory_bytes: dict[str, int] = Field(default_factory=dict, description="maximum over the runs, by kind")
+
+
+def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
+    """Returns statistics of `values`, and the maximum of each kind of memory in `runs`."""
+    return Spread(
+        unit=unit,
+        median=statistics.median(values),
+        min=min(values),
+        max=max(values),
+        values=list(values),
+        memory_bytes=max_by_name([run.get("memory", {}) for run in runs]),
+    )
+
+
+def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the maximum of each name's values."""
+    peaks: dict[str, int] = {}
+    for by_name in sizes:
+        for name, size in by_name.items():
+            peaks[name] = max(peaks.get(name, 0), size)
+    return peaks
+
+
+def relative_difference(value: float, reference: float) -> float:
+    """Returns |ours - theirs| / |theirs|."""
+    return abs(value - reference) / max(abs(reference), 1e-30)
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Returns the fields of every record: command, commit, date (UTC), versions and machine."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the installed packages that affect measurements."""
+    installed = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
+
+
+def commit() -> str:
+    """Returns the commit of the checkout, with `+` if tracked files differ from it; `unknown` outside a checkout.
+
+    Records and Markdown pages are ignored, because a run writes them.
+    """
+    if not (ROOT / ".git").exists():
+        return "unknown"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *EXCLUDED_PATHS)
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+
+
+def processor(info: str) -> str:
+    """Returns the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
+    processors whose products differ by half."""
+    named = (line.partition(":") for line in info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in named}
+    numbers = ", ".join(
+        f"{name} {fields[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in fields
+    )
+    return fields.get("model name", "unknown") + (f" ({numbers})" if numbers else "")
+
+
+def machine() -> Machine:
+    """Returns processor, cores, memory and GPUs of this machine."""
+    cpu = processor(Path("/proc/cpuinfo").read_text())
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    gpus: list[str] = []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(FileNotFoundError):
+        listed = subprocess.run(query, capture_output=True, text=True)
+        gpus = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+    return Machine(cpu=cpu, cores=len(os.sched_getaffinity(0)), memory_bytes=pages * size, gpus=gpus)

@@ -1,0 +1,93 @@
+"""Profiles one training step by torch's profiler, with the labels that `archon.tools.bench.partition` reads."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from archon.models.layers.head import LMHead
+from archon.parallel.phase import phase_listener
+from archon.tools.bench.partition import LABEL, STEP, Profile, read_profile
+
+# Kinds of collectives by c10d's `OpType`, the only information that a wait has.
+_KIND_OF_OP_TYPE = {
+    0: "broadcast",
+    1: "all_reduce",
+    4: "all_gather",
+    5: "all_gather",
+    9: "reduce_scatter",
+    10: "all_to_all",
+    11: "all_to_all",
+    12: "send",
+    13: "recv",
+    16: "reduce_scatter",
+    17: "send_recv",
+}
+
+
+def phase_label(name: str) -> record_function:
+    return record_function(LABEL + name)
+
+
+def profile_step(step: Callable[[], Any], model: nn.Module, device: torch.device) -> tuple[Profile, float]:
+    """Returns the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler, phase_listener(phase_label), _label_head(model), label_waits():
+        start = time.perf_counter()
+        with phase_label(STEP):
+            step()
+        seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return read_profile(trace, on_gpu), seconds
+
+
+@contextmanager
+def _label_head(model: nn.Module) -> Iterator[None]:
+    """Label the forward of the head, which also computes the gradient of a fused loss."""
+    opened: list[Any] = []
+
+    def before(*_: Any) -> None:
+        opened.append(phase_label("head"))
+        opened[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, LMHead):
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def label_waits() -> Iterator[None]:
+    """Label the waits for collectives in Python, which the profiler does not record as operators."""
+    work_class: Any = dist.Work
+    wait = work_class.wait
+
+    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
+        with phase_label(kind):
+            return wait(work, *args, **kwargs)
+
+    work_class.wait = labeled_wait
+    try:
+        yield
+    finally:
+        work_class.wait = wait

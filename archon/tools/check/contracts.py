@@ -1,0 +1,170 @@
+"""Every contract of a family in turn, and what each found."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from archon.schema.errors import ConfigError, UserError
+from archon.tools.check.decoding import check_decoding
+from archon.tools.check.family import CheckedFamily
+from archon.tools.check.isolation import check_forks, check_isolation, check_shared_prefixes
+from archon.tools.check.layouts import check_layouts, describe_layouts
+from archon.tools.check.oracle import ContractError, family_config, hf_classes, random_config
+from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, parity
+from archon.tools.check.round_trip import native_round_trip, round_trip
+from archon.tools.check.silent_defaults import STYLES, field_outcomes, unread_fields
+
+# How many configurations each contract tries, of a quick check and of a full one.
+DEFAULT_SEEDS = range(6)
+SLOW_TEST_SEEDS = range(2)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one contract.
+
+    Attributes:
+        text: what was found, or how the contract is broken.
+        passed: None for a contract that could not be checked.
+    """
+
+    contract: str
+    text: str
+    passed: bool | None
+    seconds: float
+
+
+def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[str] = ()) -> Iterator[Finding]:
+    """Yields the finding of each contract, or of those named in `only`.
+
+    `full` tries every configuration, tied models in layouts, and all pages. Raises ConfigError for an unknown contract.
+    """
+    if unknown := set(only) - CONTRACTS.keys():
+        raise ConfigError(f"no contract is named {sorted(unknown)[0]!r}; expected one of {', '.join(CONTRACTS)}")
+    for name in only or CONTRACTS:
+        contract = CONTRACTS[name]
+        started = time.monotonic()
+        passed: bool | None = True
+        try:
+            text = contract(family, full)
+        except _NoReferenceError:
+            text, passed = "transformers has no such type", None
+        except (ContractError, UserError) as error:
+            text, passed = " ".join(str(error).split()), False
+        except Exception as error:  # noqa: BLE001 - a family's code may raise anything; the other contracts go on
+            text, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
+        yield Finding(name, text, passed, time.monotonic() - started)
+
+
+class _NoReferenceError(Exception):
+    """The contract compares with transformers, which has no such type."""
+
+
+def _reference(family: CheckedFamily) -> str:
+    if family.reference is None:
+        raise _NoReferenceError
+    return family.reference
+
+
+def _parameters(family: CheckedFamily, full: bool) -> str:
+    """Compare the parameters of the published default sizes with those of transformers, both on the meta device."""
+    reference = _reference(family)
+    config_class, model_class = hf_classes(reference)
+    config, which = config_class(), "the default config"
+    try:
+        adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
+    except ConfigError:  # such as GLM-4.5's, which rotates 21 of the 42 features of a head
+        config, which = random_config(0, family.model_type, reference), "a drawn config, since the default is refused"
+        adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
+    with torch.device("meta"):
+        theirs = model_class._from_config(config)
+    wanted = sum(weight.numel() for name, weight in theirs.named_parameters() if not adapter.is_passthrough(name))
+    found = sum(math.prod(shape) for shape in adapter.native_shapes.values())
+    if found != wanted:
+        raise ContractError(f"{found:,} parameters by {which} of transformers, which has {wanted:,}")
+    return f"{found:,} by {which}"
+
+
+def _parity(family: CheckedFamily, full: bool) -> str:
+    reference = _reference(family)
+    worst = {"logits": 0.0, "gradients": 0.0}
+    seeds = SEEDS if full else DEFAULT_SEEDS
+    for seed in seeds:
+        for name, difference in parity(seed, family.model_type, reference).items():
+            if not difference <= FP32_TOLERANCE:
+                raise ContractError(f"configuration {seed}: {name} differs by {difference:.1e} from transformers")
+            kind = "logits" if name == "logits" else "gradients"
+            worst[kind] = max(worst[kind], difference)
+    return f"logits {worst['logits']:.0e}, gradients {worst['gradients']:.0e} over {len(seeds)} configurations"
+
+
+def _config_fields(family: CheckedFamily, full: bool) -> str:
+    if family.reference is None:
+        if lines := unread_fields(family.model_type):
+            raise ContractError("; ".join(lines))
+        return "each mapped field reaches the model's arguments; not compared with transformers"
+    counts, wrong = {"equal": 0, "rejected": 0}, []
+    for style in STYLES if full else STYLES[:1]:
+        outcomes, lines = field_outcomes(family.model_type, style, family.reference)
+        wrong += lines
+        counts = {name: count + outcomes[name] for name, count in counts.items()}
+    if wrong:
+        raise ContractError("; ".join(wrong))
+    return f"{counts['equal']} variants as transformers', {counts['rejected']} refused by name"
+
+
+def _round_trip(family: CheckedFamily, full: bool) -> str:
+    tensors = 0
+    for seed in DEFAULT_SEEDS if full else SLOW_TEST_SEEDS:
+        with tempfile.TemporaryDirectory() as folder:
+            if family.reference is None:
+                tensors += native_round_trip(seed, family.model_type, Path(folder))
+            else:
+                tensors += round_trip(seed, family.model_type, Path(folder), family.reference)
+    names = "archon's own files" if family.reference is None else "transformers' names and files"
+    return f"{tensors} tensors bitwise, {names}"
+
+
+def _isolation(family: CheckedFamily, full: bool) -> str:
+    seeds = SEEDS if full else DEFAULT_SEEDS
+    documents = sum(check_isolation(seed, family.model_type) for seed in seeds)
+    shared = sum(check_shared_prefixes(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
+    forks = sum(check_forks(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
+    prefixes = "also with shared beginnings" if shared else "beginnings are not shared"
+    return f"{documents} documents changed, no other noticed; {prefixes}; {forks} forked answers as alone"
+
+
+def _generation(family: CheckedFamily, full: bool) -> str:
+    pages = (1, 3, 64) if full else (3,)
+    tokens = sum(
+        check_decoding(seed, family.model_type, family.reference, pages)
+        for seed in (SLOW_TEST_SEEDS if full else range(1))
+    )
+    reference = "the forward over whole documents" if family.reference is None else "transformers"
+    return f"{tokens} greedy tokens as {reference}"
+
+
+def _layouts(family: CheckedFamily, full: bool) -> str:
+    found = ""
+    for tied in (False, True) if full else (False,):
+        with tempfile.TemporaryDirectory() as folder:
+            found = describe_layouts(check_layouts(family, Path(folder), tied=tied))
+    return found
+
+
+CONTRACTS: dict[str, Callable[[CheckedFamily, bool], str]] = {
+    "parameters": _parameters,
+    "parity": _parity,
+    "config fields": _config_fields,
+    "round trip": _round_trip,
+    "isolation": _isolation,
+    "generation": _generation,
+    "two ranks": _layouts,
+}

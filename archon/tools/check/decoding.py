@@ -1,0 +1,112 @@
+"""Greedy answers through the paged cache, token for token those of transformers, forks and preemption included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from archon.generation.inprocess import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.models import BaseArchonModel
+from archon.tools.check.oracle import ContractError, build_pair, random_config
+from archon.tools.check.random_configs import draw_fields
+from archon.tools.check.round_trip import fresh_model
+
+NEW_TOKENS = 13
+PROMPT_LENGTHS = (1, 2, 5, 9, 17, 33)
+PAGE_SIZES = (1, 3, 64)
+# Fields for decoding: windows shorter than the prompts, no id that ends an answer.
+FIXED: dict[str, Any] = {"max_position_embeddings": 256, "pad_token_id": None}
+
+
+def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
+    """Returns random prompts of different lengths; one occurs twice, so that its cache is shared and forked."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randint(vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [*made, made[3]]
+
+
+def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
+    """Returns the most likely `count` tokens after a prompt by transformers' `generate`."""
+    ids = torch.tensor([list(prompt)])
+    reference.generation_config.eos_token_id = None
+    if getattr(reference.generation_config, "use_mtp", None):
+        # Newer transformers would draft with layers that the model does not have.
+        reference.generation_config.use_mtp = False
+    out = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+    )
+    return list(out[0, len(prompt) :].tolist())
+
+
+@torch.no_grad()
+def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
+    """Returns the same by the model's own forward over the whole document for each token, without a cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        n = len(tokens)
+        logits = model(torch.tensor(tokens), torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def answers(engine: InProcessEngine, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the greedy answers of an engine to prompts."""
+    settings = GenerationHyperparameters(greedy=True, max_new_tokens=NEW_TOKENS)
+    return [answer.output_tokens for answer in engine.generate([ModelRequest(list(p), settings) for p in prompt_ids])]
+
+
+def check_decoding(
+    seed: int, model_type: str, reference: str | None = None, page_sizes: Sequence[int] = PAGE_SIZES
+) -> int:
+    """Compare greedy answers in float64, where a near tie of two tokens decides nothing. Returns their tokens.
+
+    The reference is transformers' `generate`, or without a `reference` the model's forward over whole documents. Pages
+    are few, so that answers are preempted and computed again; then the weights are replaced.
+
+    Raises ContractError for the first answer that differs.
+    """
+    fixed = {name: value for name, value in FIXED.items() if name in _fields(model_type)}
+    total = 0
+    if reference is not None:
+        config = random_config(seed, model_type, reference, rope_kind="default", **fixed)
+        theirs, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
+        other, second, _ = build_pair(config, seed=seed + 1, dtype=torch.float64, model_type=model_type)
+        theirs.eval(), other.eval()
+        pairs = [
+            (first, lambda p: transformers_greedy_tokens(theirs, p)),
+            (second, lambda p: transformers_greedy_tokens(other, p)),
+        ]
+    else:
+        fields = {"model_type": model_type} | draw_fields(seed, model_type, rope_kind="default", **fixed)
+        first, second = (fresh_model(fields, seed + n, torch.float64) for n in range(2))
+        pairs = [
+            (first, lambda p: uncached_greedy_tokens(first, p)),
+            (second, lambda p: uncached_greedy_tokens(second, p)),
+        ]
+    prompt_ids = prompts(first.args.vocab_size, seed)
+    expected = [[greedy(prompt) for prompt in prompt_ids] for _, greedy in pairs]
+    for page_size in page_sizes:
+        longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // page_size)
+        engine = InProcessEngine.from_model(
+            first, max_slots=4, page_size=page_size, n_pages=2 * longest, max_seq_len=256, prefill_tokens=11
+        )
+        for number, (model, _) in enumerate(pairs):
+            if number:
+                engine.update_weights(model)
+            for prompt, found, right in zip(prompt_ids, answers(engine, prompt_ids), expected[number], strict=True):
+                if found != right:
+                    raise ContractError(
+                        f"pages of {page_size}{', new weights' if number else ''}: a prompt of {len(prompt)} tokens is "
+                        f"answered by {found}, expected {right}"
+                    )
+                total += len(found)
+    return total
+
+
+def _fields(model_type: str) -> frozenset[str]:
+    from archon.models import get_model_spec
+
+    return frozenset(get_model_spec(model_type, text_only=True).model_args_class.hf_fields)

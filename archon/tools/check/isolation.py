@@ -1,0 +1,167 @@
+"""Documents and answers do not see each other: one changed, the others keep their results bit for bit.
+
+Packed documents, documents that share the computation of a common beginning, and answers that fork from one prompt;
+those of two ranks are in `archon.tools.check.layouts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.generation.inprocess import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.models import BaseArchonModel, get_model_spec
+from archon.models.attention.meta import PrefixAttention
+from archon.models.attention.prefix.plan import shared_prefixes
+from archon.tools.check.decoding import FIXED
+from archon.tools.check.oracle import ContractError, pack
+from archon.tools.check.random_configs import draw_fields
+from archon.tools.check.round_trip import fresh_model
+
+LENGTHS = [9, 13, 1, 31]
+# Tokens that documents begin with in common: few, which are computed as a tree, and more than a tree has.
+PREFIX_LENGTHS, SUFFIX_LENGTHS = (12, 150), (7, 5, 9)
+# Experts process the tokens that chose them together, in products of other sizes: rounding of float64.
+EXPERTS_TOLERANCE = 1e-12
+# The same of an answer that is decoded in a matrix of one row: relative to a log-probability.
+ISOLATION_TOLERANCE = 1e-11
+PROMPT_TOKENS, NEW_TOKENS = 19, 13
+SAMPLE_SEEDS = range(12)
+
+
+def check_isolation(seed: int, model_type: str) -> int:
+    """Change each packed document in turn, in float64. Returns the number of documents.
+
+    Raises ContractError where another document's logits change: by one bit, or with experts by more than rounding.
+    """
+    model = _random_model(seed, model_type)
+    vocab = model.args.vocab_size
+    tokens, positions, cu_seqlens, longest = pack(LENGTHS, vocab, seed)
+    with torch.no_grad():
+        before = model(tokens, positions, cu_seqlens, longest).split(LENGTHS)
+        for changed, document in enumerate(tokens.split(LENGTHS)):
+            parts = list(tokens.split(LENGTHS))
+            parts[changed] = (document + 1) % vocab
+            after = model(torch.cat(parts), positions, cu_seqlens, longest).split(LENGTHS)
+            _compare(model, before, after, changed, "document")
+    return len(LENGTHS)
+
+
+def check_shared_prefixes(seed: int, model_type: str) -> bool:
+    """Change the own tokens of documents that share a beginning. Returns whether the family shares any.
+
+    Raises ContractError where another document's logits change by a bit, or with experts by more than rounding, and
+    where sharing changes logits by more than rounding.
+    """
+    model = _random_model(seed, model_type)
+    if not model.args.shares_prefixes:
+        return False
+    for prefix_length in PREFIX_LENGTHS:
+        tokens, lengths = _documents_with_prefix(prefix_length, model.args.vocab_size, seed)
+        before = _shared_logits(model, tokens, lengths)
+        packed = model(*_packed_inputs(tokens, lengths)).detach().split(lengths)
+        difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(before, packed, strict=True))
+        if difference > ISOLATION_TOLERANCE:
+            raise ContractError(f"a beginning of {prefix_length} tokens, shared, alters the logits by {difference:.1e}")
+        for changed in range(len(lengths)):
+            parts = list(tokens.split(lengths))
+            last = torch.zeros_like(parts[changed])
+            last[-1] = 1
+            parts[changed] = (parts[changed] + last) % model.args.vocab_size
+            _compare(model, before, _shared_logits(model, torch.cat(parts), lengths), changed, "sharing document")
+    return True
+
+
+def check_forks(seed: int, model_type: str) -> int:
+    """Sample two answers from the state after one prompt, in float64. Returns the number of answers compared.
+
+    Raises ContractError where an answer depends on what the other one sampled: by one bit of a log-probability, or with
+    experts by more than rounding; and where it is not that of a prompt of its own.
+    """
+    known = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
+    model = _random_model(seed, model_type, rope_kind="default", **{k: v for k, v in FIXED.items() if k in known})
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(model.args.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+    # Equal answers are decoded as one until they differ, so three are chosen that begin with different tokens.
+    begins = {answer[0][0]: number for number, answer in enumerate(_answers(model, prompt, SAMPLE_SEEDS))}
+    if len(begins) < 3:
+        raise ContractError(f"{len(SAMPLE_SEEDS)} sampled answers begin with {len(begins)} tokens, expected 3 or more")
+    a, b, c = [*begins.values()][:3]
+    (first, second), (same, other) = (_answers(model, prompt, seeds) for seeds in ((a, b), (a, c)))
+    _compare_answers("another fork's tokens", first, same, EXPERTS_TOLERANCE if _has_experts(model) else 0.0)
+    for answer, own_seed in ((first, a), (second, b), (other, c)):
+        (alone,) = _answers(model, prompt, (own_seed,))
+        _compare_answers("a fork", answer, alone, ISOLATION_TOLERANCE)
+    return 4
+
+
+Answer = tuple[tuple[int, ...], Tensor]
+"""An answer's tokens and their log-probabilities."""
+
+
+def _answers(model: BaseArchonModel, prompt: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
+    engine = InProcessEngine.from_model(
+        model, max_slots=len(SAMPLE_SEEDS), page_size=3, max_seq_len=256, prefill_tokens=11
+    )
+    settings = [GenerationHyperparameters(max_new_tokens=NEW_TOKENS, seed=seed) for seed in seeds]
+    actual = engine.generate([ModelRequest([*prompt], one) for one in settings])
+    if engine.stats.shared_prompts != len(seeds) - 1:
+        raise ContractError("answers to one prompt did not fork from one computation of it")
+    return [(tuple(a.output_tokens), torch.tensor(a.output_logprobs, dtype=torch.float64)) for a in actual]
+
+
+def _compare_answers(what: str, actual: Answer, expected: Answer, tolerance: float) -> None:
+    if actual[0] != expected[0] or (difference := float((actual[1] - expected[1]).abs().max())) > tolerance:
+        by = "other tokens" if actual[0] != expected[0] else f"{difference:.1e}"
+        raise ContractError(f"{what} alters an answer by {by}")
+
+
+def _random_model(seed: int, model_type: str, **options: Any) -> BaseArchonModel:
+    return fresh_model({"model_type": model_type} | draw_fields(seed, model_type, **options), seed, torch.float64)
+
+
+def _has_experts(model: BaseArchonModel) -> bool:
+    return any(layer.feed_forward.n_experts for layer in model.layer_specs)
+
+
+def _documents_with_prefix(prefix_length: int, vocab: int, seed: int) -> tuple[Tensor, list[int]]:
+    """Returns tokens of documents whose first `prefix_length` are equal and whose next ones differ, and their
+    lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    beginning = torch.randint(vocab, (prefix_length,), generator=generator)
+    ends = [torch.randint(vocab, (count,), generator=generator) for count in SUFFIX_LENGTHS]
+    for number, end in enumerate(ends):
+        end[0] = number
+    tokens = torch.cat([part for end in ends for part in (beginning, end)])
+    return tokens, [prefix_length + count for count in SUFFIX_LENGTHS]
+
+
+def _packed_inputs(tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return tokens, positions, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
+
+
+@torch.no_grad()
+def _shared_logits(model: BaseArchonModel, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    shared = shared_prefixes(tokens, lengths)
+    assert shared is not None
+    _, positions, cu_seqlens, longest = _packed_inputs(tokens, lengths)
+    inputs = tokens[shared.rows], positions[shared.rows], cu_seqlens, longest
+    return model(*inputs, PrefixAttention(shared, model.args.attn_type)).split(lengths)
+
+
+def _compare(
+    model: BaseArchonModel, before: Sequence[Tensor], after: Sequence[Tensor], changed: int, what: str
+) -> None:
+    """Raise ContractError where documents other than the changed one have other logits, or that one the same."""
+    tolerance = EXPERTS_TOLERANCE if _has_experts(model) else 0.0
+    for other, (old, new) in enumerate(zip(before, after, strict=True)):
+        difference = float((old - new).abs().max() / old.abs().max())
+        if other == changed and difference == 0:
+            raise ContractError(f"{what} {changed + 1} has the same logits with other tokens")
+        if other != changed and difference > tolerance:
+            raise ContractError(f"{what} {other + 1} changes by {difference:.1e} when {what} {changed + 1} does")

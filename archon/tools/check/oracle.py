@@ -1,0 +1,186 @@
+"""transformers as the oracle of a family: a model of its own with the same weights, run on one document at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec, is_supported_model
+from archon.schema.errors import ConfigError
+from archon.tools.check.random_configs import draw_fields
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class ContractError(Exception):
+    """A family breaks a contract; the message is one line that says how."""
+
+
+def has_reference(model_type: str) -> bool:
+    """Returns whether transformers has a causal language model of this type, or the whole model of a composite one."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _model_mapping(model_type)
+
+
+def hf_classes(model_type: str) -> tuple[Any, Any]:
+    """Returns the config class and the causal language model of transformers for a model type.
+
+    Of a composite type it is the whole model, whose checkpoints are read. Raises ConfigError where there is none.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if not has_reference(model_type):
+        raise ConfigError(f"transformers has no causal language model of the type {model_type!r} to compare with")
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class, _model_mapping(model_type)[config_class]
+
+
+def _model_mapping(model_type: str) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_composite(model_type) else MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def is_composite(model_type: str) -> bool:
+    """Returns whether a family reads the text decoder of a composite model of this type."""
+    return is_supported_model(model_type) and model_type in get_model_spec(model_type).model_args_class.composite_types
+
+
+def random_config(
+    seed: int, model_type: str, reference: str | None = None, *, rope_kind: str | None = None, **fixed: Any
+) -> Any:
+    """Returns a transformers config with the fields of `draw_fields`, of the type `reference` where that is given."""
+    return hf_classes(reference or model_type)[0](**draw_fields(seed, model_type, rope_kind=rope_kind, **fixed))
+
+
+def family_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
+    """Returns a transformers config as the `config.json` of a family, by default that of its own type."""
+    fields: dict[str, Any] = config.to_dict()
+    return fields | {"model_type": model_type or config.model_type}
+
+
+def hf_model(config: Any, **options: Any) -> Any:
+    """Returns a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
+    float64."""
+    if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
+        options["experts_implementation"] = "eager"
+    model_class = hf_classes(config.model_type)[1]
+    if not model_class._supports_sdpa:
+        options["attn_implementation"] = "eager"
+    return model_class._from_config(config, **options)
+
+
+@torch.no_grad()
+def randomize_vectors(model: nn.Module) -> None:
+    """Draw biases and norms at random, which fresh models set to 0 and 1; biases among the buffers too."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        if name.endswith("A_log"):
+            parameter.uniform_(-3.0, -1.0)  # slow decays, which reach far
+    randomize_buffers(model)
+
+
+SLOW_DECAYS = (0.03, 0.05)
+"""The decays of recurrent mixers that show what leaks from document to document; fast ones would hide it."""
+
+
+@torch.no_grad()
+def draw_slow_decays(model: nn.Module) -> None:
+    """Draw the decays of recurrent mixers among slow ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.uniform_(*SLOW_DECAYS).log_()
+
+
+@torch.no_grad()
+def randomize_buffers(model: nn.Module) -> None:
+    """Draw the biases that checkpoints hold and that are no parameters, such as those of routers' choices."""
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.dim() == 1:
+            buffer.normal_(0.0, 0.3)
+
+
+def build_pair(
+    config: Any,
+    *,
+    attention: str = "eager",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    model_type: str | None = None,
+) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
+    """Returns a transformers model with every weight drawn at random, archon's with the same weights, and its adapter.
+
+    Args:
+        config: of the transformers model.
+        attention: transformers' attention implementation.
+        model_type: of archon's family, by default that of the config.
+
+    Raises ContractError where the parameters of the two are not the same.
+    """
+    torch.manual_seed(seed)
+    reference = hf_model(config, attn_implementation=attention).to(dtype)
+    randomize_vectors(reference)
+    spec = get_model_spec(model_type or config.model_type, text_only=True)
+    adapter = spec.state_dict_adapter_class(family_config(config, model_type))
+    model = spec.model_class(adapter.args).to(dtype)
+    missing, unexpected = model.load_state_dict(adapter.from_hf(checkpoint_tensors(reference)), strict=False)
+    if unexpected or not set(missing) <= {"output.weight"}:
+        raise ContractError(f"a checkpoint of transformers leaves out {missing} and fills {unexpected}")
+    model.tie_weights()
+    return reference, model, adapter
+
+
+def checkpoint_tensors(
+    reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
+) -> dict[str, Tensor]:
+    """Returns the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
+
+    In memory transformers stacks the experts, gate and up as one; in a file each may have its matrices. Buffers that
+    checkpoints hold are among them, also with the gradients. What `adapter` carries and does not compute is left out.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = reference.state_dict().keys()
+    tensors = {name: buffer for name, buffer in reference.named_buffers() if name in stored}
+    for name, parameter in reference.named_parameters():
+        if adapter is not None and adapter.is_passthrough(name):
+            continue
+        if gradients and parameter.grad is None:
+            raise ContractError(f"transformers computes no gradient of {name}")
+        tensors[name] = parameter.grad if gradients else parameter.detach()
+    converted: dict[str, Tensor] = revert_weight_conversion(reference, tensors)
+    return converted
+
+
+def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Returns logits [T, V] of documents run one at a time, each with rotary state as in a fresh model.
+
+    transformers remembers the longest document that dynamic RoPE has seen; a document's own length is what counts here.
+    """
+    decoder, logits = reference.get_decoder(), []
+    for document in tokens.split(lengths):
+        if hasattr(decoder, "rotary_emb"):
+            decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
+        logits.append(reference(input_ids=document.unsqueeze(0), use_cache=False).logits[0])
+    return torch.cat(logits)
+
+
+def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns random tokens [T] of documents, their positions [T], boundaries int32 [B + 1] and the longest length."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return tokens, positions, cu_seqlens, max(lengths)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Returns max|a - b| / max|b|. Raises ContractError for tensors of different shapes."""
+    if actual.shape != expected.shape:
+        raise ContractError(f"a tensor of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    return ((actual - expected).abs().max() / expected.abs().max()).item()

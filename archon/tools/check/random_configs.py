@@ -1,0 +1,282 @@
+"""Small random configurations of any family: each field of its `config.json` is drawn by the field's name.
+
+A family with fields that no draw here knows names values for them in `hf_examples` of its arguments; of its other
+fields, booleans and numbers with a default are varied, and what is left keeps its default.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from archon.models import get_model_spec
+from archon.models.hf.config import REQUIRED, Field
+from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+PERIODIC_ROPE_KINDS = ("yarn", "llama3", "longrope")
+"""Those with an original context, whose length factors on queries grow by."""
+ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
+WINDOWS = (2, 5, 11)
+OMIT: Any = object()
+"""What a draw returns for a field that is left out of the configuration."""
+
+Draw = Callable[[random.Random, dict[str, Any], frozenset[str]], Any]
+"""Returns the value of a field, from what was drawn before and the names of the family's fields."""
+
+
+def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    return rng.choice([4, 6, 8])
+
+
+def _n_experts(config: Mapping[str, Any]) -> int:
+    found = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((experts for experts in found if experts), 0)
+
+
+def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    experts = _n_experts(config)
+    eligible = experts // config.get("n_group", 1) * config.get("topk_group", 1)
+    return min(rng.choice([1, 1, 2, 3, experts]), eligible)
+
+
+def _hidden_size(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    """Returns a multiple of the heads, which some config classes want, of at least 24: gradients of narrower models
+    cancel, and transformers itself is then 3e-5 away from its own float64 value."""
+    heads = config["num_attention_heads"]
+    width = max(rng.choice([config.get("head_dim", 8), 6]), -(-24 // heads))
+    return int(heads * (width + width % 2))
+
+
+def _sliding_window(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    if "use_sliding_window" in names:
+        return rng.choice(WINDOWS) if config["use_sliding_window"] else OMIT
+    return rng.choice(WINDOWS if "layer_types" in names else (None, *WINDOWS))
+
+
+def _layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    layers = config["num_hidden_layers"]
+    if "use_sliding_window" in names:
+        windowed = config["use_sliding_window"] and rng.random() < 0.5
+        return ["sliding_attention"] + ["full_attention"] * (layers - 1) if windowed else OMIT
+    kinds = ["sliding_attention", "full_attention"]
+    return rng.sample(kinds * layers, layers)
+
+
+def _max_window_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    return 1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
+
+
+def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    kinds = [rng.choice(["dense", "sparse"]) for _ in range(config["num_hidden_layers"])]
+    return rng.choice([OMIT, kinds])
+
+
+def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
+    """Returns 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
+    return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
+
+
+def _pick(*values: Any) -> Draw:
+    return lambda rng, config, names: rng.choice(values)
+
+
+# In the order of drawing, since some depend on others. Sizes are small and odd.
+DRAWS: dict[str, Draw] = {
+    "num_hidden_layers": _pick(2, 3),
+    # One head that expands a small latent: transformers itself is 1.5e-5 away from its own float64 value.
+    "num_key_value_heads": lambda rng, config, names: rng.choice([2, 3, 4] if "kv_lora_rank" in names else [1, 2, 3]),
+    "num_attention_heads": lambda rng, config, names: (
+        # Latent attention has as many heads of keys.
+        config.get("num_key_value_heads", 2) * (1 if "kv_lora_rank" in names else rng.choice([1, 2, 3, 4]))
+    ),
+    "head_dim": _pick(6, 8, 10, 16),
+    "hidden_size": _hidden_size,
+    "intermediate_size": _pick(32, 52),
+    "vocab_size": _pick(37, 61),
+    "hidden_act": _pick(*ACTIVATIONS),
+    "hidden_activation": _pick(*ACTIVATIONS),
+    "rms_norm_eps": _pick(1e-6, 1e-5),
+    "max_position_embeddings": _pick(16, 32, 64),
+    "pad_token_id": _pick(None, None, 3),
+    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a tensor whose
+    # gradient cancels puts transformers itself 3e-5 away from its own float64 value.
+    "initializer_range": _pick(0.13),
+    "use_sliding_window": _pick(True, False),
+    "sliding_window": _sliding_window,
+    "layer_types": _layer_types,
+    "max_window_layers": _max_window_layers,
+    "q_lora_rank": _pick(None, 16),
+    "kv_lora_rank": _pick(8, 12),
+    "qk_rope_head_dim": _pick(4, 8),
+    "qk_nope_head_dim": _pick(4, 6, 8),
+    "v_head_dim": _pick(4, 12, 20),
+    "n_group": _pick(1, 2),
+    "topk_group": lambda rng, config, names: rng.choice([1, config["n_group"]]),
+    "num_experts": _experts,
+    "num_local_experts": _experts,
+    "n_routed_experts": _experts,
+    "num_experts_per_tok": _experts_per_token,
+    "moe_intermediate_size": _pick(8, 20),
+    "shared_expert_intermediate_size": _pick(12, 28),
+    "n_shared_experts": _pick(1, 2),
+    # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
+    "norm_topk_prob": lambda rng, config, names: rng.random() < 0.5 and config["num_experts_per_tok"] > 1,
+    "decoder_sparse_step": _pick(1, 2),
+    "mlp_only_layers": lambda rng, config, names: (
+        [rng.randrange(config["num_hidden_layers"])]
+        if config.get("decoder_sparse_step", 1) == 1 and rng.random() < 0.4
+        else OMIT
+    ),
+    "first_k_dense_replace": _pick(0, 1),
+    "final_logit_softcapping": _pick(None, 2.0, 20.0),
+    "attn_logit_softcapping": _pick(None, 2.0, 20.0),
+}
+# Where a family's fields mean something else, or transformers ignores them.
+FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
+    "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
+    # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
+    "olmo3": {"initializer_range": _pick(0.3)},
+    "smollm3": {"no_rope_layers": _no_rope_layers},
+    "gpt_oss": {
+        # A single head has a single sink, whose gradient may cancel.
+        "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
+        "intermediate_size": lambda rng, config, names: rng.choice([config["hidden_size"], 20]),
+        # The weight of a single expert is 1 whatever the router says: it has no gradient.
+        "num_experts_per_tok": lambda rng, config, names: max(2, _experts_per_token(rng, config, names)),
+    },
+    # Its config class counts LongRoPE's divisors by hidden_size // num_attention_heads, whatever head_dim says.
+    "phi3": {
+        "num_attention_heads": lambda rng, config, names: config["num_key_value_heads"] * rng.choice([1, 2, 3]),
+        "head_dim": _pick(24, 28),
+        "hidden_size": lambda rng, config, names: (
+            config["num_attention_heads"] * config["head_dim"]
+            + rng.choice([0, (config["num_attention_heads"] - 1) // 2 * 2])
+        ),
+        "original_max_position_embeddings": _pick(8, 16),
+        "initializer_range": _pick(0.08),  # since it is wider than others
+    },
+    # Gradients of keys cancel where no window cuts attention short: at 0.13, float32 is 1.5e-5 away from float64.
+    "qwen3_vl_text": {"initializer_range": _pick(0.2)},
+    "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
+    "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # which the config class does not declare
+}
+# The vision tower of a composite model, which is carried and not computed: as small as it can be.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "patch_size": 2,
+    "num_position_embeddings": 4,
+}
+FAMILY_VISION: dict[str, dict[str, Any]] = {"qwen3_vl": {"deepstack_visual_indexes": [0]}}
+
+
+def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
+    """Returns `rope_parameters` of one kind, with the optional fields there or not."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([10.0, 1_000.0, 1_000_000.0])}
+    if kind in ("linear", "dynamic", "yarn", "llama3"):
+        rope["factor"] = rng.choice([1.5, 2.0, 4.0, 8.0])
+    if kind in ("yarn", "llama3", "longrope"):
+        rope["original_max_position_embeddings"] = rng.choice([8, 16])
+    if kind == "yarn":
+        rope |= rng.choice([{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"truncate": False}])
+        rope |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.1}])
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([2.0, 4.0])}
+    if kind == "longrope":
+        rope["short_factor"] = [1 + rng.random() for _ in range(rotary_dim // 2)]
+        rope["long_factor"] = [1 + 5 * rng.random() for _ in range(rotary_dim // 2)]
+        rope |= rng.choice([{}, {"factor": 4.0}, {"attention_factor": 1.2}])
+    return rope
+
+
+def rope_kinds(policy: RopePolicy) -> tuple[str, ...]:
+    """Returns the kinds of RoPE that a family's configurations walk through."""
+    if policy.kinds is not None:
+        return policy.kinds
+    return PERIODIC_ROPE_KINDS if policy.query_beta_field is not None else ROPE_KINDS
+
+
+def _rope_draw(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
+    def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+        kinds = rope_kinds(policy)
+        chosen = kinds[seed % len(kinds)] if kind is None else kind if kind in kinds else kinds[0]
+        head_dim = config.get("qk_rope_head_dim") or config.get("head_dim")
+        head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
+        share = config.get("partial_rotary_factor")
+        rotary_dim = int(head_dim * (share or 1))
+        if policy.partial is not None and share is None:
+            rotary_dim = rng.choice(range(4, head_dim + 1, 2))  # dynamic RoPE divides by 2 features less
+        rope = random_rope(rng, chosen, rotary_dim)
+        if chosen == "yarn" and "kv_lora_rank" in names:  # whose attention's scale depends on it
+            rope |= rng.choice([{"mscale": 0.7, "mscale_all_dim": 1.1}, {"mscale_all_dim": 0.6}])
+        if policy.partial is not None and share is None:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
+        if policy.query_beta_field is not None:
+            rope[policy.query_beta_field] = rng.choice([0.1, 0.5])
+        if policy.local_theta is None:
+            return rope
+        rope.pop("truncate", None)  # which transformers overlooks here
+        return {GLOBAL: rope, LOCAL: random_rope(rng, rng.choice(("default", "default", "linear")), head_dim)}
+
+    return draw
+
+
+def _vary(field: Field) -> Draw:
+    """Returns the draw of a field that is known by its type alone."""
+
+    def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+        if field.kind is bool:
+            return rng.random() < 0.5
+        if field.kind is float and field.native and field.default is not REQUIRED and field.default:
+            return field.default * rng.choice([0.5, 1.0, 1.5])
+        return OMIT
+
+    return draw
+
+
+def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
+    """Returns the fields of a random configuration of a family, without `model_type`.
+
+    That of a composite model has the fields of the text decoder in `text_config`.
+
+    Each field has a random stream of its own, so that a new field changes no other.
+
+    Args:
+        seed: seeds that follow each other walk through the kinds of RoPE.
+        rope_kind: this one instead, or the family's first where it does not have it.
+        fixed: fields that are not drawn.
+    """
+    args = get_model_spec(model_type, text_only=True).model_args_class
+    text_type = args.composite_types.get(model_type, model_type)
+    names = frozenset({*args.hf_fields, *args.hf_windows.fields, "rope_parameters"})
+    draws: dict[str, Draw] = {name: draw for name, draw in DRAWS.items() if name in names}
+    draws |= {name: _vary(field) for name, field in args.hf_fields.items() if name not in draws}
+    draws |= {"rope_parameters": _rope_draw(seed, rope_kind, args.hf_ropes)}
+    draws |= {name: _pick(*values) for name, values in args.hf_examples.items()}
+    draws |= FAMILY_DRAWS.get(text_type, {})
+    config = dict(fixed)
+    for name, draw in draws.items():
+        if name not in config:
+            value = draw(random.Random(f"{seed} {name}"), config, names)
+            if value is not OMIT:
+                config[name] = value
+    if text_type == model_type:
+        return config
+    vision = VISION | FAMILY_VISION.get(model_type, {}) | {"out_hidden_size": config["hidden_size"]}
+    tied = config.pop("tie_word_embeddings", False)
+    return {"tie_word_embeddings": tied, "text_config": config, "vision_config": vision}
+
+
+def random_lengths(seed: int) -> list[int]:
+    """Returns odd lengths, among them one, equals, and one beyond some of the context lengths that are drawn.
+
+    Every fourth pack has a document long enough for attention in blocks without a window.
+    """
+    rng = random.Random(1000 + seed)
+    lengths = [2 * rng.randrange(0, 23) + 1 for _ in range(3)] + [1, 7, 7, 47 if seed % 4 else 141]
+    rng.shuffle(lengths)
+    return lengths

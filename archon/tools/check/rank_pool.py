@@ -1,0 +1,162 @@
+"""A pool of rank processes that outlives its cases: gloo over loopback, one thread a rank.
+
+Starting eight processes costs more than the cases do, so they stay, and each case is a function that all of them call.
+A rank that raises, dies or hangs ends its case with every rank's traceback; the pool is then restarted, so that no
+case inherits another's broken collectives.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+from archon.engine.forkserver import forkserver_context, replace_environment
+
+START_SECONDS = 120.0
+CASE_SECONDS = 240.0
+
+
+class RankError(AssertionError):
+    """A case failed on some ranks; the message holds their tracebacks."""
+
+
+class Pool:
+    """`size` rank processes, started on first use.
+
+    with Pool(4) as pool:
+        results = pool.run(function, argument, …)   # one result a rank; `function` is a module's, arguments pickle
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
+        """Call `function(*args)` on every rank. Returns what each returned, in rank order.
+
+        Raises RankError with the tracebacks of the ranks that failed.
+        """
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function.__module__, function.__qualname__, args))
+        results = self._collect(timeout)
+        failed = {rank: text for rank, (fine, text) in results.items() if not fine}
+        if failed:
+            self.close()
+            raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())))
+        return [value for _, (_, value) in sorted(results.items())]
+
+    def _start(self) -> None:
+        context = forkserver_context()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, port, theirs, self._trace(rank), dict(os.environ)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        ready = self._collect(START_SECONDS)
+        if any(not fine for fine, _ in ready.values()):
+            self.close()
+            raise RankError("\n".join(str(text) for _, text in ready.values()))
+
+    def _trace(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"rank{rank}.txt")
+
+    def _collect(self, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """(whether it went well, result or traceback) of each rank; after a failure the others have a few seconds."""
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < self.size:
+            pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in results}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = pipes[pipe]
+                try:
+                    results[rank] = self._ranks[rank][1].recv()
+                except EOFError:
+                    results[rank] = (False, f"the process ended (exit code {self._ranks[rank][0].exitcode})")
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 5.0)
+            if not ready and time.monotonic() >= deadline:
+                for rank in pipes.values():
+                    results[rank] = (False, f"no answer in time; it stood at\n{self._stack(rank)}")
+        return results
+
+    def _stack(self, rank: int) -> str:
+        process = self._ranks[rank][0]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return Path(self._trace(rank)).read_text() if Path(self._trace(rank)).exists() else "(nothing was written)"
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+        for process, _ in self._ranks:
+            process.join()
+        self._ranks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, environment: dict[str, str]) -> None:
+    replace_environment(environment)
+    handle = open(trace, "w")  # noqa: SIM115 - for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from archon.parallel.gloo import use_single_worker_gloo
+
+        use_single_worker_gloo()
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=CASE_SECONDS),
+        )
+        pipe.send((True, None))
+    except BaseException:  # noqa: BLE001 - it goes to whoever waits
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            sys.exit(0)
+        try:
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            pipe.send((True, function(*args)))  # type: ignore[operator]
+        except BaseException:  # noqa: BLE001 - it goes to whoever waits
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,91 @@
+"""Checkpoints: names as transformers has them, and weights that come back bitwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from archon.checkpoint.hf_io import load_model, save_model
+from archon.models import BaseArchonModel, get_model_spec
+from archon.tools.check.oracle import ContractError, build_pair, checkpoint_tensors, family_config, random_config
+from archon.tools.check.random_configs import draw_fields
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a checkpoint folder by name."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    if actual.keys() != expected.keys():
+        raise ContractError(f"{what}: tensors {sorted(actual.keys() ^ expected.keys())[:4]} are on one side only")
+    for name, tensor in expected.items():
+        if actual[name].dtype != tensor.dtype or not torch.equal(actual[name], tensor):
+            raise ContractError(f"{what}: {name} is not bitwise the same")
+
+
+def round_trip(seed: int, model_type: str, folder: Path, reference: str | None = None) -> int:
+    """Load a checkpoint of transformers and write it again. Returns its number of tensors.
+
+    Raises ContractError where names, shapes or one bit differ.
+    """
+    config = random_config(seed, model_type, reference)
+    theirs, _, adapter = build_pair(config, seed=seed, model_type=model_type)
+    tensors = checkpoint_tensors(theirs, adapter=adapter)
+    if (shapes := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != adapter.hf_shapes():
+        wrong = sorted(name for name, _ in shapes.items() ^ adapter.hf_shapes().items())
+        raise ContractError(f"names or shapes of {wrong[:4]} are not those of transformers' checkpoint")
+    _require_equal(adapter.to_hf(adapter.from_hf(tensors)), tensors, "state dicts")
+    source = folder / "source"
+    theirs.save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(family_config(config, model_type)))
+    save_model(load_model(source, dtype=torch.float32, text_only=True), folder / "copy", like=source)
+    written = folder_tensors(folder / "copy")
+    _require_equal(written, folder_tensors(source), "files")
+    return len(written)
+
+
+def fresh_checkpoint(
+    folder: Path, config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> BaseArchonModel:
+    """Write a checkpoint of random weights for a config. Returns its model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = fresh_model(config, seed, dtype)
+    save_model(model, folder / "weights", like=folder, passthrough=False)
+    return model
+
+
+def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> BaseArchonModel:
+    """Returns a model of a config with every weight drawn at random, with slow decays where it has any."""
+    from archon.tools.check.oracle import draw_slow_decays, randomize_vectors
+
+    spec = get_model_spec(config["model_type"], text_only=True)
+    model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
+        randomize_vectors(model)
+        draw_slow_decays(model)
+    model.init_buffers("cpu")
+    return model
+
+
+def native_round_trip(seed: int, model_type: str, folder: Path) -> int:
+    """Write fresh weights, read them, and write them again. Returns the number of tensors.
+
+    It is the check of a family that transformers does not have. Raises ContractError where one bit differs.
+    """
+    config = {"model_type": model_type} | draw_fields(seed, model_type)
+    model = fresh_checkpoint(folder, config, seed)
+    loaded = load_model(folder / "weights", dtype=torch.float32)
+    _require_equal(dict(loaded.named_parameters()), dict(model.named_parameters()), "loaded")
+    save_model(loaded, folder / "copy", like=folder, passthrough=False)
+    written = folder_tensors(folder / "copy")
+    _require_equal(written, folder_tensors(folder / "weights"), "files")
+    return len(written)

@@ -1,0 +1,193 @@
+"""No config field is ignored: removed or changed, it alters the outputs as transformers' do, or is rejected by name."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from archon.models import get_model_spec
+from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
+from archon.schema.errors import ConfigError
+from archon.tools.check.oracle import (
+    ContractError,
+    build_pair,
+    family_config,
+    hf_classes,
+    is_composite,
+    pack,
+    random_config,
+    reference_logits,
+    relative_error,
+)
+from archon.tools.check.parity import FP32_TOLERANCE
+
+Style = Literal["transformers 5", "hub"]
+STYLES: tuple[Style, ...] = ("transformers 5", "hub")
+# A document longer than every window and original context that is drawn.
+LENGTHS = [41]
+SEED = 3
+# Of the weights, whatever `initializer_range` says: large ones saturate the attention.
+WEIGHT_SCALE = 0.13
+# Fields whose removal builds a published model of billions of parameters; archon rejects it by name.
+CLASS_SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+ALTERNATIVE_VALUES: dict[type, Any] = {
+    bool: lambda value: [not value],
+    int: lambda value: [value + 1, value * 2],
+    float: lambda value: [value * 3 + 0.25, value / 2],
+    str: lambda value: ["gelu", "other"],
+    type(None): lambda value: [True, 1, 3, 0.5],
+    list: lambda value: [value[::-1], value[:1]],
+    dict: lambda value: [],
+}
+
+
+def hub_style(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
+    policy = get_model_spec(config["model_type"], text_only=True).model_args_class.hf_ropes
+    if is_composite(config["model_type"]):
+        return config | {"text_config": _with_outer_rope(config["text_config"], policy)}
+    return _with_outer_rope(config, policy)
+
+
+def _with_outer_rope(config: dict[str, Any], policy: RopePolicy) -> dict[str, Any]:
+    outer = {name: value for name, value in config.items() if name != "rope_parameters"}
+    rope = dict(config["rope_parameters"].get(GLOBAL, config["rope_parameters"]))
+    outer["rope_theta"] = rope.pop("rope_theta")
+    if policy.local_theta_field is not None:
+        outer[policy.local_theta_field] = config["rope_parameters"][LOCAL]["rope_theta"]
+    elif policy.local_theta is not None:  # which the old form cannot change
+        outer["rope_theta"] = policy.theta
+    return outer | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
+
+
+def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each field with the config in which it is missing or has another value, fields of RoPE included.
+
+    Of a composite config these are the fields of the text decoder, and those that are no parts of it.
+    """
+    if text := config.get("text_config"):
+        yield from ((name, config | {"text_config": changed}) for name, changed in variants(text))
+    for name, value in config.items():
+        if name in ("model_type", "transformers_version", "architectures", "text_config", "vision_config"):
+            continue
+        yield name, {key: other for key, other in config.items() if key != name}
+        for other in ALTERNATIVE_VALUES[type(value)](value):
+            yield name, config | {name: other}
+    for path in (("rope_parameters",), ("rope_scaling",), ("rope_parameters", GLOBAL), ("rope_parameters", LOCAL)):
+        for name, value in _inner(config, path).items():
+            for other in [None] if name == "rope_type" else ALTERNATIVE_VALUES[type(value)](value):
+                changed = copy.deepcopy(config)
+                _inner(changed, path)[name] = other
+                yield name, changed
+
+
+def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for name in path:
+        config = config.get(name) or {}
+    return config
+
+
+def restyled_fields(config: dict[str, Any]) -> set[str]:
+    """Returns the fields that `hub_style` writes in another way, and those that RoPE's are read together with."""
+    read_with = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
+    text = config.get("text_config", config)
+    rope = text["rope_parameters"]
+    inner = {name for part in (rope, rope.get(GLOBAL, {}), rope.get(LOCAL, {})) for name in part}
+    restyled = hub_style(config).get("text_config", hub_style(config))
+    return {name for name in restyled if "rope" in name} | inner | (read_with & text.keys())
+
+
+def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:
+    """Returns `rejected`, `unusable` (for transformers itself) or `equal`.
+
+    Raises ContractError where the outputs differ, or the field is rejected without its name.
+    """
+    model_type = config["model_type"]
+    spec = get_model_spec(model_type, text_only=True)
+    try:
+        args = spec.model_args_class.from_hf_config(config)
+    except ConfigError as error:
+        field = spec.model_args_class.hf_fields.get(name)
+        names = (name, field.native if field else name, "layer_types")  # which counts the layers
+        if not any(other in str(error) for other in names):
+            raise ContractError(f"rejected without its name: {error}") from error
+        return "rejected"
+    if removed and name in CLASS_SIZES:
+        raise ContractError(f"{name} is missing and was not rejected")
+    try:
+        reference_config = hf_classes(reference)[0](**config | {"model_type": reference})
+        text = reference_config.get_text_config()
+        scale, text.initializer_range = text.initializer_range, WEIGHT_SCALE
+        theirs, ours, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
+    except (ContractError, RuntimeError) as error:
+        raise ContractError(f"transformers builds other parameters: {error}") from error
+    except Exception:  # noqa: BLE001 - whatever transformers' own checks raise
+        return "unusable"
+    if args.initializer_range != scale:
+        raise ContractError(f"initializer_range is {args.initializer_range}, transformers' {scale}")
+    changed = spec.model_class(args)
+    changed.load_state_dict(ours.state_dict())
+    tokens, positions, cu_seqlens, longest = pack(LENGTHS, args.vocab_size, SEED)
+    with torch.no_grad():
+        try:
+            expected = reference_logits(theirs, tokens, LENGTHS)
+        except (RuntimeError, ValueError, TypeError, AttributeError):
+            return "unusable"
+        if (difference := relative_error(changed(tokens, positions, cu_seqlens, longest), expected)) > FP32_TOLERANCE:
+            raise ContractError(f"the logits differ by {difference:.1e}")
+    return "equal"
+
+
+def field_outcomes(
+    model_type: str, style: Style, reference: str | None = None, *, restyled_only: bool = False
+) -> tuple[Counter[str], list[str]]:
+    """Returns how often removing or changing a field had each `outcome`, and a line for each contract broken.
+
+    Args:
+        style: of `config.json`: `hub` has RoPE's fields at the top level.
+        reference: transformers' type that computes the same, by default `model_type`.
+        restyled_only: leave out the fields that both styles write and read alike.
+    """
+    config = family_config(random_config(SEED, model_type, reference), model_type)
+    chosen = restyled_fields(config) if restyled_only else None
+    config = config if style == "transformers 5" else hub_style(config)
+    outcomes, wrong = Counter[str](), []
+    for name, changed in variants(config):
+        if chosen is not None and name not in chosen:
+            continue
+        try:
+            outcomes[
+                outcome(name, changed, reference or model_type, removed=name not in changed.get("text_config", changed))
+            ] += 1
+        except ContractError as error:
+            wrong.append(f"{name} = {changed.get(name, 'missing')!r} ({style}): {error}")
+    return outcomes, wrong
+
+
+def unread_fields(model_type: str) -> list[str]:
+    """Returns a line for each mapped field whose other value leaves the arguments of the model as they were.
+
+    It is the weaker check of a family that transformers does not have.
+    """
+    from archon.tools.check.random_configs import draw_fields
+
+    args_class = get_model_spec(model_type, text_only=True).model_args_class
+    config = {"model_type": model_type} | draw_fields(SEED, model_type)
+    args, lines = args_class.from_hf_config(config), []
+    for name, field in args_class.hf_fields.items():
+        if not field.native:
+            continue
+        value = config.get(name, field.default)
+        changes = []
+        for other in ALTERNATIVE_VALUES[list if isinstance(value, tuple) else type(value)](value):
+            try:
+                changes.append(args_class.from_hf_config(config | {name: other}) != args)
+            except ConfigError:
+                changes.append(True)
+        if changes and not any(changes):
+            lines.append(f"{name}: no other value than {value!r} changes the model")
+    return lines

@@ -1,0 +1,385 @@
+"""Activation memory of a block and of the head: each tensor saved for the backward pass, with shape and bytes.
+
+Shapes: T tokens of a rank (of a micro-batch of T·c), r = T / t tokens in the sequence-parallel regions, H and G query
+and key heads of a rank, D features of a head, F hidden features of a rank; n rows processed by a rank's experts,
+assuming that every expert is chosen equally often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import singledispatch
+
+import torch
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.attention.packed.documents import MAX_CHUNK
+from archon.models.layers.attention import AttentionLayer
+from archon.models.layers.delta_net import DeltaNetLayer
+from archon.models.layers.feed_forward import DenseLayer
+from archon.models.layers.latent_attention import LatentLayer
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
+from archon.models.layers.token_scores import tile_shape
+from archon.parallel.context import ulysses_repeat
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.resolve import context_parallel_kind
+from archon.schema.errors import ConfigError
+
+INT64 = 8
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a block.
+
+    `saved`: autograd keeps it. `is_op`: it is the result of a matrix product or of attention, which the recompute
+    policy `selective: op` keeps.
+    """
+
+    name: str
+    bytes: int
+    saved: bool = True
+    is_op: bool = False
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """One block's tensors; `working` is the peak of further bytes during its backward."""
+
+    tensors: tuple[SavedTensor, ...]
+    working: int
+
+    @property
+    def input(self) -> int:
+        """Bytes that a fully recomputed block keeps: its input."""
+        return self.tensors[0].bytes
+
+    @property
+    def saved(self) -> int:
+        return sum(t.bytes for t in self.tensors if t.saved)
+
+    @property
+    def kept_by_op(self) -> int:
+        """Bytes kept by `selective: op`: the block's input and the results of products and attention."""
+        return self.input + sum(t.bytes for t in self.tensors if t.is_op)
+
+    @property
+    def recomputed_by_op(self) -> int:
+        """Bytes that `selective: op` recomputes."""
+        return sum(t.bytes for t in self.tensors[1:] if t.saved and not t.is_op)
+
+
+@dataclass(frozen=True)
+class MicroBatchShard:
+    """A rank's shard of a micro-batch of `pack` tokens; `bytes` is the item size of the compute dtype."""
+
+    layout: ParallelLayout
+    pack: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """T: a multiple of t, padding included."""
+        t = self.layout.tp
+        return -(-self.pack // (self.layout.cp * t)) * t
+
+    @property
+    def rows(self) -> int:
+        return self.tokens // self.layout.tp
+
+    @property
+    def wide(self) -> int:
+        """Item size of statistics, masters and gradients, which are at least float32."""
+        return max(self.bytes, 4)
+
+
+@dataclass(frozen=True)
+class LoRAMatrix:
+    """A matrix with an adapter: its name in the layer, such as attention.wq, its role, its features, and the rank."""
+
+    name: str
+    role: str
+    in_features: int
+    out_features: int
+    rank: int
+
+    def active_parameters(self, network: FeedForwardSpec) -> int:
+        """Returns the adapter's parameters that a token uses, in a layer with this network."""
+        times = network.n_active_experts if self.role == "experts" else 1
+        return times * self.rank * (self.in_features + self.out_features)
+
+
+LoRAMatrices = tuple[LoRAMatrix, ...] | None
+"""The adapted matrices of a layer; None where all weights are trained."""
+# Inputs of products, which their layers keep for the gradient of a weight or of an adapter alone: by the tensor's name
+# the matrices whose input it is.
+_INPUTS = {
+    "normed [T, dim]": ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
+    "act(gate) · up [T, F]": ("feed_forward.w2",),
+    "rows in expert order [n, dim]": ("moe.experts.w1", "moe.experts.w3"),
+    "act(gate) · up [n, F]": ("moe.experts.w2",),
+}
+
+
+def block_activations(
+    dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, lora: LoRAMatrices = None
+) -> BlockActivations:
+    """Returns the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `lora`."""
+    b, wide, rows = shard.bytes, shard.wide, shard.rows
+    hidden = rows * dim * b
+    before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
+    attention = [
+        SavedTensor("input [r, dim]", hidden),
+        SavedTensor("attention_norm: 1/rms [r]", rows * wide, saved=before),
+        # Without a norm and without tensor parallelism it is the input.
+        SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or shard.layout.tp > 1),
+        *mixer_activations(layer.mixer, shard, context_parallel),
+        SavedTensor("wo's result [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
+        SavedTensor("attention_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after),
+        SavedTensor("after attention [r, dim]", hidden),
+        SavedTensor("ffn_norm: 1/rms [r]", rows * wide, saved=before),
+    ]
+    tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)
+    first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
+    network = [first, *tensors[1:]]
+    network.append(SavedTensor("ffn_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
+    tensors = [*attention, *network]
+    if lora is not None:
+        names = {matrix.name for matrix in lora}
+        kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
+        tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
+        tensors += [tensor for matrix in lora for tensor in _lora_tensors(matrix, layer.feed_forward, shard)]
+    # The gradient of the block's output is alive at the same time as the network's working memory.
+    return BlockActivations(tuple(tensors), working + hidden)
+
+
+def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
+    """Returns what an adapter computes: the product of its input and a, which it keeps, and that with b."""
+    layout, split = shard.layout, matrix.role == "column"
+    if matrix.role == "experts":
+        rows = shard.rows * layout.etp * network.n_active_experts
+        out_features = matrix.out_features // (1 if matrix.name.endswith("w2") else layout.etp)
+    else:
+        rows = shard.rows if matrix.role == "latent" else shard.tokens
+        out_features = matrix.out_features // (layout.tp if split else 1)
+    return [
+        SavedTensor(f"{matrix.name}: x a [rows, r]", rows * matrix.rank * shard.bytes, is_op=True),
+        SavedTensor(f"{matrix.name}: x a b [rows, out]", rows * out_features * shard.bytes, saved=False, is_op=True),
+    ]
+
+
+@singledispatch
+def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    """Returns the tensors of a mixer between its input and the result of its last product; one function for each type.
+
+    Raises ConfigError for a type without such a function; register one for a mixer of your own.
+    """
+    raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}: register it with mixer_activations")
+
+
+@mixer_activations.register
+def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
+    H, G, D = mixer.n_heads // layout.tp, max(1, mixer.n_kv_heads // layout.tp), mixer.head_dim
+    q, k = T * H * D * b, T * G * D * b
+    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, mixer.n_heads, mixer.n_kv_heads)
+    normed = mixer.qk_norm is not None
+    projected = [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=normed, is_op=True)]
+    if normed:
+        projected.append(SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide))
+    out = [
+        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
+    ]
+    if mixer.gated:
+        out.append(SavedTensor("the gate and its sigmoid [T, H, D]", 2 * q, is_op=False))
+    if layout.cp == 1:
+        return [
+            *projected,
+            SavedTensor("rotated q, k [T, H + G, D]", q + k),
+            SavedTensor("v [T, G, D]", k, is_op=True),
+            *out,
+        ]
+    projected.append(SavedTensor("wv's result [T, G, D]", k, saved=False, is_op=True))
+    if kind == "ulysses":
+        keys = k * ulysses_repeat(H, G, layout.cp)
+        # The all-to-all trades tokens for heads, with equal sizes. wo's input is a copy after the second all-to-all.
+        exchanged = SavedTensor("exchanged q, k, v", q + 2 * keys)
+        return [*projected, exchanged, *out, SavedTensor("wo's input [T, H, D]", q)]
+    # Queries attend to the keys before them: the two chunks of a rank to all tokens and one more chunk together.
+    attended = shard.layout.cp * T + T // 2
+    return [
+        *projected,
+        SavedTensor("rotated q [T, H, D]", q),
+        SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
+        SavedTensor("their indices", attended * INT64),
+        *out,
+    ]
+
+
+@mixer_activations.register
+def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, r, b, wide = shard.layout, shard.tokens, shard.rows, shard.bytes, shard.wide
+    H, latent = mixer.n_heads // layout.tp, mixer.kv_rank + mixer.rope.dim
+    # Queries, keys and values are padded to one width.
+    D, V = max(mixer.q_features, mixer.value_features), mixer.value_features
+    q, expanded = T * H * D * b, T * H * (mixer.key_features + V) * b
+    tensors = [
+        SavedTensor("wkv_a's result [r, C + R]", r * latent * b, is_op=True),
+        SavedTensor("kv_a_norm: 1/rms [r]", r * wide),
+        SavedTensor("latents and rotated keys [T, C + R]", T * latent * b),
+    ]
+    if mixer.q_rank:
+        tensors += [
+            SavedTensor("wq_a's result [r, q_rank]", r * mixer.q_rank * b, is_op=True),
+            SavedTensor("q_a_norm: 1/rms [r]", r * wide),
+            SavedTensor("normed [T, q_rank]", T * mixer.q_rank * b),
+        ]
+    tensors.append(SavedTensor("wq_b's result [T, H, N + R]", T * H * mixer.q_features * b, saved=False, is_op=True))
+    out = [
+        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
+    ]
+    if D > V:
+        out.append(SavedTensor("wo's input [T, H, V]", T * H * V * b))
+    if layout.cp == 1:
+        # Without padding the values are a view of what they were expanded to.
+        return [
+            *tensors,
+            SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=D == V, is_op=True),
+            SavedTensor("q, k [T, 2 H, D]", 2 * q),
+            *([SavedTensor("v [T, H, D]", q)] if D > V else []),
+            *out,
+        ]
+    if context_parallel_kind(context_parallel, layout.cp, layout.tp, *mixer.heads) == "ulysses":
+        tensors.append(SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=False, is_op=True))
+        return [*tensors, SavedTensor("exchanged q, k, v", 3 * q), *out, SavedTensor("wo's input [T, H, D]", q)]
+    attended = layout.cp * T + T // 2
+    return [
+        *tensors,
+        SavedTensor("gathered latents [T·c, C + R]", layout.cp * T * latent * b),
+        SavedTensor("wkv_b's result [T·c, H, N + V]", layout.cp * expanded, saved=False, is_op=True),
+        SavedTensor("q [T, H, D]", q),
+        SavedTensor("gathered keys and values [T·c + T/2, 2 H, D]", 2 * attended * H * D * b),
+        SavedTensor("their indices", attended * INT64),
+        *out,
+    ]
+
+
+@mixer_activations.register
+def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
+    H, G = mixer.n_heads // layout.tp, max(1, mixer.n_key_heads // layout.tp)
+    keys, values = G * mixer.key_dim, H * mixer.value_dim
+    # Ulysses gives a rank all tokens of some heads, key heads repeated where they are fewer than ranks.
+    repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
+    channels = 2 * keys * repeat + values
+    # Per token and head: queries and keys repeated, scaled, by chunk, as the operands of two products (twice in another
+    # order), decayed and solved for; values by chunk, solved for and corrections; two square matrices of a chunk before
+    # and after their decay, and the decay.
+    scan = H * (10 * mixer.key_dim + 3 * mixer.value_dim + 5 * MAX_CHUNK)
+    if b < wide:
+        scan += 2 * keys * repeat + values
+    states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.key_dim * mixer.value_dim
+    exchanged = [SavedTensor("exchanged queries, keys and values", T * channels * b)] if layout.cp > 1 else []
+    return [
+        SavedTensor("wq's, wk's, wv's results [T, 2 G K + H V]", T * (2 * keys + values) * b, saved=False, is_op=True),
+        SavedTensor("wa's, wb's results, log-decay and beta [T, H]", T * H * (2 * b + 2 * wide)),
+        *exchanged,
+        SavedTensor("the convolution's input and result [T, 2 G K + H V]", 2 * T * channels * b),
+        SavedTensor("activated queries, keys and values", T * channels * b),
+        SavedTensor("the scan's operands, in float32", T * scan * wide),
+        SavedTensor("the chunks' states [T / 64, H, K, V]", 2 * states * wide),
+        SavedTensor("the scan's result and its 1/rms [T, H V + H]", T * (values * b + H * wide)),
+        SavedTensor("wz's result and its gate [T, H V]", T * values * (b + 2 * wide), is_op=False),
+        SavedTensor("wo's input [T, H V]", T * values * b),
+    ]
+
+
+@singledispatch
+def feed_forward_activations(
+    network: FeedForwardSpec, dim: int, shard: MicroBatchShard
+) -> tuple[list[SavedTensor], int]:
+    """Returns the tensors of a feed-forward network, and the peak of further bytes during its backward.
+
+    One function for each type; raises ConfigError for a type without one.
+    """
+    raise ConfigError(f"the planner cannot estimate a {type(network).__name__}: register it")
+
+
+@feed_forward_activations.register
+def _dense(network: DenseLayer, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+    T, b = shard.tokens, shard.bytes
+    inner, outer = T * network.hidden_dim // shard.layout.tp * b, T * dim * b
+    tensors = [
+        SavedTensor("normed [T, dim]", outer),
+        SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
+        SavedTensor("act(gate) [T, F]", inner, saved=network.hidden_act not in ("silu", "swish")),
+        SavedTensor("act(gate) · up [T, F]", inner),
+        SavedTensor("w2's result [T, dim]", outer, saved=False, is_op=True),
+    ]
+    # The peak is the gradients of gate, up and their product, with the temporaries of up less the freed product; or, in
+    # a narrow network, the two gradients of its input: one through gate, one through up.
+    return tensors, max(3 * inner, 2 * outer - inner)
+
+
+@feed_forward_activations.register
+def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+    layout, rows, b, wide = shard.layout, shard.rows, shard.bytes, shard.wide
+    chosen, gathered = network.top_k, rows * layout.etp
+    n = gathered * chosen
+    inner, outer = n * network.hidden_dim // layout.etp * b, n * dim * b
+    tensors = [
+        SavedTensor("normed [r, dim]", rows * dim * b),
+        *([SavedTensor("normed in float32 [r, dim]", rows * dim * wide)] if network.fp32_logits and b < wide else []),
+        SavedTensor("router's logits [r, E]", rows * network.n_experts * b, saved=False, is_op=True),
+        SavedTensor("probabilities [r, E]", rows * network.n_experts * wide),
+        SavedTensor("chosen experts [r, k]", rows * chosen * INT64),
+        SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if network.normalize else 0)),
+        SavedTensor("permutation and its inverse [n]", (4 if layout.ep > 1 else 2) * n * INT64),
+        SavedTensor("rows in expert order [n, dim]", outer),
+        SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
+        SavedTensor("act(gate) · up [n, F]", inner),
+        SavedTensor("w2's result [n, dim]", outer, saved=False, is_op=True),
+        SavedTensor("results in token order [n, dim]", outer),
+    ]
+    if layout.etp > 1:
+        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * dim * b))
+    # The forward holds the experts' results before and after the all-to-all; the backward as many gradients, or those
+    # inside the experts, as in a dense network.
+    working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
+    if network.shared_hidden_dim:
+        shared, shared_working = _dense(DenseLayer(network.shared_hidden_dim, network.hidden_act), dim, shard)
+        # Without tensor parallelism its input is the router's.
+        shared = shared if layout.tp > 1 else shared[1:]
+        if network.shared_gate:
+            shared.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
+        # Its backward comes first and frees what it saved.
+        working = max(shared_working, working - sum(t.bytes for t in shared if t.saved))
+        tensors += shared
+    return tensors, working
+
+
+def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
+    """Returns the bytes of final norm, head and `archon.models.layers.token_scores.weighted_loss`, with all tokens
+    scored.
+
+    The first number is the peak in the forward. The second is the gradient of the head's weight, which the forward
+    computes and which stays until the embedding's gradient has been computed; a frozen head has none.
+    """
+    T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
+    normed = shard.rows * (dim * b * 2 + wide)
+    if args.is_critic:
+        return normed + 2 * T * wide, 0
+    vocab = args.vocab_size // shard.layout.tp
+    rows, columns = tile_shape(T, vocab, torch.device(device_type), full_rows=True)
+    tiles = rows * vocab * wide + rows * columns * wide
+    weight = 0 if frozen else vocab * dim
+    sums = (T * dim + weight) * wide
+    if b < wide:
+        # A tile and its products in the compute dtype, or at the end both sums converted to it.
+        temporary = max(rows * columns + (max(rows, columns) + rows) * dim, T * dim + weight) * b
+    else:
+        temporary = rows * dim * b
+    return normed + T * dim * b + tiles + sums + temporary, weight * b

@@ -1,0 +1,172 @@
+"""Formats a plan as text, as JSON, and as the configuration of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from archon.tools.planner.memory_model import MemoryEstimate
+from archon.tools.planner.search import UNSEARCHED_NOTE, Candidate, CandidateFit, Plan, PlanRequest
+
+GIB = 2**30
+
+
+def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
+    """Returns tokens per second of one GPU, and MFU with attention counted causally and in full."""
+    request = plan.request
+    # A step trains on complete documents only.
+    tokens = request.tokens // request.seq * request.seq
+    rate = tokens / candidate.seconds.total / request.gpus
+    peak = plan.hardware.flops(request.dtype)
+    return rate, rate * plan.flops.causal / peak, rate * plan.flops.full / peak
+
+
+def describe(plan: Plan) -> list[str]:
+    """Returns the plan as lines of text: the best layouts, how much slower each is, and what was rejected."""
+    request, hw = plan.request, plan.hardware
+    asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
+    lines = [f"{asked}; {plan.considered:,} ways considered"]
+    if request.lora is not None:
+        lines.append("adapters are trained; weights are frozen, without masters, gradients and moments")
+    if request.fp8 != "none":
+        lines.append(
+            f"products of blocks in 8 bits, {request.fp8}; their rates are those of data sheets; MFU: of bfloat16's"
+        )
+        if request.fp8.endswith("_inner"):
+            lines.append(f"the first and the last block in {request.dtype}, whose time is spread over all of them")
+    if request.seq > plan.max_positions:
+        lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
+    if not plan.best:
+        return [*lines, *_rejections(plan)]
+    parts = _parts(plan, plan.best[0].memory)
+    rows: list[tuple[str, ...]] = [
+        ("layout", "recompute", "schedule", "tokens", "n", *parts, "in all", "tok/s", "MFU c|f, %", "behind")
+    ]
+    for fit in plan.best:
+        c, m = fit.candidate, fit.memory
+        rate, causal, full = speed(plan, c)
+        sizes = [_gib(size) for size in (*_parts(plan, m).values(), m.total)]
+        mfu = f"{100 * causal:.1f} | {100 * full:.1f}"
+        run = (str(c.layout), c.policy, c.schedule, f"{c.tokens:,}", str(c.micro_batches))
+        rows.append((*run, *sizes, f"{rate:,.0f}", mfu, _slowdown(plan.best[0].candidate, c)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    lines += [
+        "",
+        "tokens: per micro-batch; n: micro-batches per step of a data-parallel rank; memory: GiB of the largest rank;",
+        f"of {hw.memory_bytes / GIB:.1f} GiB, {hw.reserve_bytes / GIB:.1f} are reserved for libraries, and, for",
+        f"fragmentation, {100 * hw.fragmentation:g} % of what a step allocates; tok/s: of one GPU.",
+    ]
+    if plan.too_large:
+        lines += ["", "Faster, but too large:"]
+        lines += [f"  {describe_candidate(p.candidate)}: lacks {-p.headroom / GIB:.1f} GiB" for p in plan.too_large]
+    return [*lines, "", *_rejections(plan)]
+
+
+def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
+    """Returns the bytes of the parts of a rank's memory, the columns of the table."""
+    parts = {"weights": memory.parameters}
+    if plan.request.lora is not None:
+        parts["lora"] = memory.lora
+    return parts | {
+        "moments": memory.moments,
+        "gradients": memory.gradients + memory.unreduced,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+        "head": memory.head,
+    }
+
+
+def _gib(size: int) -> str:
+    """Returns GiB with one decimal, or three of a size that would be 0.0."""
+    return f"{size / GIB:.3f}" if 0 < size < GIB / 20 else f"{size / GIB:.1f}"
+
+
+def _rejections(plan: Plan) -> list[str]:
+    """Returns lines that say what the search rejected and what it did not try."""
+    rejected = plan.rejections
+    lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
+    if rejected.exceeds_memory:
+        lines.append(f"too large, {rejected.exceeds_memory:,} layouts and schedules: {_state(plan)} alone")
+    if rejected.idle:
+        too_few = f"{plan.request.tokens:,} tokens are too few documents of {plan.request.seq:,}"
+        lines.append(f"idle ranks, {rejected.idle:,} layouts and schedules: {too_few}")
+    return [*lines, f"not tried: {UNSEARCHED_NOTE}"]
+
+
+def _state(plan: Plan) -> str:
+    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their adapters"
+
+
+def describe_candidate(candidate: Candidate) -> str:
+    """Returns a candidate in one line."""
+    pipeline = "" if candidate.layout.pp == 1 else f", {candidate.schedule}"
+    return f"{candidate.layout}{pipeline}, recompute {candidate.policy}, micro-batches of {candidate.tokens:,} tokens"
+
+
+def _slowdown(best: Candidate, other: Candidate) -> str:
+    """Returns by how much `other` is slower than `best`, and the part of the step in which it loses most."""
+    if other is best:
+        return "-"
+    slower = other.seconds.total / best.seconds.total - 1
+    return f"{100 * slower:.1f} %: {other.seconds.largest_excess(best.seconds).replace('_', ' ')}"
+
+
+def explain_no_plan(plan: Plan) -> str:
+    """Returns one line that says why no layout fits."""
+    request = plan.request
+    if plan.closest is not None:
+        closest, lacking = describe_candidate(plan.closest.candidate), -plan.closest.headroom / GIB
+        return f"No layout fits; the closest, {closest}, lacks {lacking:.1f} GiB."
+    if plan.considered:
+        (message, count), *_ = plan.rejections.refused.most_common(1)
+        return f"No layout fits that the engine accepts; it rejects {count:,} with: {message}"
+    why = []
+    if plan.rejections.exceeds_memory:
+        why.append(f"{_state(plan)} alone exceed the memory of {request.gpus} GPUs")
+    if plan.rejections.idle:
+        few = f"{request.tokens:,} tokens a step are too few documents of {request.seq:,} for every rank"
+        why.append(f"where they fit, {few}" if why else few)
+    return f"No layout fits: {'; '.join(why)}."
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan as JSON-compatible data, in bytes, seconds and tokens."""
+    return {
+        "question": plan.request._asdict(),
+        "hardware": plan.hardware.model_dump(),
+        "considered": plan.considered,
+        "left_out": vars(plan.rejections) | {"refused": dict(plan.rejections.refused), "not_tried": UNSEARCHED_NOTE},
+        "best": [_as_json(plan, fit) for fit in plan.best],
+        "too_large": [_as_json(plan, fit) for fit in plan.too_large],
+    }
+
+
+def _as_json(plan: Plan, fit: CandidateFit) -> dict[str, Any]:
+    c = fit.candidate
+    rate, causal, full = speed(plan, c)
+    return {
+        "layout": str(c.layout),
+        **c.options,
+        "max_tokens_per_mb": c.tokens,
+        "micro_batches": c.micro_batches,
+        "memory": asdict(fit.memory) | {"total": fit.memory.total, "headroom": fit.headroom},
+        "seconds": asdict(c.seconds) | {"total": c.seconds.total},
+        "tokens_per_second_per_gpu": rate,
+        "mfu": {"causal": causal, "full": full},
+    }
+
+
+def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
+    """Returns a configuration for `archon sft --config`; its data path is a placeholder."""
+    model: dict[str, Any] = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
+    if request.lora is not None:
+        model |= {"lora": request.lora}
+    if request.fp8 != "none":
+        model |= {"fp8": request.fp8}
+    return {
+        "run_dir": "runs/planned",
+        "batch_size": request.tokens // request.seq,
+        "model": model | {"max_tokens_per_mb": candidate.tokens} | candidate.options,
+        "train_data": {"path": "train.jsonl", "max_length": request.seq},
+    }

@@ -1,0 +1,91 @@
+"""Performance figures of a GPU, its node and its network: data sheets as files, and the reader of a user's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import Field
+
+from archon.schema.config import StrictModel
+from archon.schema.errors import ConfigError
+
+DATA = Path(__file__).with_name("data")
+
+
+class Hardware(StrictModel):
+    """A GPU model and its links. Bandwidths are in one direction, per GPU."""
+
+    name: str = Field(min_length=1, description="name of the hardware")
+    bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
+    fp32_flops: float = Field(gt=0, description="float32 peak, FLOP/s")
+    fp8_flops: float = Field(0, ge=0, description="dense 8-bit peak, FLOP/s; 0: it has no such products")
+    memory_bytes: int = Field(gt=0, description="memory, bytes")
+    memory_bandwidth: float = Field(gt=0, description="of the memory, bytes/s")
+    gpus_per_node: int = Field(ge=1, description="GPUs joined by the fast link")
+    node_bandwidth: float = Field(gt=0, description="bandwidth of the fast link, bytes/s")
+    node_latency_s: float = Field(ge=0, description="latency of a collective within a node, seconds")
+    network_bandwidth: float = Field(gt=0, description="bandwidth of the network between nodes, bytes/s")
+    network_latency_s: float = Field(ge=0, description="latency of a collective across nodes, seconds")
+    reserve_bytes: int = Field(ge=0, description="memory reserved by libraries, bytes")
+    fragmentation: float = Field(ge=0, lt=1, description="share of a step's allocations lost to fragmentation")
+    gemm_efficiency: float = Field(gt=0, le=1, description="share of the peak that large matrix products reach")
+    memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that kernels reach")
+    link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
+
+    # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a device of its own.
+    processors: float = Field(0, ge=0, description="ranks of a node that can run at full speed at once; 0: all")
+    overlap: float = Field(1, ge=0, le=1, description="share of FSDP and pipeline traffic overlapped with computation")
+    node_latency_per_rank_s: float = Field(0, ge=0, description="further latency of each rank beyond two, seconds")
+    layer_overhead_s: float = Field(0, ge=0, description="host time of a layer of a micro-batch, seconds")
+    micro_batch_overhead_s: float = Field(0, ge=0, description="host time of the rest of a micro-batch, seconds")
+    shard_overhead_s: float = Field(
+        0, ge=0, description="host time of FSDP per gather or reduction of a block, seconds"
+    )
+
+    def flops(self, dtype: str) -> float:
+        """Returns the peak of matrix products in `dtype`, FLOP/s."""
+        return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
+
+    def matmul_flops(self, dtype: str, fp8: str) -> float:
+        """Returns the peak of a block's products, FLOP/s: in 8 bits unless `fp8` is none. Raises ConfigError where the
+        hardware has none."""
+        if fp8 == "none":
+            return self.flops(dtype)
+        if not self.fp8_flops:
+            raise ConfigError(
+                f"fp8 is {fp8}, and {self.name} has no 8-bit products (fp8_flops is 0); set it to none, or choose "
+                "another GPU"
+            )
+        return self.fp8_flops
+
+    def oversubscription(self, ranks: int) -> float:
+        """Returns the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""
+        in_node = min(ranks, self.gpus_per_node)
+        return max(1.0, in_node / self.processors) if self.processors else 1.0
+
+    def to_yaml(self) -> str:
+        """Returns the text of a file for `read_hardware`."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def known_hardware() -> list[str]:
+    """Returns the names that `read_hardware` knows."""
+    return sorted(path.stem for path in DATA.glob("*.yaml"))
+
+
+def read_hardware(name: str) -> Hardware:
+    """Returns the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
+    known = name in known_hardware()
+    if not known and Path(name).suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")
+    path = DATA / f"{name}.yaml" if known else Path(name)
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not a text file; expected YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a huge number, or brackets nested too deep
+        raise ConfigError(f"{name}: not YAML that can be read: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{name}: expected fields and their values, got {type(fields).__name__}")
+    return Hardware.parse(fields, name)

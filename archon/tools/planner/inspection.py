@@ -1,0 +1,131 @@
+"""Inspects a checkpoint from its config alone: family, parameters, FLOPs, and the memory of training and serving."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archon.models import get_model_spec
+from archon.models.args.base import BaseModelArgs
+from archon.models.flops import Flops, MatmulShape, StateBytes, training_state_bytes
+from archon.models.hf.config import MAX_LAYERS
+from archon.schema.errors import ConfigError, UnknownModelError
+
+# Bytes of one parameter in bfloat16 for inference, and of a float32 master weight in training.
+SERVED_BYTES, MASTER_BYTES = 2, 4
+# Maximum number of errors of a config that are listed.
+MAX_ERRORS = 50
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of the model; `state` is its training state with float32 masters, in bytes."""
+
+    name: str
+    parameters: int
+
+    @property
+    def served_bytes(self) -> int:
+        return self.parameters * SERVED_BYTES
+
+    @property
+    def state(self) -> StateBytes:
+        return training_state_bytes(self.parameters, MASTER_BYTES)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of an inspection; fields that an unsupported config does not determine are None or empty.
+
+    `flops` is of training, per token, in documents of `seq_len` tokens. `kv_bytes` is the size of the key-value cache
+    of one token in bfloat16. `refused` has the reasons why archon cannot load the checkpoint.
+    """
+
+    path: Path
+    model_type: str
+    family: str | None = None
+    args: BaseModelArgs | None = None
+    parts: list[ModelPart] = field(default_factory=list)
+    seq_len: int = 4096
+    flops: Flops | None = None
+    image_flops: int | None = None
+    kv_bytes: int | None = None
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+
+def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int = 4096) -> Inspection:
+    """Returns the inspection of a checkpoint's parsed `config.json`, with all errors in it, not only the first."""
+    common: dict[str, Any] = {"path": Path(path), "model_type": str(config.get("model_type")), "seq_len": seq_len}
+    try:
+        spec = get_model_spec(common["model_type"])
+    except UnknownModelError as error:
+        return Inspection(**common, flops=_flops(config, seq_len), refused=[str(error)])
+    if refused := config_errors(spec.model_args_class, config):
+        return Inspection(**common, family=spec.name, flops=_flops(config, seq_len), refused=refused)
+    args = spec.model_args_class.from_hf_config(config)
+    return Inspection(
+        **common,
+        family=spec.name,
+        args=args,
+        parts=_parts(spec.state_dict_adapter_class(config).native_shapes),
+        flops=MatmulShape.from_args(args).per_token(seq_len),
+        image_flops=args.image_flops(IMAGE_PATCHES),
+        kv_bytes=sum(layer.mixer.cache.token_features for layer in args.layer_specs) * SERVED_BYTES,
+    )
+
+
+def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
+    """Returns the errors of a config, one line per field: removes each wrong field and reads the rest again."""
+    remaining, errors = dict(config), list[str]()
+    while len(errors) < MAX_ERRORS:
+        try:
+            args_class.from_hf_config(remaining)
+            break
+        except ConfigError as error:
+            name = (error.field or "").partition(".")[0]
+            # A required field has one error for its value, and would get another one for being missing.
+            if not name or name not in remaining:
+                return errors or [str(error)]
+            errors.append(str(error))
+            del remaining[name]
+    return errors
+
+
+def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
+    """Returns FLOPs per token, or None if the config does not have the fields to compute them."""
+    try:
+        if config.get("num_hidden_layers", 0) > MAX_LAYERS:
+            return None
+        return MatmulShape.from_hf_config(config).per_token(seq_len)
+    except (ConfigError, TypeError, ValueError, ArithmeticError, LookupError):  # fields of unexpected types or values
+        return None
+
+
+IMAGE_PATCHES = 1024
+"""Patches of the image whose operations are counted; a patch is 16 by 16 pixels in published models."""
+PARTS = {
+    "embedding": r"tok_embeddings\..*",
+    "vision tower": r"visual\..*",
+    "attention": r"layers\.\d+\.attention\..*",
+    "feed-forward": r"layers\.\d+\.(feed_forward|moe)\..*",
+    "norms": r"(layers\.\d+\.)?\w*norm\..*",
+    "head": r"(output|score)\..*",
+    "other mixers": r"layers\.\d+\..*",
+}
+
+
+def _parts(shapes: Mapping[str, tuple[int, ...]]) -> list[ModelPart]:
+    """Returns parameter counts by part of the model, tied parameters once; parts without parameters are left out."""
+    counts = dict.fromkeys(PARTS, 0)
+    for name, shape in shapes.items():
+        part = next(part for part, pattern in PARTS.items() if re.fullmatch(pattern, name))
+        counts[part] += math.prod(shape)
+    return [ModelPart(name, count) for name, count in counts.items() if count]

@@ -1,0 +1,337 @@
+"""Predicts the memory of one rank by part: exactly what is always allocated, and by formula the peak of a step.
+
+The peak of a step is in the head (all activations and the loss's tiles), at the start of the backward pass (all
+activations and the last block's gradients), or at its end (all gradients, with those of the embedding and the head).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.layers.spec import LayerSpec
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan, plan_stages
+from archon.schema.config import EngineConfig
+from archon.tools.planner.activations import (
+    BlockActivations,
+    LoRAMatrices,
+    MicroBatchShard,
+    block_activations,
+    head_memory,
+)
+from archon.tools.planner.weight_shards import ModelWeights, count_parameters
+
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of one rank.
+
+    `parameters`, `lora` and `moments` are allocated throughout training, `gradients` are of this rank's shards.
+    `gathered` are all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything
+    that grows with the tokens, `head` the tiles and sums of head and loss. With adapters, the parameters are frozen in
+    the compute dtype, and gradients and moments are the adapters'.
+    """
+
+    parameters: int
+    lora: int
+    moments: int
+    gradients: int
+    gathered: int
+    unreduced: int
+    activations: int
+    head: int
+
+    @property
+    def step(self) -> int:
+        """Bytes that a step allocates and frees."""
+        return self.total - self.parameters - self.lora - self.moments
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements of a rank's parameters, adapters not included.
+
+    `local` are of its shards, `gathered` of all its layers after FSDP's all-gather. Parts of the latter are those of
+    `experts`, of the `largest_layer`, and of the `outside_layers` outside layers. `lora` are those of its adapters;
+    where
+    there are some, the others are frozen.
+    """
+
+    local: int = 0
+    gathered: int = 0
+    experts: int = 0
+    largest_layer: int = 0
+    outside_layers: int = 0
+    lora: RankParameters | None = None
+
+    @property
+    def trained(self) -> RankParameters:
+        """What has masters, gradients and moments."""
+        return self.lora or self
+
+    def state_bytes(self, dtype: str) -> int:
+        """Returns the bytes of weights, gradients and two moments; of frozen weights, in `dtype`, theirs alone."""
+        width = WIDTHS[dtype]
+        return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
+
+
+def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
+    """Returns the parameter counts of `rank`."""
+    found = _rank_parameters(weights, layout, plan, rank, lora=False)
+    if not weights.has_lora:
+        return found
+    return replace(found, lora=_rank_parameters(weights, layout, plan, rank, lora=True))
+
+
+def _rank_parameters(
+    weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, lora: bool
+) -> RankParameters:
+    stages = [0] if plan is None else plan.rank_stages(rank // (layout.world_size // layout.pp))
+    parts = [weights.stage(plan, stage) for stage in stages]
+    chosen = [tuple(w for w in layer if w.is_lora == lora) for layer in weights.distinct_layers]
+    distinct = [count_parameters(layer, layout, rank) for layer in chosen]
+    layers = [distinct[index] for indices, _ in parts for index in indices]
+    outside_layers = [] if lora else [count_parameters(root, layout, rank) for _, root in parts]
+    return RankParameters(
+        local=sum(count.local for count in (*layers, *outside_layers)),
+        gathered=sum(count.gathered for count in (*layers, *outside_layers)),
+        experts=sum(count.experts for count in layers),
+        largest_layer=max((count.gathered for count in layers), default=0),
+        outside_layers=sum(count.gathered for count in outside_layers),
+    )
+
+
+def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
+    """Returns the maximum number of forward passes of a pipeline rank whose backward has not run yet.
+
+    Each is of one stage and one micro-batch. 1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. The zero-bubble
+    schedules: as 1F1B over all stages.
+    """
+    stages = len(plan.rank_stages(rank))
+    if plan.schedule == "interleaved_1f1b":
+        passes = (stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1
+    elif plan.schedule == "interleaved_zero_bubble":
+        passes = (stages - 1) * plan.pp + plan.pp - rank
+    else:
+        passes = plan.pp - rank if plan.schedule == "1f1b" else 2 * plan.pp
+    return min(passes, stages * micro_batches)
+
+
+class MemoryModel:
+    """Predicts the memory of ranks in layouts of one model."""
+
+    def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
+        self.args, self.weights, self.device_type = args, weights, device_type
+        self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
+        self.layers = list(zip(args.layer_specs, weights.lora_layers, strict=True))
+        """By layer its spec and its adapted matrices."""
+        self.rotated_features = sum(rope.dim for rope in args.ropes)
+
+    def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
+        """Returns the pipeline stages of a layout; None without pipeline parallelism."""
+        sizes = self.args.sizes
+        return plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.deepstack_layers) if layout.pp > 1 else None
+
+    def estimate_rank(
+        self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int
+    ) -> MemoryEstimate:
+        """Returns the peak memory of `rank` in steps on `micro_batches` of `tokens` tokens each, all of them scored."""
+        plan = self.plan(config, layout)
+        step = _Step(self, config, layout, plan, rank, tokens, micro_batches)
+        return max(step.estimates(), key=lambda memory: memory.total)
+
+    def estimate_largest_rank(
+        self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int
+    ) -> MemoryEstimate:
+        """Returns the peak memory of the rank that needs most."""
+        ranks = candidate_ranks(layout, self.plan(config, layout))
+        estimates = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
+        return max(estimates, key=lambda memory: memory.total)
+
+
+def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
+    """Returns ranks of which one needs the most memory: in the first and last stage, and in the one with most layers.
+
+    Within a stage the first rank has the largest shards.
+    """
+    if plan is None:
+        return [0]
+    sizes = [end - first for first, end in plan.layers]
+    layers = [sum(sizes[stage] for stage in plan.rank_stages(rank)) for rank in range(plan.pp)]
+    stage = layout.world_size // layout.pp
+    return [rank * stage for rank in sorted({0, plan.pp - 1, layers.index(max(layers))})]
+
+
+class _Step:
+    """Memory of one rank in a training step, at each point where it can peak."""
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        rank: int,
+        tokens: int,
+        micro_batches: int,
+    ) -> None:
+        self.model, self.config, self.plan = model, config, plan
+        self.micro_batches = micro_batches if plan is None else plan.micro_batches(micro_batches)
+        self.shard = MicroBatchShard(layout, tokens, WIDTHS[config.dtype])
+        self.counts = rank_parameters(model.weights, layout, plan, rank)
+        self.pp_rank = rank // (layout.world_size // layout.pp)
+        self.stages = [0] if plan is None else plan.rank_stages(self.pp_rank)
+        self.n_stages = 1 if plan is None else plan.n_stages
+        self.in_flight = 1 if plan is None else in_flight(plan, self.pp_rank, self.micro_batches)
+        self.has_head = self.n_stages - 1 in self.stages
+        self.trained = self.counts.trained
+        self.frozen = self.counts.lora is not None
+        head = head_memory(model.args, self.shard, model.device_type, self.frozen) if self.has_head else (0, 0)
+        self.head_forward, self.head_gradient = head
+        self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
+        # Whether unreduced gradients are accumulated over micro-batches.
+        self.accumulates = self.micro_batches > 1 and config.gradient_reduction == "per_step"
+        # Bytes of gradients that earlier micro-batches have accumulated, in this rank's shards and unreduced.
+        self.accumulated_shards = self.accumulated_unreduced = 0
+        self.layer, self.outside_layers = self.trained.largest_layer, self.trained.outside_layers
+        self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
+        self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
+        self.gradient_shards = masters = self.trained.local * self.shard.wide
+        weights = (self.counts.local * self.shard.bytes, masters) if self.frozen else (masters, 0)
+        self.base = MemoryEstimate(*weights, 2 * masters, 0, 0, 0, 0, 0)
+        if self.micro_batches > 1 and not (self.accumulates and self.sharded):
+            self.accumulated_shards = self.gradient_shards
+        elif self.accumulates and self.micro_batches > self.in_flight:
+            self.accumulated_unreduced = self.trained.gathered * self.shard.wide
+
+    def estimates(self) -> list[MemoryEstimate]:
+        """Returns the memory at each point of the step where it can peak."""
+        estimates = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
+        return [*estimates, self.in_head()] if self.has_head else estimates
+
+    # Activations
+
+    def saved(self, stage: int) -> int:
+        """Returns the bytes that a stage saves for the backward of one micro-batch."""
+        layers = enumerate(self._layers(stage), start=1)
+        counts = Counter((self.model.layers[layer], self._mode(position)) for position, layer in layers)
+        total = 0
+        for (layer, mode), count in counts.items():
+            block = self._block(layer)
+            total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
+        # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
+        total += self.shard.tokens * (self.model.rotated_features * self.shard.bytes + 64)
+        return total + (self.hidden_states if stage < self.n_stages - 1 else 0)
+
+    def _layers(self, stage: int) -> range:
+        return range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
+
+    def _mode(self, position: int) -> str:
+        """Returns the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
+        ac = self.config.activation_checkpoint
+        if ac.mode != "selective":
+            return "full" if ac.mode == "full" else "none"
+        if ac.selective == "op":
+            return "op"
+        return "full" if position % ac.selective == 0 else "none"
+
+    def _block(self, layer: tuple[LayerSpec, LoRAMatrices]) -> BlockActivations:
+        return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
+
+    def _backward_working(self) -> int:
+        """Returns the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
+        peak = 0
+        for layer in set(self.model.layers):
+            block = self._block(layer)
+            for mode in {self._mode(position) for position in range(1, self.model.args.n_layers + 1)}:
+                recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
+                peak = max(peak, recomputed + block.working)
+        return peak
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of a pipeline's receive buffers: hidden states and gradients of every micro-batch."""
+        inner = sum((stage > 0) + (stage < self.n_stages - 1) for stage in self.stages)
+        received = sum(stage > 0 for stage in self.stages)
+        # Received hidden states are the first block's input, which is counted among its saved tensors.
+        return self.hidden_states * (inner * self.micro_batches - (received > 0) * self.in_flight)
+
+    @property
+    def activations(self) -> int:
+        largest = max(self.saved(stage) for stage in self.stages)
+        mean = sum(self.saved(stage) for stage in self.stages) // len(self.stages)
+        return (self.in_flight - 1) * mean + largest + (self.buffers if self.plan else 0)
+
+    # Points of the step at which memory can peak
+
+    def in_head(self) -> MemoryEstimate:
+        """Returns memory in the forward of the head."""
+        return replace(
+            self.base,
+            gradients=self.accumulated_shards,
+            gathered=self._gathered(1),
+            unreduced=self.accumulated_unreduced,
+            activations=self.activations,
+            head=self.head_forward,
+        )
+
+    def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
+        """Returns memory in the backward of the last block, or of the one before it while the last one is reduced."""
+        gradients, unreduced = self.accumulated_shards, self.accumulated_unreduced
+        if self.sharded:
+            unreduced += self.layer * self.shard.bytes // 3
+        elif not self.accumulates:
+            unreduced += self.layer * self.shard.wide
+        freed = 0
+        if second_block:
+            freed = min(self.saved(stage) // self.first_stage_layers for stage in self.stages)
+            if self.sharded and not self.accumulates:
+                unreduced += self.layer * self.shard.wide
+                gradients = max(gradients, self.gradient_shards // self.model.args.n_layers)
+        return replace(
+            self.base,
+            gradients=gradients,
+            gathered=self._gathered(2),
+            unreduced=unreduced,
+            activations=self.activations - freed + self._backward_working(),
+            head=self.head_gradient,
+        )
+
+    def at_end(self) -> MemoryEstimate:
+        """Returns memory while the gradients of embedding and head, the last ones, are reduced."""
+        wide, unreduced = self.shard.wide, 0
+        if self.sharded:
+            unreduced = (
+                (self.outside_layers + self.layer) * wide
+                if self.accumulates
+                else self.outside_layers * (self.shard.bytes + wide)
+            )
+        input_bytes = self._block(self.model.layers[0]).input
+        return replace(
+            self.base,
+            gradients=self.gradient_shards,
+            gathered=self._gathered(0),
+            unreduced=unreduced,
+            activations=self.saved(self.stages[0]) // self.first_stage_layers + input_bytes,
+        )
+
+    def _gathered(self, layers: int) -> int:
+        """Returns the bytes of gathered weights while those of so many layers are needed."""
+        if not self.sharded:
+            return 0
+        parts = [self.counts] if self.counts.lora is None else [self.counts, self.counts.lora]
+        if self.config.reshard_after_forward == "never" or (
+            self.plan is not None and self.config.reshard_after_forward != "always"
+        ):
+            return sum(part.gathered for part in parts) * self.shard.bytes
+        return sum(part.outside_layers + layers * part.largest_layer for part in parts) * self.shard.bytes

@@ -1,0 +1,343 @@
+"""Predicts the seconds of a training step: a roofline for products and memory traffic, latency and bandwidth of links.
+
+    step = (n + bubble) micro-batches of the slowest stage + FSDP's traffic not overlapped with computation + optimizer
+
+Products run at `gemm_efficiency` of the peak, or as fast as their weights can be read; attention counts Σ len² / 2. The
+bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
+2.2).
+
+If ranks share processors, as on a CPU, all work takes `Hardware.oversubscription` times as long, and while a rank waits
+in a bubble the others use its processor time. On a CPU host time counts too, and traffic does not overlap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.flops import MatmulShape
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan
+from archon.parallel.resolve import context_parallel_kind
+from archon.schema.config import ActivationCheckpointConfig, EngineConfig
+from archon.tools.planner.activations import LoRAMatrices, MicroBatchShard, block_activations
+from archon.tools.planner.hardware import Hardware
+from archon.tools.planner.memory_model import WIDTHS, RankParameters
+
+# Efficiency of attention relative to matrix products (Dao 2023, arXiv:2307.08691, table of the backward pass: 50 to
+# 60 %), because of softmax and recomputed scores between smaller products.
+ATTENTION_EFFICIENCY = 0.55
+# Memory passes over each tensor of a block: a write and a read, and the same for its gradient.
+BLOCK_PASSES = 4
+# Further passes over a block's tensors and weights where its products are in 8 bits: one for the largest value, one to
+# round, each in both directions; estimated, not calibrated.
+FP8_PASSES = 2
+# Passes over float32 numbers of a parameter in AdamW and the gradient's norm: weight, gradient, two moments.
+OPTIMIZER_PASSES = 8
+# Passes over a float32 tile of logits and its gradient in the head.
+TILE_PASSES = 6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    """Collectives of tensor, context and expert parallelism are not overlapped with computation."""
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    fsdp: float = 0.0
+    """Only what is not overlapped with computation, as in `stages`: hidden states sent between pipeline stages."""
+    stages: float = 0.0
+    host: float = 0.0
+    """Time of the host that the device does not hide."""
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def largest_excess(self, other: StepTime) -> str:
+        """Returns the part in which this step is slower than `other` by the most seconds."""
+        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between the ranks of a group: every `stride`-th of `size · stride` consecutive ranks."""
+
+    hardware: Hardware
+    size: int
+    stride: int
+
+    @property
+    def in_node(self) -> bool:
+        return self.size * self.stride <= self.hardware.gpus_per_node
+
+    @property
+    def members(self) -> int:
+        """Number of the group's ranks in one node."""
+        return min(self.size, max(1, self.hardware.gpus_per_node // self.stride))
+
+    def seconds(self, bytes_: float, count: float) -> float:
+        """Returns seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
+
+        Across nodes there are as many rings as the group has ranks, and thus network adapters, in a node.
+        """
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        bandwidth = hw.node_bandwidth if self.in_node else min(hw.node_bandwidth, hw.network_bandwidth * self.members)
+        moved = bytes_ * (self.size - 1) / self.size
+        return count * self._latency + moved / (bandwidth * hw.link_efficiency)
+
+    def all_to_all_seconds(self, bytes_: float, count: float) -> float:
+        """Returns seconds of `count` all-to-alls; `bytes_` is what a rank sends in total, to itself included."""
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        outside = 1 - self.members / self.size
+        in_node = bytes_ * (self.members - 1) / self.size / hw.node_bandwidth
+        return count * self._latency + max(in_node, bytes_ * outside / hw.network_bandwidth) / hw.link_efficiency
+
+    @property
+    def _latency(self) -> float:
+        hw = self.hardware
+        more = hw.node_latency_per_rank_s * max(0, self.members - 2)
+        return more + (hw.node_latency_s if self.in_node else hw.network_latency_s)
+
+
+Layers = tuple[tuple[int, int], ...]
+"""The layers of a stage: (index of a distinct layer, number of such layers)."""
+
+
+class TimeModel:
+    """Predicts the time of steps of one model on one kind of hardware, in documents of `seq` tokens.
+
+    `lora_layers` are the adapters of its layers (`ModelWeights.lora_layers`); with some, all weights are frozen.
+    """
+
+    def __init__(
+        self, args: BaseModelArgs, hardware: Hardware, seq: int, lora_layers: Sequence[LoRAMatrices] | None = None
+    ) -> None:
+        self.args, self.hardware, self.seq = args, hardware, seq
+        layers = [*zip(args.layer_specs, lora_layers or [None] * args.n_layers, strict=True)]
+        self.frozen = any(matrices for _, matrices in layers)
+        active = [sum(matrix.active_parameters(spec.feed_forward) for matrix in own or ()) for spec, own in layers]
+        self.flops = replace(MatmulShape.from_args(args), lora=sum(active)).per_token(seq)
+        distinct = list(dict.fromkeys(zip(args.layer_specs, active, strict=True)))
+        self._distinct = [spec for spec, _ in distinct]
+        self._lora_parameters = [parameters for _, parameters in distinct]
+        """Parameters of adapters that a token uses, by layer in `_distinct`."""
+        self._layers = [distinct.index(layer) for layer in zip(args.layer_specs, active, strict=True)]
+        """By layer, its index in `_distinct`."""
+        self._stages: dict[object, StepTime] = {}
+        self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
+
+    def step(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        counts: RankParameters,
+        tokens: int,
+        micro_batches: int,
+    ) -> StepTime:
+        """Returns the time of a step on `micro_batches` of `tokens` tokens on each data-parallel rank.
+
+        `counts` are the parameter counts of the rank that holds most.
+        """
+        n = micro_batches if plan is None else plan.micro_batches(micro_batches)
+        ranks = self._distinct_ranks(plan)
+        times = {stages: _sum([self._stage(config, layout, *stage, tokens) for stage in stages]) for stages in ranks}
+        slowest = max(times.values(), key=lambda seconds: seconds.total)
+        each, slowdown = slowest.total, self.hardware.oversubscription(layout.world_size)
+        parts = {f.name: getattr(slowest, f.name) * n for f in fields(StepTime)}
+        bubble = 0.0
+        if plan is not None:
+            mean = sum(times[stages].total * count for stages, count in ranks.items()) / plan.pp
+            slowdown = max(1.0, slowdown * mean / each)
+            # Ranks that share processors have a smaller bubble, or none: while one waits, the others run faster.
+            bubble = max(0.0, each * ((plan.pp - 1) / len(plan.rank_stages(0)) - n * (slowdown - 1)))
+            parts["stages"] = n * self._transfers(config, layout, plan, tokens)
+        parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
+        parts["optimizer"] = OPTIMIZER_PASSES * (counts.trained.local * max(4, WIDTHS[config.dtype])) / self._memory
+        return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
+
+    def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
+        """Returns the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
+        bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
+        layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
+        stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
+        ranks = [[0]] if plan is None else [plan.rank_stages(rank) for rank in range(plan.pp)]
+        return Counter(tuple(stages[stage] for stage in own) for own in ranks)
+
+    @property
+    def _memory(self) -> float:
+        return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+
+    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
+        """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
+        within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        ac = config.activation_checkpoint
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
+        if key not in self._stages:
+            self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
+        return self._stages[key]
+
+    def _micro_batch(
+        self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int
+    ) -> StepTime:
+        args, hw = self.args, self.hardware
+        shard = MicroBatchShard(layout, tokens, WIDTHS[config.dtype])
+        peak = hw.flops(config.dtype) * hw.gemm_efficiency
+        T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
+        products = attention = elementwise = 0.0
+        # Frozen weights have no gradient, whose product is the third of three.
+        work = 4 if self.frozen else 6
+        of_layer, of_experts = (self._matmul_seconds(config, experts) for experts in (False, True))
+        for index, times in layers:
+            spec = self._distinct[index]
+            active, total = spec.feed_forward.parameters(args.dim)
+            span = min(self.seq, spec.mixer.window or self.seq)
+            causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
+            dense = T * (spec.mixer.parameters(args.dim) * of_layer + 6 * self._lora_parameters[index] / peak) / tp
+            # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
+            own = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
+            network = T * active / tp * (of_experts if spec.feed_forward.n_experts else of_layer)
+            products += times * (dense + max(network, work / 2 * own * b / self._memory))
+            attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
+            block = block_activations(args.dim, spec, shard, config.context_parallel)
+            elementwise += times * BLOCK_PASSES * block.saved / self._memory
+            rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
+            elementwise += times * self._fp8_fraction(config) * FP8_PASSES * rounded / self._memory
+        recompute = self._recompute(config, products, attention, elementwise)
+        if last:
+            vocab = 1 if args.is_critic else args.vocab_size
+            products += work * T * args.dim * vocab / tp / peak
+            elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
+        ac = config.activation_checkpoint
+        # Share of the blocks whose forward, with its collectives, runs twice.
+        recomputed = 0.0 if ac.mode == "none" else 1 / _recompute_interval(ac)
+        repeated = 1 + recomputed / 2
+        hidden = T * args.dim * b
+        return StepTime(
+            products,
+            attention,
+            elementwise,
+            recompute,
+            Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
+            self._context_parallel(config, layout, shard, layers) * repeated,
+            self._expert_parallel(layout, shard, layers) * repeated,
+            host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
+        )
+
+    def _matmul_seconds(self, config: EngineConfig, experts: bool) -> float:
+        """Returns the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
+        and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts.
+        A block has the mean of those in 8 bits and those that are left out, wherever it is: a pipeline's first and last
+        stages are slower than that."""
+        hw, share = self.hardware, self._fp8_fraction(config)
+        own, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
+        mean = share * narrow + (1 - share) * own
+        of_weights = mean if config.fp8_recipe == "tensorwise" and not experts else own
+        return 4 * mean + (0 if self.frozen else 2 * of_weights)
+
+    def _fp8_fraction(self, config: EngineConfig) -> float:
+        return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
+
+    def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
+        """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
+        hidden = MicroBatchShard(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
+        link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.rank_stages(0))
+        # Sending one tensor takes as long as an all-gather of two ranks, whose full size is two tensors.
+        return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
+
+    def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
+        """Returns the seconds of recomputing forwards, a third of a block's time; `op` recomputes no products."""
+        ac = config.activation_checkpoint
+        if ac.mode == "none":
+            return 0.0
+        if ac.mode == "selective" and ac.selective == "op":
+            return elementwise / 4
+        return (products / (2 if self.frozen else 3) + attention / 3 + elementwise / 4) / _recompute_interval(ac)
+
+    def _context_parallel(
+        self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers
+    ) -> float:
+        link, seconds = Link(self.hardware, layout.cp, layout.tp), 0.0
+        if layout.cp == 1:
+            return seconds
+        for index, times in layers:
+            mixer = self._distinct[index].mixer
+            kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
+            if kind == "allgather":
+                # One all-gather of what a cache would hold, and one reduce-scatter of its gradient.
+                gathered = times * shard.tokens * mixer.cache.local_features(layout.tp) * shard.bytes
+                seconds += link.seconds(2 * gathered * layout.cp, 2 * times)
+            else:
+                # All-to-alls of queries, keys, values and results, and their gradients.
+                sent = times * shard.tokens * mixer.ulysses_bytes(layout.tp, layout.cp, shard.bytes)
+                seconds += link.all_to_all_seconds(2 * sent, 8 * times)
+        return seconds
+
+    def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
+        networks = [(self._distinct[index].feed_forward, times) for index, times in layers]
+        sparse = sum(times for network, times in networks if network.n_experts)
+        chosen = sum(times * network.n_active_experts for network, times in networks)
+        sent = 4 * chosen * shard.rows * layout.etp * self.args.dim * shard.bytes
+        gathered = 4 * sparse * shard.rows * layout.etp * self.args.dim * shard.bytes
+        inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)
+        return inner + Link(self.hardware, layout.ep, layout.etp).all_to_all_seconds(sent, 6 * sparse)
+
+    def _fsdp(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        counts: RankParameters,
+        n: int,
+        compute_seconds: float,
+    ) -> float:
+        """Returns the seconds of gathering weights and reducing gradients that computation does not hide."""
+        b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
+        keeps_gathered = plan is not None or config.reshard_after_forward == "never"
+        gathers = 1 if keeps_gathered else 2 * n
+        reduces = 1 if config.gradient_reduction == "per_step" else n
+        pp, within = layout.pp, layout.ep * layout.etp
+        blocks = self.args.n_layers / pp
+        sparse = sum(self._distinct[index].feed_forward.n_experts > 0 for index in self._layers) / pp
+        trained, times = counts.trained, gathers + reduces
+        parts = [counts] if counts.lora is None else [counts, counts.lora]
+        dense = sum(part.gathered - part.experts for part in parts) * gathers * b
+        dense += (trained.gathered - trained.experts) * reduces * wide
+        experts = sum(part.experts for part in parts) * gathers * b + trained.experts * reduces * wide
+        link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
+        traffic = link.seconds(dense, blocks * times)
+        expert_link = Link(self.hardware, layout.dp_shard * layout.cp * layout.tp // within, within)
+        traffic += expert_link.seconds(experts, sparse * times)
+        replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+        traffic += 2 * reduces * replicas.seconds(trained.local * wide, blocks)
+        if layout.world_size > 1:
+            traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
+        # With a pipeline all traffic is at the start and the end of a step, else in every micro-batch that gathers.
+        overlapped = 0.0 if plan is not None else compute_seconds / n if keeps_gathered else compute_seconds
+        first = traffic / max(blocks, 1) / max(times, 1)
+        return max(traffic - self.hardware.overlap * overlapped, first if traffic else 0.0)
+
+
+def _recompute_interval(ac: ActivationCheckpointConfig) -> int:
+    """Returns k if every k-th block is recomputed."""
+    return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
+
+
+def _sum(parts: list[StepTime]) -> StepTime:
+    return StepTime(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(StepTime)})

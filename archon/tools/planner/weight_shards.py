@@ -1,0 +1,181 @@
+"""Computes the size of every weight's shard on a rank, as `archon.parallel` shards, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import nn
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.lora.layers import LoRALayer
+from archon.models.lora.model import add_lora
+from archon.models.lora.targets import LoRASize
+from archon.models.parallelize import MOE_TP_PLAN
+from archon.models.spec import ModelSpec
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan
+from archon.tools.planner.activations import LoRAMatrices, LoRAMatrix
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any.
+
+    An adapter's `name` ends with `lora.a` or `lora.b`; it is split as its matrix is, whose role and heads it has.
+    """
+
+    shape: tuple[int, ...]
+    role: str
+    name: str
+    heads: int | None = None
+
+    @property
+    def is_lora(self) -> bool:
+        return "lora." in self.name
+
+    @property
+    def _is_split(self) -> tuple[bool, bool]:
+        """Whether rows and columns may be split: an adapter's a has its matrix's columns, its b the rows."""
+        return not self.name.endswith("lora.a"), not self.name.endswith("lora.b")
+
+    def local(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """Returns its shape after tensor and expert parallelism, which is what FSDP gathers."""
+        shape, tp = list(self.shape), layout.tp
+        rows, columns = self._is_split
+        if self.role == "experts":
+            shape[0] //= layout.ep
+            dim = 2 if self.name.startswith("w2") else 1
+            if (rows, columns)[dim - 1]:
+                shape[dim] //= layout.etp
+            return tuple(shape)
+        style = MOE_TP_PLAN[self.role]
+        if style == "split_rows" and rows and (self.heads is None or self.heads % tp == 0):
+            shape[0] //= tp
+        elif style == "split_columns" and columns and len(shape) > 1:
+            shape[1] //= tp
+        return tuple(shape)
+
+    def shard(self, layout: ParallelLayout, rank: int) -> int:
+        """Returns the elements of its FSDP shard on `rank`; FSDP shards as torch.chunk does."""
+        shape = self.local(layout)
+        if self.role != "experts":
+            ways = layout.dp_shard * layout.cp
+            return _chunk_rows(shape[0], ways, rank // layout.tp % ways) * prod(shape[1:])
+        within = layout.ep * layout.etp
+        ways = layout.dp_shard * layout.cp * layout.tp // within
+        # `archon.parallel.fsdp` shards fewer experts than ranks along their rows.
+        dim = 1 if shape[0] < ways and shape[1] % ways == 0 else 0
+        return prod(shape) // shape[dim] * _chunk_rows(shape[dim], ways, rank // within % ways)
+
+
+def _chunk_rows(rows: int, ways: int, index: int) -> int:
+    step = -(-rows // ways)
+    return max(0, min(step, rows - index * step))
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of a set of weights: of one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
+
+    `experts` are the gathered elements of experts, which have an FSDP group of their own.
+    """
+
+    local: int
+    gathered: int
+    experts: int
+
+
+@lru_cache(maxsize=65536)
+def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int) -> ParameterCounts:
+    """Returns the element counts of `weights` on `rank`."""
+    local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
+    return ParameterCounts(
+        sum(w.shard(layout, rank) for w in weights),
+        sum(size for size, _ in local),
+        sum(size for size, expert in local if expert),
+    )
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A model's weights. `tied`: the head is the embedding; a pipeline's last stage has a copy of it.
+
+    `layers` has, by layer, the index of its weights in `distinct_layers`, and `lora_layers` its matrices with adapters.
+    Where there are some, all other weights are frozen.
+    """
+
+    layers: tuple[int, ...]
+    distinct_layers: tuple[tuple[ParameterShape, ...], ...]
+    embedding: tuple[ParameterShape, ...]
+    head: tuple[ParameterShape, ...]
+    tied: bool
+    lora_layers: tuple[LoRAMatrices, ...]
+
+    @classmethod
+    def from_spec(
+        cls, spec: ModelSpec, args: BaseModelArgs, lora: Mapping[str, LoRASize] | None = None
+    ) -> ModelWeights:
+        """Returns the weights of the family's model with `lora`, built on the meta device."""
+        with torch.device("meta"):
+            model = spec.model_class(args)
+            add_lora(model, lora or {}, torch.float32)
+        outside = {name: tuple(_weights(part)) for name, part in model.named_children() if name != "layers"}
+        head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
+        layers = [tuple(_weights(block)) for block in model.layers.values()]
+        distinct = tuple(dict.fromkeys(layers))
+        tied = args.tie_word_embeddings and not args.is_critic
+        lora_layers = tuple(tuple(_lora_matrices(block)) if lora else None for block in model.layers.values())
+        # A tower is on the first stage as the embedding is; one that is frozen has less state than is counted here.
+        embedding = outside["tok_embeddings"] + outside.get("visual", ())
+        return cls(tuple(map(distinct.index, layers)), distinct, embedding, head, tied, lora_layers)
+
+    @property
+    def has_lora(self) -> bool:
+        return any(self.lora_layers)
+
+    def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
+        """Returns the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
+
+        These are the embedding, the final norm and the head; a tied head is counted only once.
+        """
+        layers = self.layers if plan is None else self.layers[slice(*plan.layers[stage])]
+        first, last = stage == 0, plan is None or stage == plan.n_stages - 1
+        others = self.embedding if first else ()
+        if last:
+            others += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
+        return layers, others
+
+
+def _weights(module: nn.Module) -> Iterator[ParameterShape]:
+    for part in module.modules():
+        if isinstance(part, LoRALayer):
+            continue  # is yielded with its matrix
+        heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
+        for name, parameter in part.named_parameters(recurse=False):
+            role = roles.get(name, getattr(part, "role", None))
+            assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
+            yield ParameterShape(tuple(parameter.shape), role, name, heads)
+        for matrix, lora in _lora_layers(part):
+            for half, parameter in lora.named_parameters():
+                yield ParameterShape(tuple(parameter.shape), str(part.role), f"{matrix}.lora.{half}", heads)
+
+
+def _lora_layers(module: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
+    """Yields the adapters of a module's matrices, by the name of the matrix; a linear layer's is empty."""
+    lora = getattr(module, "lora", None)
+    if isinstance(lora, LoRALayer):
+        yield "", lora
+    elif isinstance(lora, nn.ModuleDict):
+        yield from ((name, of) for name, of in lora.items() if isinstance(of, LoRALayer))
+
+
+def _lora_matrices(block: nn.Module) -> Iterator[LoRAMatrix]:
+    for name, module in block.named_modules():
+        for matrix, lora in _lora_layers(module):
+            full = f"{name}.{matrix}" if matrix else name
+            rank, in_features = lora.a.shape[-2:]
+            yield LoRAMatrix(full, str(module.role), in_features, lora.b.shape[-2], rank)

@@ -1,0 +1,39 @@
+"""Reports of runs: curves as PNG, and a self-contained HTML page with curves and sampled trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from archon.tools.bench.bench_record import read_record
+from archon.tools.report.curves import draw_curves
+from archon.tools.report.page import render_bench, render_page
+from archon.tools.report.run_data import load_run
+
+__all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "write_report"]
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
+    """Write `report.html` and one PNG per panel to `out` (default `run_dir/report`). Returns the files written.
+
+    Raises ConfigError if `run_dir` holds no metrics, and UserError, naming the extra `plots`, if `curves` is True and
+    matplotlib is not installed. The page does not need matplotlib and is written first.
+    """
+    run = load_run(run_dir)
+    folder = Path(out) if out is not None else run.path / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "report.html"
+    page.write_text(render_page(run), encoding="utf-8")
+    return [page, *draw_curves(run, folder)] if curves else [page]
+
+
+def write_bench_report(record: str | Path, out: str | Path | None = None) -> list[Path]:
+    """Write the page of a sweep's record next to it, or to the folder `out`. Returns the files written.
+
+    Raises ConfigError for a file that is not a record.
+    """
+    path = Path(record)
+    page = (Path(out) / "report.html") if out is not None else path.with_suffix(".html")
+    text = render_bench(read_record(path), path)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    return [page]

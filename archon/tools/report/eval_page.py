@@ -1,0 +1,59 @@
+"""The page of an evaluation: scores with their intervals, and the answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from archon.tools.report.page import EVAL_SCRIPTS, render
+from archon.tools.report.sampled_trajectories import sample
+
+
+def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[dict[str, Any]]) -> Path:
+    """Writes `report.html` to `folder`, and returns its path.
+
+    Args:
+        folder: of the evaluation; its `config.yaml` is shown.
+        result: what `archon eval` writes to `results.json`.
+        records: the answers, as in `answers.jsonl`, in the order of their prompts.
+    """
+    sampled = sample(records)
+    lost = sum(result["lost"].values())
+    name = f"Evaluation of {result['model'] or Path(str(result['who'])).name}"
+    data = {
+        "name": name,
+        "facts": [
+            str(result["who"]),
+            f"{result['prompts']} prompts, {result['answers']} answers" + (f", {lost} lost" if lost else ""),
+            f"intervals: {result['intervals']}",
+            f"written {time.strftime('%Y-%m-%d %H:%M')}",
+        ],
+        "bars": [_bars("Reward", ["reward"], result), _bars("pass@k", list(result["scores"])[1:], result)],
+        "groups": sampled.groups,
+        "selection": sampled.selection.replace("trajectories.jsonl", "answers.jsonl"),
+        "config": (folder / "config.yaml").read_text(encoding="utf-8"),
+    }
+    page = folder / "report.html"
+    page.write_text(render(name, data, EVAL_SCRIPTS), encoding="utf-8")
+    return page
+
+
+def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, Any]:
+    scores = [(name, result["scores"][name]) for name in names]
+    bars = [
+        {
+            "name": name,
+            "value": score["mean"],
+            "min": _bound_or_mean(score["low"], score),
+            "max": _bound_or_mean(score["high"], score),
+        }
+        for name, score in scores
+    ]
+    return {"title": title, "unit": "with 95 % intervals", "bars": bars}
+
+
+def _bound_or_mean(bound: float | None, score: Mapping[str, float]) -> float:
+    """Returns the bound, or the mean where a single prompt has none."""
+    return score["mean"] if bound is None else bound

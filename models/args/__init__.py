@@ -1,0 +1,1 @@
+"""Model arguments, read from Hugging Face configs."""

@@ -1,0 +1,321 @@
+"""Arguments of a model, read strictly from a Hugging Face config or constructed directly."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+from archon.models.attention.registry import candidates
+from archon.models.hf.config import Field, WindowPolicy, as_dict, read_config, text_config
+from archon.models.hf.rope import RopePolicy
+from archon.models.layers.attention import AttentionLayer
+from archon.models.layers.feed_forward import DenseLayer, get_activation
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.rope import RopeConfig, RopeSpec, RopeUse
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, NormPlacement
+from archon.parallel.layout import ModelSizes
+from archon.schema.errors import ConfigError
+
+# Frequencies are computed for every pair of features, when a model is built; real heads have up to 512 features.
+MAX_ROTARY_DIM = 2**16
+# Factors and their inverses are numbers of float32 and bfloat16.
+MIN_FACTOR = 1e-30
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model that sees takes as an image.
+
+    Attributes:
+        token: the placeholder of a merged patch among the tokens.
+        merge_size: squares of merge_size by merge_size patches become one row of the decoder.
+        channels, temporal_patch_size, patch_size: of a patch's pixels.
+    """
+
+    token: int
+    merge_size: int
+    channels: int
+    temporal_patch_size: int
+    patch_size: int
+
+    @property
+    def features(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass
+class BaseModelArgs:
+    """Sizes and switches of a decoder. Lengths are in tokens.
+
+    Attributes:
+        dim: width of the residual stream (Hugging Face's hidden_size).
+        n_kv_heads: key and value heads, a divisor of n_heads; 0 means n_heads.
+        head_dim: features of a head; 0 means dim / n_heads.
+        hidden_dim: inner width of the feed-forward network (intermediate_size).
+        max_seq_len: max_position_embeddings; limits only the RoPE kinds that use it.
+        attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
+        qk_norm: RMS norms over each head's queries and keys.
+        full_width_qk_norm: these norms are over the features of all heads together.
+        sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
+        layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
+        pad_token_id: the embedding row that gets no gradient from lookups, as in transformers; None for none.
+        rotary_dim: features of a head that RoPE rotates; 0 means head_dim.
+        rope_interleaved: RoPE rotates pairs of adjacent features.
+        local_rope_theta, local_rope_scaling: `rope_theta` and `rope_scaling` of the layers that `layer_ropes` says.
+        layer_ropes: the rotation of each layer, see `archon.models.layers.rope.RopeUse`; empty means `global` in all.
+        query_beta: see `RopeSpec.query_beta`, whose period is the original context of `rope_scaling`.
+        norm_rounds_once: see `archon.models.layers.norm.NormSpec`.
+        norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
+        norm_placement: see `archon.models.layers.spec.NormPlacement`.
+        attention_scale: factor on attention scores; None means head_dim^(-1/2).
+        attention_soft_cap, attention_sinks, attention_gated: see `archon.models.layers.attention.AttentionLayer`.
+        embedding_multiplier: factor on token embeddings.
+        embedding_multiplier_is_rounded: to the dtype of the computation, before the product.
+        residual_multiplier: factor on what each part of a layer adds to the residual stream.
+        logits_divisor: divides the logits.
+        logits_soft_cap: bounds the logits, see `archon.models.layers.head.LMHead`; None for no bound.
+        initializer_range: standard deviation of newly initialized matrices.
+        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
+        is_composite: the decoder is part of a composite checkpoint, see `composite_types`.
+        is_critic: has a value head `score` in place of the language-model head.
+        attn_type: the attention backend, `auto` or a registered name.
+        composite_types: the model types of composite configs, and the type of the text decoder in each.
+        hf_examples: of fields that other families lack, the values that `archon check-model` tries.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    hidden_dim: int
+    vocab_size: int
+    n_kv_heads: int = 0
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeConfig = field(default_factory=RopeConfig)
+    max_seq_len: int = 32768
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    full_width_qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
+    local_rope_theta: float = 10_000.0
+    local_rope_scaling: RopeConfig = field(default_factory=RopeConfig)
+    layer_ropes: tuple[RopeUse, ...] = ()
+    query_beta: float | None = None
+    norm_rounds_once: bool = False
+    norm_offset: float = 0.0
+    norm_placement: NormPlacement = "before"
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    attention_sinks: bool = False
+    attention_gated: bool = False
+    embedding_multiplier: float = 1.0
+    embedding_multiplier_is_rounded: bool = False
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    initializer_range: float = 0.02
+    balance_by_bias: bool = False
+    is_composite: bool = False
+    is_critic: bool = False
+    attn_type: str = "auto"
+
+    model_types: ClassVar[frozenset[str]] = frozenset()
+    hf_fields: ClassVar[dict[str, Field]]
+    hf_windows: ClassVar[WindowPolicy]
+    hf_ropes: ClassVar[RopePolicy] = RopePolicy()
+    hf_fixed_values: ClassVar[dict[str, Any]] = {}
+    composite_types: ClassVar[dict[str, str]] = {}
+    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        self.n_kv_heads = self.n_kv_heads or self.n_heads
+        self.head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
+        self.rotary_dim = self.rotary_dim or self.head_dim
+        self.layer_windows = tuple(self.layer_windows) or (self.sliding_window,) * self.n_layers
+        uses: tuple[RopeUse, ...] = ("global",)
+        self.layer_ropes = tuple(self.layer_ropes) or uses * self.n_layers
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_kv_heads is {self.n_kv_heads}; expected a divisor of n_heads {self.n_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
+            raise ConfigError(
+                f"{name} is {self.rotary_dim}; expected an even number of at most head_dim {self.head_dim}, since RoPE "
+                "rotates pairs of features"
+            )
+        if self.rotary_dim > MAX_ROTARY_DIM:
+            raise ConfigError(f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
+        get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
+        candidates(self.attn_type)
+        for name in ("logits_divisor", "logits_soft_cap", "attention_scale", "attention_soft_cap"):
+            if (value := getattr(self, name)) is not None and not MIN_FACTOR <= value <= 1 / MIN_FACTOR:
+                raise ConfigError(f"{name} is {value}; expected {MIN_FACTOR:g} to {1 / MIN_FACTOR:g}")
+        for name in ("layer_windows", "layer_ropes"):
+            if len(getattr(self, name)) != self.n_layers:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries; expected one per layer, {self.n_layers}"
+                )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
+        for scaling in (self.rope_scaling, self.local_rope_scaling):
+            scaling.check_length(self.rotary_dim)
+
+    @property
+    def norm(self) -> NormSpec:
+        """The norms of the residual stream."""
+        return NormSpec(self.norm_eps, self.norm_offset, self.norm_rounds_once)
+
+    def rope(self, layer: int) -> RopeSpec | None:
+        """Returns the rotation of a layer (from 0); None for a layer without positions."""
+        use = self.layer_ropes[layer]
+        if use == "none":
+            return None
+        theta, scaling = self.rope_theta, self.rope_scaling
+        if use == "local":
+            theta, scaling = self.local_rope_theta, self.local_rope_scaling
+        period = None if self.query_beta is None else scaling.original_max_seq_len
+        return RopeSpec(
+            self.rotary_dim, theta, scaling, self.max_seq_len, self.rope_interleaved, self.query_beta, period
+        )
+
+    def mixer(self, layer: int) -> MixerSpec:
+        """Returns what mixes tokens in a layer (from 0)."""
+        return AttentionLayer(
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_dim,
+            rope=self.rope(layer),
+            scale=self.attention_scale,
+            window=self.layer_windows[layer],
+            bias=self.attention_bias,
+            out_bias=self.attention_out_bias,
+            qk_norm=self.norm if self.qk_norm else None,
+            soft_cap=self.attention_soft_cap,
+            sinks=self.attention_sinks,
+            gated=self.attention_gated,
+            full_width_qk_norm=self.full_width_qk_norm,
+        )
+
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """Returns the feed-forward network of a layer (from 0)."""
+        return DenseLayer(self.hidden_dim, self.hidden_act)
+
+    def layer(self, layer: int) -> LayerSpec:
+        """Returns what a layer (from 0) is; a family overrides this, or the methods that it calls."""
+        return LayerSpec(
+            self.mixer(layer), self.feed_forward(layer), self.norm, self.norm_placement, self.residual_multiplier
+        )
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """All layers, in order, with balancing biases if `balance_by_bias`."""
+        layers = tuple(self.layer(layer) for layer in range(self.n_layers))
+        if not self.balance_by_bias:
+            return layers
+        return tuple(replace(spec, feed_forward=spec.feed_forward.with_balancing_bias()) for spec in layers)
+
+    @property
+    def expert_layers(self) -> dict[int, int]:
+        """The place of each layer with experts among those layers."""
+        sparse = [layer for layer, spec in enumerate(self.layer_specs) if spec.feed_forward.n_experts]
+        return {layer: place for place, layer in enumerate(sparse)}
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotations of the layers."""
+        mixers = (spec.mixer for spec in self.layer_specs)
+        return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Whether a rotation depends on the document's length, see `RopeConfig.depends_on_length`."""
+        return any(rope.scaling.depends_on_length for rope in self.ropes)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether documents may share the computation of a common beginning.
+
+        Some frequencies depend on the length of a token's document.
+        """
+        alike = all(layer.mixer.shares_prefixes for layer in self.layer_specs)
+        return alike and not self.rope_depends_on_length
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes that a parallel layout divides."""
+        networks = {spec.feed_forward for spec in self.layer_specs}
+        mixers = [spec.mixer for spec in self.layer_specs]
+        others = {mixer.heads for mixer in mixers} - {(self.n_heads, self.n_kv_heads)}
+        scans = {mixer.module_name for mixer in mixers if not mixer.gathers_keys}
+        sparse = [network for network in networks if network.n_experts]
+        return ModelSizes(
+            self.n_heads,
+            self.n_kv_heads,
+            self.vocab_size,
+            self.n_layers,
+            tuple(sorted({width for network in networks for width in network.hidden_dims})),
+            experts=max((network.n_experts for network in sparse), default=0),
+            expert_hidden=max((network.expert_dim for network in sparse), default=0),
+            extra_heads=tuple(sorted(others)),
+            needs_ulysses=f"a {min(scans)} layer has a state in place of keys" if scans else None,
+        )
+
+    @property
+    def image_format(self) -> ImageFormat | None:
+        """What an image is to this model; None for a model of text."""
+        return None
+
+    def image_flops(self, patches: int) -> int | None:
+        """Returns the operations of a tower's forward over an image of so many patches; None for a model of text."""
+        return None
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
+        """Returns the arguments of a transformers config object or a parsed `config.json`, with either RoPE style.
+
+        Args:
+            hf_config: object or dictionary; its `model_type` must be one of this family's.
+            is_critic: build a value head.
+            kwargs: fields of this class that override the config, such as `attn_type`.
+
+        Raises ConfigError with the field and its value for anything that archon does not support.
+        """
+        names = {f.name for f in fields(cls)}
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
+        types = cls.model_types | {*cls.composite_types.values()}
+        config, own = cls.decoder_config(as_dict(hf_config))
+        args = read_config(config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_fixed_values)
+        if "sliding_window" in kwargs:
+            # It applies to the layers that have a window in the config, or to all layers if none has.
+            windows, window = args["layer_windows"], kwargs["sliding_window"]
+            args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
+        return cls(**{**args, "is_critic": is_critic, **own, **kwargs})
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the config of the decoder, which of a composite one is a part, and arguments that are no fields of
+        it. A family whose config is of another form extends this.
+
+        Raises ConfigError, naming field and value.
+        """
+        model_type = config.get("model_type")
+        text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None
+        return (config, {}) if text_type is None else (text_config(config, text_type), {"is_composite": True})

@@ -1,0 +1,175 @@
+"""Arguments and checkpoint names that Qwen3-Next and Qwen3.5 share: gated delta nets and gated attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.hf.config import (
+    NO_WINDOWS,
+    Field,
+    WindowPolicy,
+    dense_fields,
+    reject_field,
+)
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
+from archon.models.layers.delta_net import DeltaNetLayer
+from archon.models.layers.delta_rule import DeltaRule
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.spec import MixerSpec
+from archon.schema.errors import ConfigError
+
+DELTA_NET, ATTENTION = "linear_attention", "full_attention"
+"""The kinds of layers, by their Hugging Face names."""
+
+QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
+# Qwen3.5's published configs have these besides the fields of transformers' classes, which ignore them.
+QWEN3_5_FIXED_VALUES: dict[str, Any] = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+}
+
+
+@dataclass
+class DeltaNetModelArgs(BaseModelArgs):
+    """Arguments of a decoder in which some layers are gated delta nets and the others have gated attention.
+
+    Attributes:
+        delta_heads, delta_key_heads: value heads of a delta net, and key heads, which divide them.
+        delta_value_dim, delta_key_dim: features of a head's values, and of its keys.
+        delta_kernel_size: tokens that its convolution sees.
+        delta_rule: what computes its rule, see `archon.models.layers.delta_rule.DeltaRule`; no part of a checkpoint.
+        layer_types: the kind of each layer; empty means attention in every `attention_interval`-th.
+        attention_interval: used only without `layer_types`.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    delta_heads: int = 32
+    delta_key_heads: int = 16
+    delta_value_dim: int = 128
+    delta_key_dim: int = 128
+    delta_kernel_size: int = 4
+    delta_rule: DeltaRule = "torch"
+    layer_types: tuple[str, ...] = ()
+    attention_interval: int = 4
+    qk_norm: bool = True
+    norm_offset: float = 1.0
+    attention_gated: bool = True
+
+    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
+    hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25)
+    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "full_attention_interval": (2, 2, 3),
+        "linear_num_value_heads": (4, 8),
+        "linear_num_key_heads": (1, 2, 4),
+        "linear_value_head_dim": (8, 12, 16),
+        "linear_key_head_dim": (8, 12, 16),
+        "linear_conv_kernel_dim": (2, 3, 4),
+        # Queries and keys are divided by their lengths, and outputs by theirs, which are near 0 where a query and the
+        # keys are orthogonal: with a small constant, transformers itself is up to 7e-4 away from its float64 value.
+        "rms_norm_eps": (0.1,),
+        "initializer_range": (0.08,),
+    }
+
+    def __post_init__(self) -> None:
+        self.attention_out_bias = self.attention_bias
+        every = self.attention_interval
+        self.layer_types = tuple(self.layer_types) or tuple(
+            ATTENTION if (layer + 1) % every == 0 else DELTA_NET for layer in range(self.n_layers)
+        )
+        super().__post_init__()
+        if len(self.layer_types) != self.n_layers or {*self.layer_types} - {DELTA_NET, ATTENTION}:
+            raise ConfigError(
+                f"layer_types is {self.layer_types}; expected {DELTA_NET} or {ATTENTION} for each of {self.n_layers} "
+                "layers",
+                field="layer_types",
+            )
+        for name in ("delta_heads", "delta_key_heads", "delta_value_dim", "delta_key_dim", "delta_kernel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.delta_heads % self.delta_key_heads:
+            raise ConfigError(
+                f"delta_key_heads is {self.delta_key_heads}; expected a divisor of delta_heads {self.delta_heads}"
+            )
+
+    def mixer(self, layer: int) -> MixerSpec:
+        """See `BaseModelArgs.mixer`."""
+        if self.layer_types[layer] == ATTENTION:
+            return super().mixer(layer)
+        return DeltaNetLayer(
+            self.delta_heads,
+            self.delta_key_heads,
+            self.delta_key_dim,
+            self.delta_value_dim,
+            self.delta_kernel_size,
+            NormSpec(self.norm_eps),
+            self.hidden_act,
+            self.delta_rule,
+        )
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `BaseModelArgs.decoder_config`."""
+        config, own = super().decoder_config(config)
+        layer_types = config.pop("layer_types", None)
+        if not isinstance(layer_types, list | tuple | None) or layer_types == []:
+            reject_field("layer_types", layer_types, "expected a list with the kind of each layer, or null")
+        return config, own | {"layer_types": tuple(layer_types or ())}
+
+
+def delta_net_fields(**dense: Any) -> dict[str, Field]:
+    """Returns the config fields of these families; see `dense_fields` for the arguments, a family's own defaults."""
+    return dense_fields(max_position_embeddings=32768, **dense) | {
+        "head_dim": Field("head_dim", int, 256),
+        "attention_bias": Field("attention_bias", bool, False),
+        "full_attention_interval": Field("attention_interval", int, 4),
+        "linear_num_value_heads": Field("delta_heads", int, 32),
+        "linear_num_key_heads": Field("delta_key_heads", int, 16),
+        "linear_value_head_dim": Field("delta_value_dim", int, 128),
+        "linear_key_head_dim": Field("delta_key_dim", int, 128),
+        "linear_conv_kernel_dim": Field("delta_kernel_size", int, 4),
+    }
+
+
+def mtp_fields() -> dict[str, Field]:
+    """Returns the config fields of the layers that predict further tokens, which are carried and not computed."""
+    return {
+        "mtp_num_hidden_layers": Field("", int, 0, minimum=0),
+        "mtp_use_dedicated_embeddings": Field("", bool, False),
+    }
+
+
+_HF, _NATIVE = "model.layers.{}.linear_attn.", "layers.{}.delta_net."
+# What all these families' checkpoints share.
+DELTA_NET_HF_MAP: dict[str, str | Fused | None] = {
+    **DENSE_HF_MAP,
+    **QK_NORM_HF_MAP,
+    f"{_HF}conv1d.weight": Fused(tuple(f"{_NATIVE}{part}_conv.weight" for part in "qkv")),
+    f"{_HF}A_log": f"{_NATIVE}decay.A_log",
+    f"{_HF}dt_bias": f"{_NATIVE}decay.dt_bias",
+    f"{_HF}norm.weight": f"{_NATIVE}norm.weight",
+    f"{_HF}out_proj.weight": f"{_NATIVE}wo.weight",
+}
+# Qwen3.5 has a matrix for each projection.
+QWEN3_5_HF_MAP: dict[str, str | Fused | None] = {
+    **DELTA_NET_HF_MAP,
+    f"{_HF}in_proj_qkv.weight": Fused(tuple(f"{_NATIVE}w{part}.weight" for part in "qkv")),
+    f"{_HF}in_proj_z.weight": f"{_NATIVE}wz.weight",
+    f"{_HF}in_proj_b.weight": f"{_NATIVE}wb.weight",
+    f"{_HF}in_proj_a.weight": f"{_NATIVE}wa.weight",
+}
+# Qwen3-Next's projections, which are in blocks of one key head and its value heads.
+DELTA_NET_BLOCKS_HF_MAP: dict[str, str | Fused | None] = {
+    f"{_HF}in_proj_qkvz.weight": Fused(
+        tuple(f"{_NATIVE}w{part}.weight" for part in "qkvz"), blocks=lambda args: args.delta_key_heads
+    ),
+    f"{_HF}in_proj_ba.weight": Fused(
+        tuple(f"{_NATIVE}w{part}.weight" for part in "ba"), blocks=lambda args: args.delta_key_heads
+    ),
+}

@@ -1,0 +1,129 @@
+"""Arguments and checkpoint names shared by the families with latent attention and DeepSeek-V3's router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from archon.models.args.moe import GroupRoutedArgs, group_routed_fields
+from archon.models.hf.checks import reject_field
+from archon.models.hf.config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields
+from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
+from archon.models.layers.latent_attention import LatentLayer
+from archon.models.layers.norm import NormSpec
+from archon.schema.errors import ConfigError
+
+# transformers normalizes latents with this, whatever `rms_norm_eps` is.
+LATENT_NORM = NormSpec(1e-6)
+
+
+LATENT_FIELDS: dict[str, Field] = {
+    "attention_bias": Field("attention_bias", bool, False),
+    "q_lora_rank": Field("q_rank", int, 1536, null=0),
+    "kv_lora_rank": Field("kv_rank", int, 512),
+    "qk_rope_head_dim": Field("rotary_dim", int, 64),
+    "qk_nope_head_dim": Field("key_dim", int, 128),
+    "v_head_dim": Field("value_dim", int, 128),
+    "rope_interleave": Field("rope_interleaved", bool, True, null=False),
+    # Layers that predict further tokens are carried in checkpoints and not computed.
+    "num_nextn_predict_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
+    "num_mtp_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
+    # Of the training of the published models.
+    "aux_loss_alpha": Field("", float, 0.0),
+    "seq_aux": Field("", bool, True),
+    "ep_size": Field("", int, 1),
+}
+"""The config fields of `LatentModelArgs`, with the defaults of DeepSeek-V3."""
+
+DEEPSEEK_V3_FIELDS = (
+    dense_fields(num_key_value_heads=128, max_position_embeddings=4096)
+    | LATENT_FIELDS
+    | group_routed_fields(
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+    )
+)
+
+
+@dataclass
+class LatentModelArgs(GroupRoutedArgs):
+    """Arguments of a decoder with latent attention (see `LatentLayer`) and DeepSeek-V3's router.
+
+    `head_dim` is the width of a head's query, of which the last `rotary_dim` features are rotated.
+
+    Attributes:
+        q_rank, kv_rank: features of the latents of queries, 0 for none, and of keys and values.
+        key_dim: features of a head's query and key that are not rotated.
+        value_dim: features of a head's value.
+    """
+
+    q_rank: int = 1536
+    kv_rank: int = 512
+    rotary_dim: int = 64
+    key_dim: int = 128
+    value_dim: int = 128
+    rope_interleaved: bool = True
+
+    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
+    hf_fixed_values: ClassVar[dict[str, Any]] = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "pretraining_tp": 1,
+    }
+
+    def __post_init__(self) -> None:
+        self.head_dim = self.key_dim + self.rotary_dim
+        super().__post_init__()
+        if self.n_kv_heads != self.n_heads:
+            raise ConfigError(
+                f"n_kv_heads is {self.n_kv_heads}; expected n_heads, {self.n_heads}: each head expands the latent to "
+                "its own keys and values"
+            )
+
+    def mixer(self, layer: int) -> LatentLayer:
+        """See `BaseModelArgs.mixer`."""
+        rope = self.rope(layer)
+        assert rope is not None
+        return LatentLayer(
+            self.n_heads,
+            self.kv_rank,
+            self.key_dim,
+            self.value_dim,
+            rope,
+            LATENT_NORM,
+            q_rank=self.q_rank,
+            bias=self.attention_bias,
+        )
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
+        """See `BaseModelArgs.from_hf_config`; `head_dim` and `qk_head_dim` must be what the other widths give."""
+        config = as_dict(hf_config)
+        config.pop("auto_map", None)  # names the published code, which is this
+        widths = {name: config.pop(name) for name in ("head_dim", "qk_head_dim") if config.get(name) is not None}
+        args = super().from_hf_config(config, is_critic, **kwargs)
+        for name, expected in (("head_dim", args.rotary_dim), ("qk_head_dim", args.head_dim)):
+            if widths.get(name, expected) != expected:
+                reject_field(name, widths[name], f"expected {expected}, as qk_nope_head_dim and qk_rope_head_dim say")
+        return args
+
+
+_HF, _NATIVE = "model.layers.{}.self_attn.", "layers.{}.attention."
+LATENT_HF_MAP: HFMap = {
+    **DENSE_HF_MAP,
+    f"{_HF}q_a_proj.weight": f"{_NATIVE}wq_a.weight",
+    f"{_HF}q_a_proj.bias": f"{_NATIVE}wq_a.bias",
+    f"{_HF}q_a_layernorm.weight": f"{_NATIVE}q_a_norm.weight",
+    f"{_HF}q_b_proj.weight": f"{_NATIVE}wq_b.weight",
+    f"{_HF}kv_a_proj_with_mqa.weight": f"{_NATIVE}wkv_a.weight",
+    f"{_HF}kv_a_proj_with_mqa.bias": f"{_NATIVE}wkv_a.bias",
+    f"{_HF}kv_a_layernorm.weight": f"{_NATIVE}kv_a_norm.weight",
+    f"{_HF}kv_b_proj.weight": f"{_NATIVE}wkv_b.weight",
+    **GROUP_ROUTED_HF_MAP,
+}

@@ -1,0 +1,177 @@
+"""Arguments shared by the families with mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from archon.models.args.base import BaseModelArgs
+from archon.models.hf.config import Field, reject_field
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.layers.spec import FeedForwardSpec
+from archon.schema.errors import ConfigError
+
+# Checkpoints have a name for each expert's matrices; no real model has more than 25,000 experts.
+MAX_EXPERTS = 2**20
+
+
+@dataclass
+class MoEModelArgs(BaseModelArgs):
+    """Arguments of a decoder in which some or all layers have a mixture of experts.
+
+    Attributes:
+        n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
+        moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
+        shared_hidden_dim: inner width of the shared experts' network; 0 for none.
+        norm_topk_prob: divide the chosen experts' weights by their sum.
+        n_dense_layers: the first layers, which are dense.
+        decoder_sparse_step: of the others every n-th layer is sparse, counted from one.
+        mlp_only_layers: layers that are dense nevertheless, counted from zero.
+        shared_gate: see `ExpertsLayer`.
+        hf_aliases: other names of config fields, which transformers accepts too.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    n_experts: int = 0
+    n_experts_per_token: int = 0
+    moe_hidden_dim: int = 0
+    shared_hidden_dim: int = 0
+    norm_topk_prob: bool = False
+    n_dense_layers: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    shared_gate: ClassVar[bool] = False
+    hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+
+    def __post_init__(self) -> None:
+        self.mlp_only_layers = tuple(self.mlp_only_layers)
+        super().__post_init__()
+        if self.n_layers * self.n_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"n_experts is {self.n_experts} in {self.n_layers} layers; expected at most {MAX_EXPERTS} in all"
+            )
+        if any(self.is_sparse(layer) for layer in range(self.n_layers)):
+            if not 1 <= self.n_experts_per_token <= self.n_experts:
+                raise ConfigError(
+                    f"n_experts_per_token is {self.n_experts_per_token}; expected 1 to the {self.n_experts} experts"
+                )
+            if self.moe_hidden_dim < 1:
+                raise ConfigError(f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether this layer (from 0) has experts."""
+        return (
+            self.n_experts > 0
+            and layer >= self.n_dense_layers
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """See `BaseModelArgs.feed_forward`; with experts if `is_sparse(layer)`."""
+        return self.experts() if self.is_sparse(layer) else super().feed_forward(layer)
+
+    def experts(self) -> ExpertsLayer:
+        """Returns the mixture of experts of the sparse layers; a family with another router extends this."""
+        return ExpertsLayer(
+            self.n_experts,
+            self.n_experts_per_token,
+            self.moe_hidden_dim,
+            self.hidden_act,
+            normalize=self.norm_topk_prob,
+            shared_hidden_dim=self.shared_hidden_dim,
+            shared_gate=self.shared_gate,
+        )
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `BaseModelArgs.decoder_config`; accepts the `hf_aliases` of fields."""
+        config, own = super().decoder_config(config)
+        for alias, name in cls.hf_aliases.items():
+            if alias in config and alias not in cls.hf_fields:
+                value = config.pop(alias)
+                if config.setdefault(name, value) != value:
+                    reject_field(alias, value, f"it contradicts {name} {config[name]!r}; keep one")
+        return config, own
+
+
+def stepped_expert_fields(
+    *, num_experts: int, num_experts_per_tok: int, moe_intermediate_size: int, norm_topk_prob: bool = False
+) -> dict[str, Field]:
+    """Returns the config fields of Qwen's experts in every `decoder_sparse_step`-th layer, with a family's own
+    defaults."""
+    return {
+        "num_experts": Field("n_experts", int, num_experts, minimum=0),
+        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
+        "norm_topk_prob": Field("norm_topk_prob", bool, norm_topk_prob),
+        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
+        "router_aux_loss_coef": Field("", float, 0.001),
+    }
+
+
+def group_routed_fields(
+    *,
+    n_routed_experts: int,
+    num_experts_per_tok: int,
+    moe_intermediate_size: int,
+    first_k_dense_replace: int,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
+) -> dict[str, Field]:
+    """Returns the config fields of `GroupRoutedArgs`, with a family's own defaults."""
+    return {
+        "n_routed_experts": Field("n_experts", int, n_routed_experts),
+        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
+        "n_shared_experts": Field("n_shared_experts", int, 1),
+        "first_k_dense_replace": Field("n_dense_layers", int, first_k_dense_replace, minimum=0),
+        "n_group": Field("n_group", int, n_group),
+        "topk_group": Field("topk_group", int, topk_group),
+        "routed_scaling_factor": Field("routed_scaling_factor", float, routed_scaling_factor),
+        "norm_topk_prob": Field("norm_topk_prob", bool, True),
+    }
+
+
+@dataclass
+class GroupRoutedArgs(MoEModelArgs):
+    """Arguments of a decoder with DeepSeek-V3's router (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+
+    Scores are sigmoids in float32, a bias that checkpoints store corrects the choice, which is limited to the best
+    groups, and shared experts process every token.
+
+    Attributes:
+        n_group, topk_group: groups of experts, and groups that a token uses; see `ExpertsLayer`.
+        routed_scaling_factor: factor on the weights of the chosen experts.
+        n_shared_experts: shared experts, each as wide as a routed one.
+    """
+
+    norm_topk_prob: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 1
+
+    shared_gate: ClassVar[bool] = False
+    hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "n_routed_experts"}
+
+    def __post_init__(self) -> None:
+        self.shared_hidden_dim = self.n_shared_experts * self.moe_hidden_dim
+        super().__post_init__()
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(
+            super().experts(),
+            score="sigmoid",
+            normalize_epsilon=1e-20,
+            scale=self.routed_scaling_factor,
+            n_groups=self.n_group,
+            top_groups=self.topk_group,
+            fp32_logits=True,
+            correction_bias=True,
+        )

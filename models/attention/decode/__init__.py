@@ -1,0 +1,1 @@
+"""Attention of decoding: paged key-value caches and recurrent states."""

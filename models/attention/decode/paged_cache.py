@@ -1,0 +1,133 @@
+"""The pool of pages that decoding stores keys and values in.
+
+A page has `page_size` tokens; a sequence has a list of pages, and sequences may share pages (Kwon et al. 2023,
+arXiv:2309.06180). A page number stands for a page in every layer; layers that cache the same rows are a group, whose
+pages are in one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archon.models.attention.decode.cache import CacheSpec, PagedRows
+from archon.models.attention.decode.states import StateCache
+from archon.models.cpu import elementwise
+from archon.parallel.transfer import to_device_async
+
+
+@dataclass(frozen=True)
+class PagedTensors:
+    """The pages of layers that cache the same rows, or of one of them without the first dimension.
+
+    Attributes:
+        rows: what each layer caches.
+        keys: [n_layers, n_pages, heads, page_size, key_features].
+        values: [n_layers, n_pages, heads, page_size, value_features], a view of `keys` if `rows.values_in_keys`.
+    """
+
+    rows: PagedRows
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors with memory of their own."""
+        return (self.keys,) if self.rows.values_in_keys else (self.keys, self.values)
+
+    def layer(self, index: int) -> PagedTensors:
+        """Returns the pages of one of the layers, as views."""
+        return PagedTensors(self.rows, self.keys[index], self.values[index])
+
+
+class PagedCache:
+    """`n_pages` pages in every layer that caches rows.
+
+    Args:
+        specs: what each layer caches, by its index.
+        n_states: slots for the states of layers that cache these.
+
+    Attributes:
+        groups: the tensors of the layers of each spec.
+        states: the states of layers without pages.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        n_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        n_states: int = 0,
+    ) -> None:
+        self.states = StateCache(specs, n_states, dtype, device)
+        self.n_pages, self.page_size, self.device = n_pages, page_size, torch.device(device)
+        self._dtype = dtype
+        self._members: dict[PagedRows, list[int]] = {}
+        for layer, spec in enumerate(specs):
+            if isinstance(spec, PagedRows):
+                self._members.setdefault(spec, []).append(layer)
+        self.clear()
+
+    def clear(self) -> None:
+        """Fill with zeros: masked positions must be finite, since 0 · NaN is NaN."""
+        self.states.clear()
+        self.groups = tuple(self._zeros(rows, len(members)) for rows, members in self._members.items())
+        self.layers = {
+            layer: group.layer(index) for group in self.groups for index, layer in enumerate(self._members[group.rows])
+        }
+
+    def _zeros(self, rows: PagedRows, n_layers: int) -> PagedTensors:
+        shape = n_layers, self.n_pages, rows.heads, self.page_size
+        keys = _lazy_zeros((*shape, rows.key_features), self._dtype, self.device)
+        if rows.values_in_keys:
+            return PagedTensors(rows, keys, keys[..., : rows.value_features])
+        return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
+
+    def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
+        """Returns the rows [T · heads] of tokens in a layer's cache as a matrix [n_pages · heads · page_size,
+        features], for each number of heads that layers have."""
+        rows = {}
+        for n_heads in {rows.heads for rows in self._members}:
+            numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
+            rows[n_heads] = to_device_async(torch.from_numpy(numbers.reshape(-1)), self.device)
+        return rows
+
+    def write(self, layer: int, rows: dict[int, Tensor], *new: Tensor) -> None:
+        """Store keys [T, heads, key_features], and values unless they are in the keys, at `token_rows`."""
+        paged = self.layers[layer]
+        for cache, x in zip(paged.stored, new, strict=True):
+            memory, places = cache.view(-1, x.shape[-1]), rows[paged.rows.heads]
+            if elementwise.can_use(memory, x):
+                elementwise.store_rows(memory, places, x)
+            else:
+                memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
+
+    def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
+        """Returns the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values
+        unless they are in the keys."""
+        stored = self.layers[layer].stored
+        return [cache.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length] for cache in stored]
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages in every layer."""
+        source, target = (to_device_async(torch.tensor(pages), self.device) for pages in (sources, targets))
+        for group in self.groups:
+            for cache in group.stored:
+                cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros; on a CPU they use memory only once written, so a large cache costs nothing until used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(size + alignment, dtype=np.uint8)  # torch.zeros would write all of them
+    offset = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)

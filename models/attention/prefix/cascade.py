@@ -1,0 +1,134 @@
+"""Cascade attention: shared prefixes with kernels that know only documents one after another.
+
+A query sees its own run of tokens, causally, and all of the context before the run. Each is attention by a kernel: one
+call for all runs, and one for all contexts, where the queries of a context are those of all runs after it, so that its
+keys are read once for them (Juravsky et al. 2024, arXiv:2402.05099). With the results o_1, o_2 and the log-sum-exps
+l_1, l_2 of the two, and a sink's score s,
+
+    lse = log(e^l_1 + e^l_2 + e^s)    out = o_1 e^(l_1 - lse) + o_2 e^(l_2 - lse)
+
+Each kernel's own backward is given the merged out and lse, and computes the gradients of its keys: see
+`archon.models.attention.sinks`. A window moves with its query, so that layers with one have a call for all runs whose
+keys are those of the run and the last of its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from archon.models.attention.packed.documents import check_lengths
+from archon.models.attention.prefix.cascade_parts import Bounds, Part
+from archon.models.attention.prefix.plan import SharedPrefixes
+from archon.models.attention.prefix.tree import tree_attention
+from archon.models.attention.sinks import KernelWithLse, add_sinks, sinks_grad
+from archon.models.attention.spec import AttentionSpec
+
+MakeKernel = Callable[[Bounds, Bounds, AttentionSpec], KernelWithLse]
+"""(queries, keys, spec) -> a kernel that aligns the last query of a document with its last key."""
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""(q, k, v, kernel) -> differentiable attention by a kernel of the backend, with the sinks of its spec."""
+
+
+@torch.compiler.disable
+def cascade_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: SharedPrefixes,
+    spec: AttentionSpec,
+    attend: Attend,
+    make_kernel: MakeKernel,
+) -> Tensor:
+    """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
+    cascade, outs, first = shared.cascade, list[Tensor](), 0
+    check_lengths(sum(length for _, length, _ in shared.parents), len(q))
+    for trees in shared.trees:
+        tokens = slice(first, first + trees.tokens)
+        outs.append(tree_attention(q[tokens], k[tokens], v[tokens], trees, spec))
+        first = tokens.stop
+    if first == len(q):
+        return torch.cat(outs)
+    q, k, v, own = q[first:], k[first:], v[first:], cascade.own
+    if cascade.contexts is None:
+        outs.append(attend(q, k, v, make_kernel(own, own, spec)))
+    elif spec.window is not None:
+        part = cascade.expand_window(spec.window)
+        rows, kernel = part.key_rows, make_kernel(part.queries, part.keys, spec)
+        outs.append(attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel))
+    else:
+        plain = replace(spec, sinks=None)
+        # A window of all keys: cuDNN, which PyTorch takes for attention without any, has log-sum-exps of other shapes.
+        longest = cascade.contexts.keys.longest
+        whole = replace(plain, causal=False, window=longest + 1)
+        kernels = (
+            make_kernel(own, own, plain),
+            make_kernel(cascade.contexts.queries, cascade.contexts.keys, whole),
+        )
+        outs.append(_Merged.apply(q, k, v, spec.sinks, cascade.contexts, *kernels))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class _Merged(torch.autograd.Function):
+    """Attention to each token's own run and to its context, by a kernel each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        part: Part,
+        run_kernel: KernelWithLse,
+        context_kernel: KernelWithLse,
+    ) -> Tensor:
+        queries, keys = part.query_rows, part.key_rows
+        run_out, run_lse = run_kernel.forward(q, k, v)
+        out, context_lse = context_kernel.forward(*(x.index_select(0, rows) for x, rows in _rows(part, q, k, v)))
+        for lse, tokens in ((run_lse, len(q)), (context_lse, len(queries))):
+            assert lse.shape == (q.shape[1], tokens), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
+        lse = run_lse.index_copy(1, queries, torch.logaddexp(run_lse.index_select(1, queries), context_lse))
+        if sinks is not None:
+            lse = add_sinks(lse, sinks)
+        merged = run_out * _merge_weight(run_lse, lse)
+        merged.index_add_(0, queries, out * _merge_weight(context_lse, lse.index_select(1, queries)))
+        merged = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, merged, lse, queries, keys)
+        ctx.constants = part, run_kernel, context_kernel
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, queries, keys = ctx.saved_tensors
+        part, run_kernel, context_kernel = ctx.constants
+        grad = grad.contiguous()
+        grads = run_kernel.backward(grad, q, k, v, out, lse)
+        context_grads = context_kernel.backward(
+            grad.index_select(0, queries),
+            *(x.index_select(0, rows) for x, rows in _rows(part, q, k, v)),
+            out.index_select(0, queries),
+            lse.index_select(1, queries),
+        )
+        # A key of several contexts has a sum as its gradient.
+        sums = [
+            own.to(lse.dtype).index_add_(0, rows, added.to(lse.dtype)).to(own.dtype)
+            for own, added, rows in zip(grads, context_grads, (queries, keys, keys), strict=True)
+        ]
+        dsinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
+        return *sums, dsinks, None, None, None
+
+
+def _rows(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    return (q, part.query_rows), (k, part.key_rows), (v, part.key_rows)
+
+
+def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:
+    """Returns [T, H, 1], the part of the probabilities that those of log-sum-exp [H, T] have."""
+    return (lse - merged).exp().t().unsqueeze(-1)

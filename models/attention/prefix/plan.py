@@ -1,0 +1,235 @@
+"""Shared prefixes: tokens that several documents start with are computed once.
+
+The answers to one prompt, an agent's turns that each repeat its history, or examples after one system prompt begin with
+the same tokens. Under causal attention equal prefixes have equal hidden states, so the layers need one copy of each run
+of tokens between two branches (for reinforcement learning, with one branch: Prefix Grouper, Liu et al. 2025,
+arXiv:2506.05433). A recurrent mixer continues each branch with the state after the run before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archon.models.attention.packed.blockwise import batched_attention
+from archon.models.attention.packed.documents import PackedDocuments, check_lengths, cu_seqlens_from_lengths
+from archon.models.attention.prefix.cascade_parts import Cascade
+from archon.models.attention.prefix.search import NODE_TOKENS, PrefixForest, PrefixNode
+from archon.models.attention.prefix.tree import Trees, group_by_size, tree_attention, tree_paths
+from archon.models.attention.spans import bounds, ranges
+from archon.models.attention.spec import AttentionSpec
+from archon.parallel.transfer import to_device_async
+
+MIN_SAVED_FRACTION = 0.1
+"""Minimum fraction of a pack's tokens that sharing must save."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """N runs of `length` tokens, each after a context of `before` tokens.
+
+    Attributes:
+        contexts: the distinct contexts, each as the numbers of the runs that it consists of; empty before the first.
+        index: int64 [N], which of them each run follows.
+    """
+
+    length: int
+    before: int
+    contexts: tuple[tuple[int, ...], ...]
+    index: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all N runs."""
+        return self.length * len(self.index)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The computed tokens that as many branches precede, for mixers with a state.
+
+    Attributes:
+        rows: int64 [n], where they are among the computed tokens.
+        documents: the B runs that they form.
+        before: int64 [B], the run of the previous level that each continues; None on the first level.
+    """
+
+    rows: Tensor
+    documents: PackedDocuments
+    before: Tensor | None
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Which U of a pack's T tokens are computed, and which hidden state each token uses.
+
+    Computed are the tokens of trees, then the runs of all other documents, by the lengths of their contexts and then
+    their own.
+
+    Attributes:
+        rows: int64 [U], the computed tokens as indices into the pack.
+        gather_index: int64 [T], the index of each token's hidden state among the computed ones.
+        trees: groups of short documents with common prefixes, which branch wherever they differ.
+        runs: the runs of tokens of all other documents, numbered in this order.
+        parents: (first computed token, length, number of the run that it continues or -1) of every run, those in trees
+            first, for recurrent mixers; a run comes after the one that it continues.
+    """
+
+    rows: Tensor
+    gather_index: Tensor
+    trees: tuple[Trees, ...]
+    runs: tuple[Runs, ...]
+    parents: tuple[tuple[int, int, int], ...]
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        """Returns a copy whose indices are on `device`."""
+        runs = tuple(replace(batch, index=to_device_async(batch.index, device)) for batch in self.runs)
+        trees = tuple(tree.to(device) for tree in self.trees)
+        rows, gather_index = (to_device_async(x, device) for x in (self.rows, self.gather_index))
+        return replace(self, rows=rows, gather_index=gather_index, trees=trees, runs=runs)
+
+    def padded(self, padding: int) -> SharedPrefixes:
+        """Returns the same with `padding` more computed tokens at the end, one more document that no token uses."""
+        if not padding:
+            return self
+        first = sum(length for _, length, _ in self.parents)
+        extra = Runs(padding, 0, ((),), torch.zeros(1, dtype=torch.int64, device=self.rows.device))
+        return replace(self, runs=(*self.runs, extra), parents=(*self.parents, (first, padding, -1)))
+
+    def counts(self) -> Tensor:
+        """Returns how many of the pack's tokens use each computed one: int64 [U]."""
+        return torch.zeros_like(self.rows).scatter_add_(0, self.gather_index, torch.ones_like(self.gather_index))
+
+    @cached_property
+    def cascade(self) -> Cascade:
+        """The runs outside of trees and their contexts, for kernels of packed documents."""
+        return Cascade(self.parents, sum(trees.tokens for trees in self.trees), self.rows.device)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The computed tokens by the number of branches before them."""
+        device, depth, place = self.rows.device, list[int](), list[int]()
+        members: list[list[int]] = []
+        for number, (_, _, parent) in enumerate(self.parents):
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+            if depth[number] == len(members):
+                members.append([])
+            place.append(len(members[depth[number]]))
+            members[depth[number]].append(number)
+        return tuple(self._level([self.parents[number] for number in own], place, device) for own in members)
+
+    @staticmethod
+    def _level(own: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
+        rows = torch.cat([torch.arange(first, first + length) for first, length, _ in own])
+        lengths = tuple(length for _, length, _ in own)
+        bounds = cu_seqlens_from_lengths(lengths, device)
+        before = None
+        if own[0][2] >= 0:
+            before = to_device_async(torch.tensor([place[parent] for _, _, parent in own]), device)
+        return Level(to_device_async(rows, device), PackedDocuments(bounds, max(lengths), lengths), before)
+
+    @cached_property
+    def level_order(self) -> Tensor:
+        """int64 [U], where each computed token is among those of all levels, one level after the other."""
+        return torch.argsort(torch.cat([level.rows for level in self.levels]))
+
+
+def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool = True) -> SharedPrefixes | None:
+    """Returns the shared prefixes of a pack's documents; None if they save less than they cost.
+
+    Args:
+        tokens: int64 [T] on the CPU.
+        lengths: lengths of the documents, with sum T.
+        every_token: compute also the last token of a document, which predicts none: without, unless another document
+            goes on from there, it gets the hidden state of the token before it.
+    """
+    starts = bounds(lengths)
+    token_ids = tokens.numpy()
+    forest = PrefixForest([token_ids[starts[i] : starts[i + 1]] for i in range(len(lengths))], every_token)
+    trees = sorted(forest.trees, key=lambda root: root.tokens)
+    # A run comes after its context, which is shorter than its own.
+    runs = sorted((node for root in forest.roots for node in root.walk()), key=lambda node: (node.low, _length(node)))
+    nodes = [node for root in trees for node in root.walk()] + runs
+    computed = ranges([starts[node.document] + node.low for node in nodes], list(map(_length, nodes)))
+    if not _is_worthwhile(sum(node.high for node in forest.end), len(computed), forest, lengths):
+        return None
+    firsts = bounds([*map(_length, nodes)])
+    number = {id(node): index for index, node in enumerate(nodes)}
+    used = [(document, node) for document, end in enumerate(forest.end) for node in end.path()]
+    lengths_used = [_length(node) for _, node in used]
+    source = np.full(len(token_ids), -1)
+    source[ranges([starts[document] + node.low for document, node in used], lengths_used)] = ranges(
+        [firsts[number[id(node)]] for _, node in used], lengths_used
+    )
+    (left_out,) = np.nonzero(source < 0)
+    source[left_out] = source[left_out - 1]
+    paths = [tree_paths([node.high for node in root.walk()], [node.low for node in root.walk()]) for root in trees]
+    run_number = {id(node): index for index, node in enumerate(runs)}
+    return SharedPrefixes(
+        torch.from_numpy(computed),
+        torch.from_numpy(source),
+        tuple(Trees.from_paths(batch) for batch in group_by_size(paths)),
+        tuple(_runs(list(batch), run_number) for _, batch in groupby(runs, key=lambda node: (node.low, _length(node)))),
+        tuple(
+            (int(first), _length(node), -1 if node.parent is None else number[id(node.parent)])
+            for first, node in zip(firsts, nodes, strict=False)
+        ),
+    )
+
+
+def _length(node: PrefixNode) -> int:
+    return node.high - node.low
+
+
+def _is_worthwhile(tokens: int, computed: int, forest: PrefixForest, lengths: Sequence[int]) -> bool:
+    """Returns whether computing `computed` of `tokens` tokens takes less time.
+
+    Without sharing the documents of one length are one call of attention; here the runs of one length are, at least.
+    """
+    saved = tokens - computed
+    further = max(0, forest.nodes - len({*lengths}))
+    return saved >= MIN_SAVED_FRACTION * tokens and saved >= NODE_TOKENS * further
+
+
+def _runs(batch: Sequence[PrefixNode], number: dict[int, int]) -> Runs:
+    contexts = [tuple(number[id(node)] for node in run.path()[:-1]) for run in batch]
+    distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
+    index = torch.tensor([distinct[context] for context in contexts])
+    return Runs(_length(batch[0]), batch[0].low, tuple(distinct), index)
+
+
+@torch.compiler.disable
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+    """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
+    sizes = [trees.tokens for trees in shared.trees] + [batch.tokens for batch in shared.runs]
+    check_lengths(sum(sizes), len(q))
+    parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    spec = spec.with_wide_sinks(q.dtype)
+    outs: list[Tensor] = []
+    for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
+        outs.append(tree_attention(qs, ks, vs, trees, spec))
+    keys, values = list[Tensor](), list[Tensor]()  # of each run
+    for batch, part in zip(shared.runs, parts, strict=True):
+        qs, ks, vs = (x.unflatten(0, (len(batch.index), batch.length)) for x in part)
+        keys += ks.unbind()
+        values += vs.unbind()
+        if batch.before:
+            ks, vs = (
+                torch.cat((_context(batch, seen, spec.window), own), 1) for seen, own in ((keys, ks), (values, vs))
+            )
+        outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
+    return torch.cat(outs)
+
+
+def _context(batch: Runs, of_runs: Sequence[Tensor], window: int | None) -> Tensor:
+    """Returns the keys or values [N, n, G, D] before each run: all, or those that a window's first query sees."""
+    last = batch.before if window is None else min(batch.before, window - 1)
+    contexts = [torch.cat([of_runs[run] for run in context])[batch.before - last :] for context in batch.contexts]
+    stacked = torch.stack(contexts)
+    return stacked if len(contexts) == len(batch.index) else stacked.index_select(0, batch.index)

@@ -1,0 +1,142 @@
+"""The elementwise layers of `kernels.c`: a call takes a fifth of the time that PyTorch's take where rows are few.
+
+Nothing here is recorded for a gradient: `archon.models.cpu.fused` calls it within autograd functions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from archon.models.cpu.library import kernels
+
+PARALLEL = 1 << 15
+"""Entries from which a second thread is worth waking."""
+
+
+def can_use(x: Tensor, *others: Tensor) -> bool:
+    """Returns whether the kernels compute with these: float32 on a CPU, not in compiled code, with at most three
+    dimensions, of which the last is dense."""
+    return (
+        not torch.compiler.is_compiling()
+        and 1 <= x.ndim <= 3
+        and x.shape[-1] > 0
+        and not torch.jit.is_tracing()
+        and _is_dense(x)
+        and all(map(_is_dense, others))
+        and kernels() is not None
+    )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Returns whether x is an ordinary tensor of this kind: a subclass may have no memory."""
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and x.stride(-1) == 1
+        and not x.is_neg()
+    )
+
+
+def _new(x: Tensor) -> Tensor:
+    """Returns contiguous memory for a result of the shape of x."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert type(out) is Tensor, "a mode gives tensors without memory"
+    return out
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Returns a gradient with a dense last dimension, as that of a sum has not."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Returns (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d]."""
+    functions = kernels()
+    assert functions is not None and weight.shape == x.shape[-1:]
+    out = _new(x)
+    functions["rms_norm"](out.data_ptr(), x.data_ptr(), weight.data_ptr(), *_layout(x), eps, offset, _threads(x))
+    return out
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
+    functions, grad = kernels(), _dense(grad)
+    assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
+    x_grad = _new(x)
+    weight_grad = torch.empty_like(weight) if needs_weight else None
+    outs = x_grad.data_ptr(), None if weight_grad is None else weight_grad.data_ptr()
+    pointers = grad.data_ptr(), x.data_ptr(), weight.data_ptr()
+    if functions["rms_norm_backward"](*outs, *pointers, *_layout(x), *_layout(grad)[-2:], eps, offset, _threads(x)):
+        raise MemoryError(f"no memory for the gradient of a norm of {x.shape[-1]} features")
+    return x_grad, weight_grad
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> Tensor:
+    """Returns x [T, H, d], or its `rms_norm` if that has a weight [d], with the first r features rotated in pairs by
+    the angles of cos and sin [T, 1, r/2]."""
+    functions, pairs = kernels(), cos.shape[-1]
+    assert functions is not None and cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
+    assert weight is None or weight.shape == x.shape[-1:]
+    out = _new(x)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    pointers = out.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr()
+    angles = cos.data_ptr(), sin.data_ptr()
+    functions["rotate"](*pointers, *angles, *_layout(x), pairs, interleaved, eps, offset, _threads(x))
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns silu(gate) * up for two tensors [..., d]."""
+    functions, features = kernels(), gate.shape[-1]
+    assert functions is not None and gate.shape == up.shape
+    out = _new(gate)
+    gate, up = gate.reshape(-1, features), up.reshape(-1, features)
+    functions["swiglu"](
+        out.data_ptr(), gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0), _threads(gate)
+    )
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
+    functions, features = kernels(), gate.shape[-1]
+    assert functions is not None and grad.shape == gate.shape == up.shape
+    outs = [_new(x) for x in (gate, up)]
+    given = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
+    pointers, strides = [x.data_ptr() for x in (*outs, *given)], [x.stride(0) for x in given]
+    functions["swiglu_backward"](*pointers, *given[1].shape, *strides, _threads(gate))
+    return outs[0], outs[1]
+
+
+def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:
+    """Store x [T, H, d] at `places`, int64 [T H], of memory [n, d]. Raises IndexError where a place is none."""
+    functions = kernels()
+    assert functions is not None and memory.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert x.ndim == 3 and memory.shape[1] == x.shape[2] and len(places) == x.shape[0] * x.shape[1]
+    pointers = memory.data_ptr(), x.data_ptr(), places.data_ptr()
+    if functions["store_rows"](*pointers, *_layout(x), len(memory)):
+        raise IndexError(f"places of {len(places)} rows exceed the memory's {len(memory)}")
+
+
+def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
+    """Returns rows, heads, features, and the strides of the first two, of x [rows, heads, features] or with fewer."""
+    shape, strides = (1, 1, *x.shape)[-3:], (0, 0, *x.stride())[-3:]
+    if x.ndim == 2:
+        return shape[1], 1, shape[2], strides[1], 0
+    return *shape, strides[0], strides[1]
+
+
+def _threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() >= PARALLEL else 1

@@ -1,0 +1,57 @@
+"""Products with weights that are packed for the function of `kernels.c`, in float32 on a CPU.
+
+With few rows, as in a decoding step, they are a tenth to a sixth faster than oneDNN's with its packed weights, and the
+result of a row does not depend on other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archon.models.cpu.library import kernels
+
+_PARALLEL = 1 << 18
+"""Products of numbers from which a second thread is worth waking."""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """The weight of a linear layer in panels of columns.
+
+    Attributes:
+        panels: [columns / width, in, width].
+        bias: [columns]; None for none.
+        columns: the features of a result.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    columns: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [..., columns] for x [..., in]."""
+        functions, depth = kernels(), self.panels.shape[1]
+        assert functions is not None and x.dtype == torch.float32 and x.shape[-1] == depth
+        rows = x.reshape(-1, depth)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.columns)
+        threads = torch.get_num_threads() if len(rows) * depth * self.columns >= _PARALLEL else 1
+        bias = None if self.bias is None else self.bias.data_ptr()
+        pointers = out.data_ptr(), rows.data_ptr(), self.panels.data_ptr(), bias
+        functions["product"](*pointers, *rows.shape, self.columns, rows.stride(0), threads)
+        return out
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    """Returns weight [out, in] and bias [out] packed, as copies; None where the kernels cannot be built."""
+    functions = kernels()
+    if functions is None:
+        return None
+    width = functions["panel_width"]()
+    missing = -len(weight) % width
+    panels = F.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    return PackedLinear(panels, None if bias is None else bias.contiguous(), len(weight))

@@ -1,0 +1,1 @@
+"""Hugging Face configs and tensor names."""

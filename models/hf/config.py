@@ -1,0 +1,324 @@
+"""Strict reading of a Hugging Face config: a field is mapped, known to have no effect, or rejected by name and value.
+
+A reader that ignores unknown fields may build a different model (an ignored YaRN, window, bias or activation gives
+errors of 0.3 % to 145 %); here an unknown field raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from archon.models.hf.checks import check_kind, reject_field
+from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.hf.quantization import read_quantization
+from archon.models.hf.rope import RopePolicy
+from archon.schema.errors import ConfigError
+
+REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A config field that becomes an argument of the model.
+
+    Attributes:
+        native: the name in `BaseModelArgs`; empty for a field that is checked but has no effect here.
+        kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of nonnegative integers.
+        default: the default of the family's config class in transformers; REQUIRED for a field without one.
+        null: what null stands for, which need not be the default; REQUIRED for a field that null is rejected for.
+        minimum: the smallest integer accepted; floats must not be negative.
+        maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits. Floats are at most
+            `MAX_FLOAT`.
+    """
+
+    native: str
+    kind: type
+    default: Any = REQUIRED
+    null: Any = REQUIRED
+    minimum: int = 1
+    maximum: int = 2**40
+
+
+# float32 and bfloat16 end at 3.4e38; what lies beyond would become infinite, or an error of PyTorch, in the forward.
+MAX_FLOAT = 1e30
+
+# No real model has more layers, and lists with one entry per layer would fill the memory.
+MAX_LAYERS = 10_000
+
+
+def dense_fields(
+    *,
+    num_key_value_heads: int,
+    max_position_embeddings: int,
+    rms_norm_eps: float = 1e-6,
+    hidden_act: str = "silu",
+    tie_word_embeddings: bool = False,
+    pad_token_id: int | None = None,
+) -> dict[str, Field]:
+    """Returns the fields that all dense decoders of Llama's architecture share, with a family's own defaults.
+
+    `num_key_value_heads` is that of a config that lacks the field; 0 and null stand for as many as attention heads.
+    """
+    return {
+        "hidden_size": Field("dim", int),
+        "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
+        "num_attention_heads": Field("n_heads", int),
+        "num_key_value_heads": Field("n_kv_heads", int, num_key_value_heads, null=0),
+        "intermediate_size": Field("hidden_dim", int),
+        "vocab_size": Field("vocab_size", int),
+        "rms_norm_eps": Field("norm_eps", float, rms_norm_eps),
+        "max_position_embeddings": Field("max_seq_len", int, max_position_embeddings, maximum=2**63 - 1),
+        "hidden_act": Field("hidden_act", str, hidden_act),
+        "tie_word_embeddings": Field("tie_word_embeddings", bool, tie_word_embeddings),
+        "initializer_range": Field("initializer_range", float, 0.02),
+        "pad_token_id": Field("pad_token_id", int, pad_token_id, null=None, minimum=0),
+    }
+
+
+Windows = tuple[int | None, tuple[int | None, ...]]
+"""The sliding window in tokens, and that of each layer; None for full attention."""
+
+
+@dataclass(frozen=True)
+class WindowPolicy:
+    """How a family's config says which layers have a sliding window.
+
+    Attributes:
+        fields: the config fields that `read` reads; a family's other window fields are unknown, so rejected.
+        read: from the config and the number of layers to `Windows`.
+    """
+
+    fields: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], int], Windows]
+
+
+# Fields that change the computation unless they have this value. A family overrides them by a field of its own, or in
+# its `hf_fixed_values`.
+FIXED_VALUES: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+    "per_layer_config": None,
+    "auto_map": None,
+}
+
+# Fields without effect on the weights or on the model's computation: names, metadata, generation, training.
+NO_EFFECT = frozenset(
+    """
+    model_type cache_implementation architectures transformers_version torch_dtype dtype use_cache return_dict
+    return_dict_in_generate output_hidden_states output_attentions output_scores output_router_logits
+    torchscript use_bfloat16 tf_legacy_loss name_or_path _name_or_path _model_name_or_path _commit_hash
+    attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation _experts_implementation
+    tie_last_hidden_states bos_token_id eos_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
+    task_specific_params tokenizer_class prefix max_length min_length max_new_tokens do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    cross_attention_hidden_size ignore_keys_at_rope_validation
+    """.split()  # noqa: SIM905 - a table is easier to read than quoted names
+)
+
+
+def as_dict(hf_config: Any) -> dict[str, Any]:
+    """Returns a transformers config object or a parsed `config.json` as a plain dictionary.
+
+    Of a stand-in whose `to_dict` returns none, as a mock with the class as its `spec`, the attributes that were set.
+    """
+    if isinstance(hf_config, Mapping):
+        return dict(hf_config)
+    if hasattr(hf_config, "to_dict"):
+        values = hf_config.to_dict()
+        if isinstance(values, Mapping):
+            return dict(values)
+        own = {"method_calls"}  # of a mock
+        return {name: value for name, value in vars(hf_config).items() if not name.startswith("_") and name not in own}
+    raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
+
+
+# Top-level fields of a composite config that the text decoder does not need.
+_COMPOSITE_NO_EFFECT = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+)
+
+
+def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
+    """Returns the config of the text decoder of a composite model, as one of `text_type`.
+
+    Raises ConfigError, naming the field, for a field that is unknown or contradicts the text's.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        reject_field("text_config", text, "expected the config of the text decoder")
+    for name, value in config.items():
+        is_default = name in FIXED_VALUES and (value is None or value == FIXED_VALUES[name])
+        if not is_default and name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
+            reject_field(name, value, "archon does not know this field; remove it if it has no effect")
+    if text.get("model_type", text_type) != text_type:
+        reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
+    # As transformers ties them; a text's own field is that of the decoder alone.
+    return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+
+
+def read_config(
+    hf_config: Any,
+    fields: Mapping[str, Field],
+    model_types: frozenset[str],
+    windows: WindowPolicy,
+    ropes: RopePolicy,
+    fixed_values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the arguments of a model, by native name, from a config of one of `model_types`.
+
+    Args:
+        hf_config: object or dictionary.
+        fields: those that become arguments, by name.
+        windows: how the config says which layers have a sliding window.
+        ropes: how it gives the rotations of the layers.
+        fixed_values: further fields, which change the computation unless they have this value (or null, or are
+        missing).
+
+    Raises ConfigError, naming field and value, for anything unsupported.
+    """
+    config = as_dict(hf_config)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in model_types:
+        reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
+    read = {*fields, *ropes.known_fields, *windows.fields}
+    fixed_values = {name: value for name, value in (FIXED_VALUES | dict(fixed_values)).items() if name not in read}
+    known = {*read, *fixed_values, *NO_EFFECT, QUANTIZATION_FIELD}
+    for name, value in config.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
+            reject_field(name, value, f"archon does not know this field; {hint}")
+        if name in fixed_values and value is not None and value != fixed_values[name]:
+            reject_field(name, value, f"archon supports only {fixed_values[name]!r}")
+    read_quantization(config.get(QUANTIZATION_FIELD))
+    args = {field.native: read_field(config, name, field) for name, field in fields.items()}
+    args.pop("", None)
+    args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])
+    return args | ropes.read(config, args)
+
+
+def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
+    """Returns the argument that a field gives. Raises ConfigError, naming it, for another kind of value."""
+    value = config.get(name, field.default)
+    if value is REQUIRED:
+        raise ConfigError(f"config field {name!r} is missing; a {config['model_type']} config must give it")
+    if name not in config:
+        return field.default
+    if value is None and field.null is not REQUIRED:
+        return field.null
+    value = check_kind(name, value, field.kind)
+    if field.kind is list and any(type(item) is not int or item < 0 for item in value):
+        reject_field(name, value, "expected a list of integers, none negative")
+    if field.kind is int and value < field.minimum:
+        reject_field(name, value, f"expected at least {field.minimum}")
+    if field.kind is int and value > field.maximum:
+        reject_field(name, value, f"expected at most {field.maximum}")
+    if field.kind is float and value < 0:
+        reject_field(name, value, "expected no negative number")
+    if field.kind is float and value > MAX_FLOAT:
+        reject_field(name, value, f"expected at most {MAX_FLOAT:g}, which the dtypes of the computation can represent")
+    return value
+
+
+def _read_window(config: Mapping[str, Any], default: int | None) -> int | None:
+    window = config.get("sliding_window", default)
+    if window is not None and check_kind("sliding_window", window, int) < 1:
+        reject_field("sliding_window", window, "expected at least 1, or null")
+    return window
+
+
+def read_layer_types(config: Mapping[str, Any], n_layers: int) -> list[bool] | None:
+    """Returns which layers slide by `layer_types`; None without it. Raises ConfigError for other types."""
+    layer_types, known = config.get("layer_types"), ("full_attention", "sliding_attention")
+    if layer_types is None:
+        return None
+    is_list = isinstance(layer_types, list | tuple)
+    if not is_list or len(layer_types) != n_layers or any(t not in known for t in layer_types):
+        reject_field("layer_types", layer_types, f"expected {' or '.join(known)} for each of {n_layers} layers")
+    return [layer_type == "sliding_attention" for layer_type in layer_types]
+
+
+def _from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
+    """Returns the layers from `max_window_layers` on."""
+    first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
+    return [layer >= first for layer in range(n_layers)]
+
+
+def read_switched_window(
+    config: Mapping[str, Any], n_layers: int, default: int | None, candidates: Sequence[bool]
+) -> Windows:
+    """Returns the window, which `use_sliding_window` switches on, and each layer's.
+
+    Those that slide are named by `layer_types`; without it they are `candidates`, if the window is on.
+    """
+    is_on = check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool)
+    # Some families' config classes write 0 where the window is off.
+    window = None if not is_on and config.get("sliding_window") == 0 else _read_window(config, default)
+    window = window if is_on else None
+    slides = read_layer_types(config, n_layers)
+    if slides is None:
+        slides = [window is not None and candidate for candidate in candidates]
+    if any(slides) and window is None:
+        expected = "it has sliding layers, but use_sliding_window or sliding_window is off"
+        reject_field("layer_types", config.get("layer_types"), expected)
+    return window, tuple(window if slide else None for slide in slides)
+
+
+def uniform_window(default: int | None) -> WindowPolicy:
+    """Returns the policy of families whose `sliding_window` applies to every layer; null switches it off."""
+
+    def read(config: Mapping[str, Any], n_layers: int) -> Windows:
+        window = _read_window(config, default)
+        return window, (window,) * n_layers
+
+    return WindowPolicy(("sliding_window",), read)
+
+
+def layer_type_windows(default: int | None, pattern: int, pattern_field: str | None = None) -> WindowPolicy:
+    """Returns the policy of families whose `sliding_window` applies where `layer_types` says so.
+
+    Without `layer_types`, all layers but each `pattern`-th slide; `pattern_field` is a config field with that number.
+    """
+
+    def read(config: Mapping[str, Any], n_layers: int) -> Windows:
+        window, period = _read_window(config, default), pattern
+        if pattern_field is not None:
+            period = check_kind(pattern_field, config.get(pattern_field, pattern), int)
+            if period < 1:
+                reject_field(pattern_field, period, "expected at least 1")
+        slides = read_layer_types(config, n_layers)
+        if slides is None:
+            slides = [(layer + 1) % period != 0 for layer in range(n_layers)]
+        if any(slides) and window is None:
+            reject_field("sliding_window", None, "expected the window of the layers that slide")
+        return window, tuple(window if slide else None for slide in slides)
+
+    return WindowPolicy(
+        ("sliding_window", "layer_types", *(() if pattern_field is None else (pattern_field, f"_{pattern_field}"))),
+        read,
+    )
+
+
+NO_WINDOWS = WindowPolicy((), lambda _, n_layers: (None, (None,) * n_layers))
+"""The policy of families without sliding windows."""
+
+SWITCHED_WINDOW = WindowPolicy(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    lambda config, n_layers: read_switched_window(config, n_layers, 4096, _from_layer(config, n_layers)),
+)
+"""Qwen's policy: `use_sliding_window` switches the window on, in the layers that `layer_types` or `max_window_layers`
+names."""

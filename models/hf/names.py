@@ -1,0 +1,98 @@
+"""Maps from templates of Hugging Face keys to those of parameters, which families share and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from archon.models.hf.fused_tensors import Fused
+
+HFMap = Mapping[str, str | Fused | None]
+"""From templates of Hugging Face keys to those of parameters. `{}` stands for an index: the layer's first, and one more
+for the row of a stacked parameter. None marks keys that hold no weight. Of two entries for a parameter the last counts,
+so a family overrides a shared entry by naming the parameter again."""
+
+# Names that all dense decoders of Llama's architecture share; those without weight are of old exports.
+DENSE_HF_MAP: dict[str, str | Fused | None] = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.wk.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.wv.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.wo.weight",
+    "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.wq.bias",
+    "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.wk.bias",
+    "model.layers.{}.self_attn.v_proj.bias": "layers.{}.attention.wv.bias",
+    "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attention.wo.bias",
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.w1.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.w2.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+    "score.weight": "score.weight",
+    "model.rotary_emb.inv_freq": None,
+    "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
+}
+QK_NORM_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
+    "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
+}
+# Hugging Face has one matrix per expert, archon one stacked parameter; the second `{}` is the expert's index.
+EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
+}
+# The same in checkpoints that stack the experts, [E, 2F, dim] and [E, dim, F].
+STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.experts.gate_up_proj": Fused(("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), dim=1),
+    "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
+}
+# DeepSeek-V3's experts: a bias that corrects the router's choice, and shared experts.
+GROUP_ROUTED_HF_MAP: dict[str, str | Fused | None] = EXPERTS_HF_MAP | {
+    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.router.expert_bias",
+    "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+    "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+    "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+}
+# Qwen's shared expert, whose output has a gate.
+GATED_SHARED_EXPERT_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+    "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+    "model.layers.{}.mlp.shared_expert.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.moe.shared_gate.weight",
+}
+# The experts of Mixtral and MiniMax-M2.
+BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.block_sparse_moe.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1.weight": "layers.{}.moe.experts.w1",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2.weight": "layers.{}.moe.experts.w2",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3.weight": "layers.{}.moe.experts.w3",
+}
+
+
+def replace_prefix(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
+    """Returns a map whose keys begin with `new` where they began with `old`, as in composite models' checkpoints."""
+    return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
+
+
+def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
+    """Returns the map of transformers' models in memory for that of their checkpoints.
+
+    Since transformers 5 they stack the experts of a layer, whatever the checkpoint does (its `conversion_mapping`):
+    gate and up as `experts.gate_up_proj` [E, 2F, dim], down as `experts.down_proj` [E, dim, F].
+    """
+    names: dict[str, str | Fused | None] = {}
+    for hf, entry in hf_map.items():
+        hf = hf.replace(".block_sparse_moe.", ".mlp.")
+        prefix, _, row = hf.rpartition(".experts.{}.")
+        stack, _, matrix = entry.rpartition(".") if isinstance(entry, str) else ("", "", "")
+        if not row or matrix not in ("w1", "w2", "w3"):
+            names[hf] = entry
+        elif matrix == "w2":
+            names[f"{prefix}.experts.down_proj"] = entry
+        else:
+            names[f"{prefix}.experts.gate_up_proj"] = Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)
+    return names

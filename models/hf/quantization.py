@@ -1,0 +1,112 @@
+"""The `quantization_config` of a Hugging Face config: which weights a checkpoint stores in fewer bits, and how.
+
+Weights are dequantized when they are loaded (`archon.checkpoint.quantized`); archon neither computes with quantized
+weights nor writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from archon.schema.errors import ConfigError
+
+FIELD = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's weights are quantized.
+
+    Attributes:
+        method: `fp8`: float8_e4m3fn matrices with a scale for each block (DeepSeek-AI 2024, arXiv:2412.19437, section
+            3.3); `mxfp4`: 4-bit floats with an exponent for 32 of them (Rouhani et al. 2023, arXiv:2310.10537).
+        block: rows and columns of a block of `fp8`.
+        kept: names of modules, or parts of names, that are not quantized.
+    """
+
+    method: str
+    block: tuple[int, int] = (1, 32)
+    kept: tuple[str, ...] = ()
+
+    def is_unquantized(self, key: str) -> bool:
+        """Returns whether a key belongs to a module that the config says is not quantized; `*` is any characters."""
+        return bool(self.kept) and self._unquantized_pattern.search(key) is not None
+
+    @cached_property
+    def _unquantized_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(rf"(?:^|\.){_pattern(name)}(?:\.|$)" for name in self.kept))
+
+
+def _pattern(name: str) -> str:
+    """Returns a regular expression for a name with `*`, which takes no longer however many of them there are."""
+    first, *others = map(re.escape, name.split("*"))
+    # Where a part between two `*` is found first is where it matches best: no other place has to be tried.
+    middle = "".join(f"(?>.*?{part})" for part in others[:-1])
+    return first + middle + "".join(f".*{part}" for part in others[-1:])
+
+
+def read_quantization(value: Any) -> Quantization | None:
+    """Returns what the config field `quantization_config` says; None for null.
+
+    Raises ConfigError, which names the field, for a method or an option that archon cannot dequantize.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        _reject("", value, "expected an object or null")
+    method = value.get("quant_method")
+    if not isinstance(method, str) or method not in _OPTIONS:
+        _reject("quant_method", method, f"archon dequantizes {' and '.join(_OPTIONS)}")
+    options = _OPTIONS[method]
+    for name, option in value.items():
+        if name not in options:
+            _reject(name, option, f"archon does not know this option of {method}")
+        expected, is_valid = options[name]
+        if not is_valid(option):
+            _reject(name, option, f"expected {expected}")
+    kept = [name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]
+    block = value.get("weight_block_size", (128, 128)) if method == "fp8" else (1, 32)
+    return Quantization(method, tuple(block), tuple(kept))
+
+
+def _reject(name: str, value: Any, expected: str) -> NoReturn:
+    field = f"{FIELD}.{name}" if name else FIELD
+    raise ConfigError(f"config field {field!r} is {value!r}; {expected}", field=field)
+
+
+def _is_one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
+    return " or ".join(map(repr, values)), lambda value: value in values
+
+
+def _is_name_list(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
+
+
+def _is_block(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and all(type(size) is int and 1 <= size <= 2**20 for size in value)
+
+
+_NAMES = ("a list of modules' names, or null", _is_name_list)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+# The options of each method, with what is expected of their values. Those without effect on stored weights say how
+# activations are quantized, or that the reader should dequantize.
+_OPTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "fp8": {
+        "quant_method": _is_one_of("fp8"),
+        "weight_block_size": ("the rows and columns of a block, such as [128, 128]", _is_block),
+        "fmt": _is_one_of("e4m3"),
+        "activation_scheme": _is_one_of("dynamic"),
+        "scale_fmt": _is_one_of(None, "float", "ue8m0"),
+        "expert_dtype": _is_one_of(None, "fp8"),
+        "modules_to_not_convert": _NAMES,
+        "ignored_layers": _NAMES,
+        "modules_to_convert": _NAMES,
+        "dequantize": _FLAG,
+    },
+    "mxfp4": {"quant_method": _is_one_of("mxfp4"), "modules_to_not_convert": _NAMES, "dequantize": _FLAG},
+}

@@ -1,0 +1,178 @@
+"""The language-model head: logits, or token scores and losses computed without materializing [T, vocab]."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from archon.models.layers.linear import Role
+from archon.models.layers.matmul import linear
+from archon.models.layers.token_scores import apply_soft_cap, token_scores, weighted_loss
+from archon.parallel.comm import Group, all_gather, local
+from archon.schema.errors import LayoutError
+
+IGNORE_INDEX = -100
+"""Label of a position that is not scored: logprob 0, entropy 0, no gradient."""
+
+
+class TokenScores(NamedTuple):
+    """Per token [T], in at least float32: log p(label) and the entropy of p in nats; 0 where the label is ignored.
+
+    Both are differentiable. `entropy` is None where it was not requested.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class WeightedLoss(NamedTuple):
+    """`loss`: the sum of -weight * log p(label), a differentiable scalar; `logprobs` [T], not differentiable."""
+
+    loss: Tensor
+    logprobs: Tensor
+
+
+class _RowSelection:
+    """Selects the scored rows [n] of [T], so that ignored rows are left out of the matrix products."""
+
+    def __init__(self, total: int, index: Tensor) -> None:
+        self.total, self.index = total, index
+
+    def select_hidden(self, x: Tensor, token_rows: Tensor | None) -> Tensor:
+        """Returns the selected rows of hidden states, of which that at token_rows[t] is row t's."""
+        return self.select(x) if token_rows is None else x.index_select(0, self.select(token_rows))
+
+    def select(self, x: Tensor) -> Tensor:
+        return x if len(self.index) == self.total else x.index_select(0, self.index)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Returns `values` [n] of the selected rows as [T], 0 elsewhere."""
+        if len(self.index) == self.total:
+            return values
+        return values.new_zeros(self.total).index_copy(0, self.index, values)
+
+
+class LMHead(nn.Linear):
+    """Projection to the vocabulary, weight [vocab, dim], without bias.
+
+    Attributes:
+        tied: the weight is the embedding's, or a copy of it in the last stage of a pipeline.
+        soft_cap: bounds the logits to soft_cap * tanh(logits / soft_cap); None for no bound.
+    """
+
+    role: Role = "head"
+    tp: Group | None = None
+
+    def __init__(self, dim: int, vocab_size: int, *, tied: bool = False, soft_cap: float | None = None) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.tied, self.soft_cap = tied, soft_cap
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        *,
+        entropy: bool = True,
+        weights: Tensor | None = None,
+        rows: Tensor | None = None,
+        token_rows: Tensor | None = None,
+    ) -> Tensor | TokenScores | WeightedLoss:
+        """Returns logits [T, vocab] in hidden's dtype, or `TokenScores` with labels, or `WeightedLoss` with weights.
+
+        One method, because FSDP hooks wrap `forward`.
+
+        Args:
+            hidden: [T, dim], after the final norm; under tensor parallelism this rank's shard [T / tp, dim].
+            labels: int64 [T], the token that each position predicts, -100 for rows that are not scored.
+            temperature: divides the logits; a positive number, or [T].
+            entropy: compute entropies too, which takes three more passes over each tile.
+            weights: [T]; compute the fused weighted loss instead of scores.
+            rows: int64 [n], the positions to score, if known, with valid labels; by default they are found and checked
+                here, for which the host waits for the GPU.
+            token_rows: int64 [T], which row of hidden, of all tensor-parallel ranks together, predicts each label; by
+                default its own. Documents with a common beginning share rows.
+
+        Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
+        without labels; LayoutError for logits under tensor parallelism.
+        """
+        if labels is None:
+            if weights is not None:
+                raise ValueError("weights were given without labels; expected both, or neither")
+            if self.tp is not None:
+                raise LayoutError(
+                    "labels are None; under tensor parallelism full logits are never computed: pass labels"
+                )
+            return apply_soft_cap(linear(hidden, self.weight), self.soft_cap)
+        if weights is not None:
+            return self.loss_sum(hidden, labels, weights, temperature, rows, token_rows)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
+        logprobs, entropies = token_scores(
+            hidden,
+            local(self.weight),
+            labels,
+            temperature,
+            with_entropy=entropy,
+            soft_cap=self.soft_cap,
+            group=self.tp,
+        )
+        return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
+
+    def loss_sum(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        temperature: float | Tensor = 1.0,
+        rows: Tensor | None = None,
+        token_rows: Tensor | None = None,
+    ) -> WeightedLoss:
+        """Returns the sum over tokens of -weight * log p(label), whose gradient is computed in the same pass.
+
+        For losses whose weights are known before the forward, such as cross-entropy. Arguments as in `forward`. Without
+        `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
+        """
+        if rows is None:
+            labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
+        loss, logprobs = weighted_loss(
+            hidden,
+            local(self.weight),
+            labels,
+            selected.select(weights),
+            temperature,
+            soft_cap=self.soft_cap,
+            group=self.tp,
+        )
+        return WeightedLoss(loss, selected.scatter(logprobs))
+
+    def _select_rows(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        rows: Tensor | None,
+        token_rows: Tensor | None,
+    ) -> tuple[_RowSelection, Tensor, Tensor, float | Tensor]:
+        """Returns the selection of scored rows, and hidden, labels and temperature of these rows."""
+        if self.tp is not None:
+            hidden = all_gather(hidden, self.tp)
+        selected = _RowSelection(
+            labels.shape[0], (labels != IGNORE_INDEX).nonzero().squeeze(1) if rows is None else rows
+        )
+        labels = selected.select(labels)
+        if rows is None and labels.numel():
+            low, high = (int(x) for x in labels.aminmax())
+            if low < 0 or high >= self.out_features:
+                raise ValueError(
+                    f"labels range from {low} to {high}; expected 0 to {self.out_features - 1}, or {IGNORE_INDEX} for "
+                    "tokens that are not scored"
+                )
+        lowest = temperature
+        if isinstance(temperature, Tensor):
+            temperature = selected.select(temperature)
+            lowest = float(temperature.min()) if temperature.numel() else 1.0
+        if not lowest > 0:
+            raise ValueError(f"temperature is {lowest}; expected a positive number")
+        return selected, selected.select_hidden(hidden, token_rows), labels, temperature

@@ -1,0 +1,1 @@
+"""LoRA: layers, targets, the token-to-LoRA mapping, merging."""

@@ -1,0 +1,163 @@
+"""What models that see share: a decoder of a composite checkpoint, and a tower whose rows replace the placeholders of
+images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from archon.models.args.base import BaseModelArgs, ImageFormat
+from archon.models.base import BaseArchonModel
+from archon.models.hf.checks import reject_field
+from archon.models.hf.config import Field, read_field
+from archon.models.hf.names import replace_prefix
+from archon.models.hf.state_dict import BaseStateDictAdapter
+from archon.models.layers.rope import RopeSpec
+from archon.models.vision.config import read_vision_config
+from archon.models.vision.encoder import VisionSpec
+from archon.models.vision.images import Grid
+from archon.models.vision.names import VISION_HF_MAP
+from archon.parallel.layout import ModelSizes
+from archon.schema.errors import ConfigError
+
+
+@dataclass
+class VisionLanguageModelArgs(BaseModelArgs):
+    """Arguments of a decoder with a tower; the last base of a family's, after those of its decoder.
+
+    Attributes:
+        vision: the tower.
+        image_token_id: the placeholder of a merged patch.
+        mrope_section: see `RopeSpec.sections`.
+        hf_deepstack: `VisionSpec.deepstack` of a config that does not say; None in a family that has none.
+
+    The values of a family are those of configs without the field.
+    """
+
+    vision: VisionSpec = field(default_factory=VisionSpec)
+    image_token_id: int = 0
+    mrope_section: tuple[int, int, int] = (0, 0, 0)
+
+    hf_deepstack: ClassVar[tuple[int, ...] | None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vision.out_dim != self.dim:
+            raise ConfigError(
+                f"out_hidden_size of the vision tower is {self.vision.out_dim}; expected the decoder's hidden_size "
+                f"{self.dim}"
+            )
+        if len(self.vision.deepstack) > self.n_layers:
+            raise ConfigError(
+                f"deepstack_visual_indexes is {[*self.vision.deepstack]}, for as many of the decoder's first layers; "
+                f"expected at most {self.n_layers}"
+            )
+        if self.rope_scaling.depends_on_length:
+            raise ConfigError(
+                f"RoPE of type {self.rope_scaling.kind!r} depends on a document's length, which is not defined by the "
+                "positions of images; expected another type"
+            )
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """See `BaseModelArgs.image_format`."""
+        vision = self.vision
+        return ImageFormat(
+            self.image_token_id, vision.merge_size, vision.channels, vision.temporal_patch_size, vision.patch_size
+        )
+
+    def image_flops(self, patches: int) -> int:
+        """See `BaseModelArgs.image_flops`."""
+        return self.vision.forward_flops(patches)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """See `BaseModelArgs.sizes`."""
+        return replace(super().sizes, deepstack_layers=len(self.vision.deepstack))
+
+    def rope(self, layer: int) -> RopeSpec | None:
+        """See `BaseModelArgs.rope`."""
+        rope = super().rope(layer)
+        return None if rope is None else replace(rope, sections=self.mrope_section)
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `BaseModelArgs.decoder_config`; the config is that of a composite model."""
+        if config.get("model_type") not in cls.composite_types:
+            expected = f"expected {' or '.join(cls.composite_types)}, a model with a vision tower"
+            reject_field("model_type", config.get("model_type"), expected)
+        own = {
+            "vision": read_vision_config(config.get("vision_config"), cls.hf_deepstack),
+            "image_token_id": read_field(config, "image_token_id", Field("", int, cls.image_token_id, minimum=0)),
+            "mrope_section": cls._read_sections(config.get("text_config")),
+        }
+        text, others = super().decoder_config(config)
+        return text, own | others
+
+    @classmethod
+    def _read_sections(cls, text: Any) -> tuple[int, int, int]:
+        text = text if isinstance(text, Mapping) else {}
+        parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        if not isinstance(parameters, Mapping):
+            return cls.mrope_section  # refused where the decoder's fields are read
+        if parameters.get("mrope_interleaved", True) is not True:
+            reject_field("mrope_interleaved", parameters["mrope_interleaved"], "archon supports only true")
+        sections = parameters.get("mrope_section", cls.mrope_section)
+        is_list = isinstance(sections, list | tuple) and len(sections) == 3
+        if not is_list or any(type(size) is not int or size < 0 for size in sections):
+            reject_field("mrope_section", sections, "expected three numbers of frequencies: of time, row and column")
+        return sections[0], sections[1], sections[2]
+
+
+class VisionLanguageModel(BaseArchonModel):
+    """See `BaseArchonModel`.
+
+    Attributes:
+        visual: the tower; None on a pipeline stage without embeddings.
+    """
+
+    def __init__(self, args: VisionLanguageModelArgs) -> None:
+        super().__init__(args)
+        self.visual = args.vision.build(args.attn_type)
+
+    def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """See `BaseArchonModel.encode_images`."""
+        features: Tensor = self.visual(patches, grids)
+        return features
+
+    def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """See `BaseArchonModel.initializers`."""
+        yield from ((name, fill) for name, fill in super().initializers() if not name.startswith("visual."))
+        yield from self.visual.initializers("visual")
+
+
+class CompositeStateDictAdapter(BaseStateDictAdapter):
+    """Reads a decoder, alone or in a composite checkpoint, whose vision tower is carried.
+
+    The layers that predict further tokens are carried too.
+    """
+
+    passthrough: tuple[str, ...] = ("mtp.*", "model.visual.*")
+
+    def __init__(
+        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
+    ) -> None:
+        super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
+        if self.args.is_composite:
+            prefixed_map = replace_prefix(self.from_hf_map, "model.", "model.language_model.")
+            self.from_hf_map = prefixed_map  # type: ignore[misc]
+
+
+class VisionLanguageStateDictAdapter(CompositeStateDictAdapter):
+    """Maps the names of the decoder and of the tower; the layers that predict further tokens are carried."""
+
+    passthrough = ("mtp.*",)
+
+    def __init__(
+        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
+    ) -> None:
+        super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
+        self.from_hf_map = {**self.from_hf_map, **VISION_HF_MAP}  # type: ignore[misc]

@@ -1,0 +1,117 @@
+"""Small models whose parts are in the proportions of real ones, and layouts × policies to try them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from archon.checkpoint.hf_reader import read_hf_config
+from archon.models import get_model_spec
+from archon.models.lora.targets import resolve_lora_sizes
+from archon.parallel.layout import parse_layout
+from archon.schema.config import EngineConfig
+from archon.tools.planner.memory_model import MemoryEstimate, MemoryModel
+from archon.tools.planner.weight_shards import ModelWeights
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "dense": DENSE,
+    "tied": DENSE | {"tie_word_embeddings": True},
+    # No norm over queries and keys, biases instead; fewer key heads.
+    "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2},
+    "norms_both": DENSE | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 32},
+    "norms_after": DENSE | {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000.0},
+    "moe": MOE,
+    "gated": MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 256},
+    "grouped": DENSE
+    | {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "use_qk_norm": True,
+    },
+    "mixed": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
+}
+MODELS["latent"] = DENSE | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 96,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 4,
+}
+MODELS["delta"] = DENSE | {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 32,
+}
+FULL = {"activation_checkpoint": {"mode": "full"}}
+OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
+SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
+LORA = {"lora": {"rank": 16}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+
+
+class Case(NamedTuple):
+    """A rank of a layout in steps on `micro_batches` of `tokens`."""
+
+    model: str
+    layout: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    rank: int = 0
+    tokens: int = 4096
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        options = json.dumps(dict(self.options)).translate(str.maketrans("", "", '{}": ,')) if self.options else "none"
+        return f"{self.model}-{self.layout}-{options}-rank{self.rank}-{self.micro_batches}x{self.tokens}"
+
+    def config(self, folder: Path) -> EngineConfig:
+        (folder / "config.json").write_text(json.dumps(MODELS[self.model]))
+        fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16"}
+        if "lora" not in self.options:
+            fields |= {"init_from_scratch": True}
+        return EngineConfig.model_validate(fields | dict(self.options))
+
+    def predicted(self, config: EngineConfig) -> MemoryEstimate:
+        """By the formulas, for the CPU that the traced step runs on."""
+        hf_config = read_hf_config(config.path)
+        spec = get_model_spec(hf_config["model_type"])
+        args = spec.model_args_class.from_hf_config(hf_config)
+        names = spec.state_dict_adapter_class(hf_config)
+        lora = {} if config.lora is None else resolve_lora_sizes(names, config.lora)
+        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora), "cpu")
+        return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

@@ -1,0 +1,178 @@
+"""What seconds are made of where ranks share processors, and what is fitted to the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
+
+from archon.models import get_model_spec
+from archon.parallel.layout import parse_layout
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
+from archon.tools.planner.calibrate import fit_latency
+from archon.tools.planner.hardware import Hardware, read_hardware
+from archon.tools.planner.memory_model import rank_parameters
+from archon.tools.planner.search import Planner
+from archon.tools.planner.time_model import Link, StepTime
+from tests.tools.planner.models import DENSE, MODELS, MOE
+
+SEQ, DOCUMENTS = 256, 16
+# What a machine of two cores might be measured to do, with four ranks.
+CPU = read_hardware("h100-80gb").model_copy(
+    update={
+        "fp32_flops": 3e10,
+        "memory_bandwidth": 1e10,
+        "gpus_per_node": 4,
+        "processors": 2.0,
+        "overlap": 0.0,
+        "node_bandwidth": 1e9,
+        "node_latency_s": 2e-4,
+        "node_latency_per_rank_s": 1e-4,
+        "layer_overhead_s": 1e-3,
+        "micro_batch_overhead_s": 2e-3,
+        "shard_overhead_s": 5e-4,
+    }
+)
+
+
+def step(
+    layout: str,
+    hardware: Hardware,
+    micro_batch: int = 1024,
+    policy: Mapping[str, object] = MappingProxyType({}),
+    context: str = "auto",
+    **fields: object,
+) -> StepTime:
+    spec = get_model_spec("qwen3")
+    planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
+    fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch} | fields
+    fields |= {"activation_checkpoint": dict(policy), "context_parallel": context}
+    return planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS)
+
+
+def test_ranks_beyond_the_processors_share_them() -> None:
+    alone = CPU.model_copy(update={"processors": 0.0})
+    assert [CPU.oversubscription(ranks) for ranks in (1, 2, 4, 64)] == [1, 1, 2, 2]
+    assert alone.oversubscription(4) == 1
+    assert step("d2", CPU) == step("d2", alone)
+    assert step("t4", CPU).total == pytest.approx(2 * step("t4", alone).total)
+
+
+def test_a_pipeline_that_waits_leaves_the_processors_to_others() -> None:
+    """Four stages on two processors: the work of all of them, or a micro-batch's passage through all of them."""
+    alone = CPU.model_copy(update={"processors": 0.0})
+    free, crowded = step("p4", alone, 256), step("p4", CPU, 256)
+    assert free.bubble > 0
+    assert free.total < crowded.total < 2 * free.total
+
+
+def test_the_host_takes_its_time_for_every_layer_and_micro_batch() -> None:
+    layers, micro_batches = DENSE["num_hidden_layers"], SEQ * DOCUMENTS // 1024
+    expected = micro_batches * (layers * CPU.layer_overhead_s + CPU.micro_batch_overhead_s)
+    assert step("d1", CPU).host == pytest.approx(expected)
+    assert step("d1", read_hardware("h100-80gb")).host == 0
+
+
+def test_no_traffic_is_hidden_without_overlap() -> None:
+    hides = CPU.model_copy(update={"overlap": 1.0})
+    assert step("d2", hides).fsdp < step("d2", CPU).fsdp
+    assert step("p2", hides).stages == 0 < step("p2", CPU).stages
+
+
+def test_context_ranks_swap_heads_or_gather_keys() -> None:
+    wire = CPU.model_copy(
+        update={"processors": 0.0, "node_latency_s": 0.0, "node_latency_per_rank_s": 0.0, "node_bandwidth": 1e9}
+    )
+    layers, passes = DENSE["num_hidden_layers"], 2 * SEQ * DOCUMENTS // 1024  # micro-batches, forward and backward
+    head = 1024 * DENSE["head_dim"] * 4 / (1e9 * wire.link_efficiency)  # of the whole pack
+    heads, kv_heads = DENSE["num_attention_heads"], DENSE["num_key_value_heads"]
+    gathered = step("c4", wire, context="allgather").context_parallel
+    assert gathered == pytest.approx(passes * layers * 2 * kv_heads * head * 3 / 4)
+    swapped = step("c4", wire, context="ulysses").context_parallel
+    assert swapped == pytest.approx(passes * layers * 2 * (heads + kv_heads) * head / 4 * 3 / 4)
+    assert step("c4", wire).context_parallel == swapped
+
+
+def test_context_ranks_swap_the_heads_of_delta_nets() -> None:
+    """Queries, keys, values, two gates and the result of each head, there and back again in the backward."""
+    wire = CPU.model_copy(update={"processors": 0.0, "node_latency_s": 0.0, "node_latency_per_rank_s": 0.0})
+    config = MODELS["delta"]
+    spec = get_model_spec("qwen3_5_text")
+    planner = Planner(spec, spec.model_args_class.from_hf_config(config), wire)
+    heads, key_heads, features = 8, 4, 32
+    assert config["linear_num_value_heads"] == heads and config["linear_num_key_heads"] == key_heads
+    gated = 2 * (DENSE["num_attention_heads"] + DENSE["num_key_value_heads"]) * DENSE["head_dim"]
+    for ranks in (2, 4):
+        fields = {"path": "model", "layout": f"c{ranks}", "dtype": "float32", "max_tokens_per_mb": 1024}
+        of_nets = 2 * key_heads * features + 2 * heads * features + 2 * heads
+        a_token = 4 * (3 * of_nets + gated)  # three nets, one attention
+        sent = 2 * SEQ * DOCUMENTS * a_token / ranks * (ranks - 1) / ranks
+        found = planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS).context_parallel
+        assert found == pytest.approx(sent / (1e9 * wire.link_efficiency)), ranks
+
+
+def test_experts_come_from_the_ranks_that_hold_the_same() -> None:
+    """With e ranks of experts there are d / e of each: the gathered weights of the others go over all d."""
+    spec, nodes = get_model_spec("qwen3_moe"), CPU.model_copy(update={"processors": 0.0, "shard_overhead_s": 0.0})
+    args = spec.model_args_class.from_hf_config(MOE)
+    fields = {"path": "model", "dtype": "float32", "max_tokens_per_mb": 1024}
+    found = {}
+    for layout in ("d4", "d4e2", "d4e4"):
+        planner = Planner(spec, args, nodes.model_copy(update={"node_latency_s": 0.0, "node_latency_per_rank_s": 0.0}))
+        state = rank_parameters(planner.weights, parse_layout(layout), None, 0)
+        config = EngineConfig.model_validate(fields | {"layout": layout})
+        dense, experts, ranks = state.gathered - state.experts, state.experts, 4 // parse_layout(layout).ep
+        # One micro-batch: gathered for the forward and for the backward, shared out once.
+        bytes_ = 3 * 4 * (dense * 3 / 4 + experts * (ranks - 1) / ranks)
+        found[layout] = planner.seconds(config, SEQ, 16).fsdp
+        assert found[layout] == pytest.approx(bytes_ / (1e9 * nodes.link_efficiency))
+    assert found["d4"] > found["d4e2"] > found["d4e4"]
+
+
+def test_every_second_block_is_computed_and_sent_again() -> None:
+    again = {
+        policy: step("t4", CPU, policy={"mode": "selective", "selective": every} if every else {"mode": "none"})
+        for policy, every in (("none", 0), ("all", 1), ("half", 2))
+    }
+    for part in ("tensor_parallel", "host", "recompute"):
+        none, half, whole = (getattr(again[policy], part) for policy in ("none", "half", "all"))
+        assert whole > none and half - none == pytest.approx((whole - none) / 2), part
+
+
+def test_a_larger_group_takes_longer_to_begin() -> None:
+    pair, four = (Link(CPU, size, 1).seconds(0, 1) for size in (2, 4))
+    assert (pair, four) == pytest.approx((2e-4, 4e-4))
+
+
+@pytest.mark.parametrize(
+    ("by_size", "expected"),
+    [
+        ({2: 1.0, 4: 2.0}, (1.0, 0.5)),
+        ({2: 1.0}, (1.0, 1.0)),
+        ({3: 1.0}, (0.5, 0.5)),
+        ({2: 1.0, 4: 0.9}, (1.0, 0.0)),
+        ({3: 2.0, 9: 5.0}, (1.5, 0.5)),
+    ],
+)
+def test_latency_is_a_line_over_the_sizes_of_groups(by_size: dict[int, float], expected: tuple[float, float]) -> None:
+    assert fit_latency(by_size) == pytest.approx(expected)
+
+
+def test_8_bit_products_take_the_time_of_their_rate() -> None:
+    """Two of three products in `rowwise`, all in `tensorwise`; the head's are as before, and rounding takes passes."""
+    gpu = read_hardware("h100-80gb").model_copy(update={"memory_bandwidth": 1e30})  # products alone
+    plain, tensorwise, rowwise = (
+        step("d1", gpu, dtype="bfloat16", fp8=fp8).products for fp8 in ("none", "tensorwise", "rowwise")
+    )
+    assert plain / 2 < tensorwise < plain
+    assert plain - rowwise == pytest.approx((plain - tensorwise) * 2 / 3)
+    inner, layers = step("d1", gpu, dtype="bfloat16", fp8="tensorwise_inner").products, DENSE["num_hidden_layers"]
+    assert plain - inner == pytest.approx((plain - tensorwise) * (layers - 2) / layers)
+    slow = read_hardware("h100-80gb")
+    assert (
+        step("d1", slow, dtype="bfloat16", fp8="rowwise").elementwise > step("d1", slow, dtype="bfloat16").elementwise
+    )
+    with pytest.raises(ConfigError, match="a100-80gb has no 8-bit products"):
+        step("d1", read_hardware("a100-80gb"), dtype="bfloat16", fp8="rowwise")
