@@ -36,7 +36,7 @@ class StepByStep(TextEnvWorkflow):
     """The same walk without memory: each step answers the last observation alone, and is a row of its own."""
 
     def run(self) -> list[Experience]:
-        observation, done, rewards = self.begin(), False, list[float]()
+        observation, done, rewards = self.first_observation(), False, list[float]()
         steps: list[Experience] = []
         while not done and len(steps) < self.max_env_steps:
             asked = [{"role": "user", "content": observation}]

@@ -42,14 +42,14 @@ def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_step_of_archons_adapter_is_that_of_peft(checkpoint, tmp_path, dtype):
-    lora = make_lora(tmp_path, checkpoint, rank=3)
+    lora_path = make_lora(tmp_path, checkpoint, rank=3)
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": dtype}
-    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "loras": [str(lora)]}
+    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "loras": [str(lora_path)]}
     facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_ONE)}
     check_steps(facts, dtype)
     width = 2 if dtype == "bfloat16" else 4  # what a generator is sent
     assert facts["archon"]["base_bytes"] == width * parameters_of(shape("tiny"))
-    assert facts["archon"]["lora_bytes"] == width * sum(t.numel() for t in hf_tensors(str(lora)).values())
+    assert facts["archon"]["lora_bytes"] == width * sum(t.numel() for t in hf_tensors(str(lora_path)).values())
 
 
 def test_several_adapters_take_the_same_steps_in_one_batch_and_one_after_the_other(checkpoint, tmp_path):

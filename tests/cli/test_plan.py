@@ -67,11 +67,11 @@ def test_calibration_measures_this_machine(archon, tmp_path, checkpoint):
 def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, tmp_path):
     asked = ("plan", checkpoint, "--gpus", 2, "--tokens", 1024, "--seq", 32)
     full = archon(*asked)
-    assert "adapters are trained" not in full.out and "  adapters  " not in full.out and "lora:" not in full.out
+    assert "adapters are trained" not in full.out and "  lora  " not in full.out and "lora:" not in full.out
     file = tmp_path / "run.yaml"
     planned = archon(*asked, "--lora", "rank=2", "--lora", "targets=[q_proj]", "--output", file)
     assert planned.code == 0, planned.err
-    assert "adapters are trained; weights are frozen" in planned.out and "  adapters  " in planned.out
+    assert "adapters are trained; weights are frozen" in planned.out and "  lora  " in planned.out
     run = yaml.safe_load(file.read_text())
     assert run["model"]["lora"] == {"rank": 2, "targets": ["q_proj"]}
     again = archon("plan", "--config", file, "--gpus", 2)
@@ -104,6 +104,6 @@ def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
 
 
 def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):
-    ranks = ("--lora", "adapters.a.rank=4", "--lora", "adapters.b.rank=8")
+    ranks = ("--lora", "loras.a.rank=4", "--lora", "loras.b.rank=8")
     told = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", 32, *ranks).complaint
     assert "lora.loras has several adapters, and a plan counts one" in told and "--lora rank=12" in told

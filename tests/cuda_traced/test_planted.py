@@ -129,7 +129,7 @@ PLANTED = {
     "a kernel of fla has to ask for the boundaries": Planted(
         delta_rule,
         "_fla_delta_rule",
-        "cu_seqlens_cpu=documents.host_bounds,",
+        "cu_seqlens_cpu=documents.cu_seqlens_cpu,",
         "",
         forward_with_fla,
         HostWaitError,

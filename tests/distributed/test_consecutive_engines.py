@@ -78,7 +78,7 @@ def train_in_turn(path: str, case: Case, layouts: Sequence[str]) -> list[Result]
         engine.initialize()
         dp = engine.ranks.dp
         rows = rank_rows(batch(LENGTHS, 1), dp.rank, dp.size)
-        grads, _ = engine.gradients(rows, loss_of(case), loss_token_count, whole=False)
+        grads, _ = engine.gradients(rows, loss_of(case), loss_token_count, full=False)
         foreign = foreign_tensors(engine, grads)
         metrics = engine.train_batch(rows, loss_of(case), loss_token_count)
         results.append(Result(metrics["loss"], metrics["grad_norm"], foreign))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import archon.models.lora.model.layers as lora_layers
+import archon.models.lora.layers as lora_layers
 from archon.models.layers.linear import Linear
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer

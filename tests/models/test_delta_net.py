@@ -168,12 +168,12 @@ def test_decays_stay_float32_in_a_bfloat16_model() -> None:
 class FixedOutput:
     """Attention metadata whose delta rule returns `out` whatever its inputs."""
 
-    adapters = None
+    lora_mapping = None
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
 
-    def recur(self, *_: Any) -> Tensor:
+    def run_recurrence(self, *_: Any) -> Tensor:
         return self.out
 
 

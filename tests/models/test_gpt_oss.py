@@ -89,7 +89,7 @@ def test_published_configs_have_as_many_parameters_as_published(config: dict[str
     assert {name: tuple(p.shape) for name, p in reference.named_parameters()} == adapter.hf_shapes()
     weights = ModelWeights.from_spec(SPEC, adapter.args)
     shapes = [w for layer in weights.layers for w in weights.distinct_layers[layer]]
-    assert count_parameters((*weights.embedding, *weights.head, *shapes), parse_layout("d1"), 0).own == parameters
+    assert count_parameters((*weights.embedding, *weights.head, *shapes), parse_layout("d1"), 0).local == parameters
 
 
 def test_the_published_config_says_what_the_model_is() -> None:

@@ -17,7 +17,7 @@ from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.packed.documents import GatheredKeys, PackedDocuments
 from archon.models.attention.packed.sdpa import ScaledDotProductAttention, sdpa_attention
 from archon.models.attention.prefix.plan import prefix_attention, shared_prefixes
-from archon.models.attention.sinks import KernelWithLse, add_sinks, attention_with_sinks, gradient_of_sinks
+from archon.models.attention.sinks import KernelWithLse, add_sinks, attention_with_sinks, sinks_grad
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.comm import Group
 from archon.parallel.context import SequenceShard, zigzag_plan
@@ -225,7 +225,7 @@ def test_the_log_sum_exp_stays_wide_under_narrow_sinks() -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=FORMULA_FP32, atol=FORMULA_FP32)
     grad, out = torch.randn(2, 50, 4, 8).unbind(0)
-    slope = gradient_of_sinks(grad, out, found, sinks)
+    slope = sinks_grad(grad, out, found, sinks)
     sums = (grad.double() * out.double()).sum(-1).t()
     expected = -((sinks.double().unsqueeze(1) - exact).exp() * sums).sum(1)
     assert slope.dtype == torch.bfloat16
@@ -275,7 +275,7 @@ def test_gradients_of_narrow_sinks_are_rounded_once(way: str) -> None:
         plan = zigzag_plan(lengths, 1, 1)
         share = SequenceShard(plan, Group("cp", 1, 0), Group("tp", 1, 0), torch.device("cpu"))
         assert torch.equal(share.index, torch.arange(len(tokens)))
-        out = ScaledDotProductAttention().gathered(qkv[0], torch.cat(qkv[1:], dim=1), GatheredKeys(share), spec)
+        out = ScaledDotProductAttention().attend_gathered(qkv[0], torch.cat(qkv[1:], dim=1), GatheredKeys(share), spec)
     else:
         shared = shared_prefixes(tokens, lengths)
         assert shared is not None

@@ -377,7 +377,7 @@ def test_error_of_an_optimizer_saves_no_checkpoint(rl_config: MakeConfig) -> Non
 def test_what_is_there_before_a_run_is_frozen_during_it_unless_somebody_else_has_frozen_it() -> None:
     done = run_code(
         "import gc\n"
-        "from archon.training.loop import long_lived_objects_frozen as frozen\n"
+        "from archon.training.loop import freeze_gc as frozen\n"
         "gc.unfreeze()\n"
         "with frozen():\n"
         "    print(gc.get_freeze_count() > 1000)\n"
@@ -395,7 +395,7 @@ def test_what_is_there_before_a_run_is_frozen_during_it_unless_somebody_else_has
 def test_new_objects_are_collected_seldom_unless_somebody_else_collects(before: Any, within: Any) -> None:
     done = run_code(
         "import gc\n"
-        "from archon.training.loop import long_lived_objects_frozen as frozen\n"
+        "from archon.training.loop import freeze_gc as frozen\n"
         "gc.unfreeze()\n"
         f"gc.set_threshold(*{before})\n"
         "with frozen():\n"

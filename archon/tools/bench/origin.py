@@ -17,7 +17,7 @@ from pydantic import Field
 
 from archon.schema.config import StrictModel
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Git pathspecs that exclude files on which no measurement depends.
 EXCLUDED_PATHS = (":!benchmarks/records", ":!*.md")
 PACKAGES = ("torch", "transformers", "peft", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")

@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "IcePop bounds what strays, in place of leaving it out",
         "rl/algorithms/corrections.py",
         "return torch.where(outside, 0.0, ratio), outside",
-        "return ratio.clamp(config.correction_low, config.correction_high), outside",
+        "return ratio.clamp(settings.min_ratio, settings.max_ratio), outside",
         (*LOSSES, "tests/rl/test_prepare.py"),
     ),
     Mutant(

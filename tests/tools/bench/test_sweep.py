@@ -15,7 +15,7 @@ from archon.tools.bench.config import Point
 from archon.tools.bench.sweep import PHASE_TOLERANCE
 from tests.distributed.cases import write_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOSSES = {"loss", "grad_norm", "loss_after_one_step"}
 # A minute on two idle cores, of which most goes into starting processes.
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]

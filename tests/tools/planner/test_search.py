@@ -19,7 +19,7 @@ from archon.tools.planner.describe import as_json, describe, explain_no_plan, sp
 from archon.tools.planner.hardware import read_hardware
 from archon.tools.planner.search import UNSEARCHED_NOTE, Plan, Planner, PlanRequest, Rejections, layouts, micro_batches
 
-CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "hf_configs"
 SUPPORTED = sorted(
     path.parent.name
     for path in CONFIGS.glob("*/config.json")
