@@ -1,8 +1,7 @@
-"""The house: links, dependencies, the commit-message hook and the rule that nothing is skipped in silence."""
+"""The repository: links, dependencies, import cycles, the commit-message hook, and no silent skips."""
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -18,8 +17,7 @@ from tests.warm import run_code
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# flash-attn and fla run on CUDA alone, and they, W&B and Trackio are tested by stand-ins; constraints.txt pins what has
-# run.
+# flash-attn and fla need CUDA; they, W&B and Trackio are tested with stand-ins. constraints.txt pins what has run.
 UNTESTED_EXTRAS = {"fla", "flash", "trackio", "wandb"}
 
 
@@ -27,16 +25,16 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("room", ["models", "parallel", "rl"])
-def test_the_rooms_are_relative_links(room):
-    link = ROOT / "archon" / room
-    assert link.is_symlink() and link.readlink() == Path("..") / room
+@pytest.mark.parametrize("package", ["models", "parallel", "rl"])
+def test_packages_are_relative_links(package):
+    link = ROOT / "archon" / package
+    assert link.is_symlink() and link.readlink() == Path("..") / package
 
 
-@pytest.mark.parametrize("room", ["models", "parallel", "rl"])
-def test_a_room_refuses_to_be_imported_under_another_name(room):
-    done = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and f"archon.{room}" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize("package", ["models", "parallel", "rl"])
+def test_a_package_refuses_another_import_name(package):
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"archon.{package}" in done.stderr.splitlines()[-1]
 
 
 def test_every_dependency_that_is_tested_is_pinned():
@@ -46,8 +44,8 @@ def test_every_dependency_that_is_tested_is_pinned():
             name, version = line.split("==")
             pins[normal(name)] = version
     extras = PROJECT["optional-dependencies"]
-    wanted = PROJECT["dependencies"] + [r for extra in extras.keys() - UNTESTED_EXTRAS for r in extras[extra]]
-    names = {normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in wanted}
+    requirements = PROJECT["dependencies"] + [r for extra in extras.keys() - UNTESTED_EXTRAS for r in extras[extra]]
+    names = {normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in requirements}
     assert names <= pins.keys(), sorted(names - pins.keys())
     assert "+" not in pins["torch"], "the variant of torch is the machine's, not the constraint's"
 
@@ -63,36 +61,19 @@ def tracked_files():
     return [ROOT / name for name in listed.splitlines() if not (ROOT / name).is_symlink() and (ROOT / name).is_file()]
 
 
-def test_no_import_circle_is_left_in_the_product_or_the_benchmarks():
+def test_no_import_cycle_in_product_or_benchmarks():
     imports = grimp.build_graph("archon", "benchmarks")
     order = TopologicalSorter({m: imports.find_modules_directly_imported_by(m) for m in imports.modules})
-    assert set(order.static_order()) == imports.modules  # a circle is a CycleError that names it
+    assert set(order.static_order()) == imports.modules  # a cycle raises CycleError, which names it
 
 
-def test_archon_holds_rooms_only():
-    assert sorted(path.name for path in (ROOT / "archon").glob("*.py")) == ["__init__.py", "__main__.py"]
+PACKAGES = "checkpoint cli data engine generation models parallel remote rl schema serve tools training".split()
 
 
-# How a description of a function does not begin: with a question or a fragment instead of what it does or returns.
-FRAGMENT = re.compile(
-    r"(A|All|An|Anything|As|At|By|Each|Every|Everything|For|From|How|If|In|It|Its|No|Nothing|Of|On|One|So|That|The|These"
-    r"|This|Those|To|Two|What|When|Where|Whether|Which|Why|With)\b"
-)
-
-
-def test_functions_are_described_by_sentences():
-    found = []
-    for path in tracked_files():
-        if path.suffix != ".py" or path.relative_to(ROOT).parts[0] == "tests":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            properties = [ast.unparse(decorator) for decorator in node.decorator_list]
-            text = ast.get_docstring(node)
-            if text and FRAGMENT.match(text) and not any("property" in name for name in properties):
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}")
-    assert found == []
+def test_archon_holds_the_packages_of_the_design():
+    modules = sorted(path.name for path in (ROOT / "archon").glob("*.py"))
+    packages = sorted(path.parent.name for path in (ROOT / "archon").glob("*/__init__.py"))
+    assert (modules, packages) == (["__init__.py", "__main__.py"], PACKAGES)
 
 
 def test_no_package_registry_is_named():
