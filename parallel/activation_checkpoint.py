@@ -1,4 +1,4 @@
-"""Activation checkpointing: which results of a block's forward are kept and which the backward recomputes."""
+"""Activation checkpointing: choose the forward results to keep and those to recompute."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PRIVATE_APIS = (
 )
 require_private_apis("activation checkpointing", PRIVATE_APIS)
 
-# Costly to compute and small to keep. Batched products are left out: in a decoder they are the inside of unfused
-# attention, which its backward recomputes anyway.
+# Matmuls that are expensive to recompute and small to keep. Batched matmuls are not listed: in a decoder they belong to
+# unfused attention, and the attention backward recomputes them anyway.
 _SAVED_MATMULS = frozenset(
     {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
 )
 
-# Experts that FSDP shards by themselves are gathered within the block, and a recomputed block has a different number of
-# FSDP's profiler marks. PyTorch counts every operator that is not listed here, and would refuse the block.
+# FSDP gathers separately sharded experts inside the block, so the recomputed block emits another number of profiler
+# marks. PyTorch compares the counts of all operators that are not ignored, and would raise an error.
 SAC_IGNORED_OPS.update(
     {
         torch.ops.profiler._record_function_enter_new.default,
@@ -39,12 +39,17 @@ SAC_IGNORED_OPS.update(
 def apply_activation_checkpointing(
     layers: Sequence[nn.Module], config: ActivationCheckpointConfig, attention_ops: frozenset[str] = frozenset()
 ) -> None:
-    """Make the blocks of `layers` recompute as `config` says; module and parameter names stay the same.
+    """Apply activation checkpointing to the blocks; module and parameter names stay the same.
 
-    `full`: every block keeps only its input. `selective`: `"op"` keeps the results of matrix products and of
-    `attention_ops` (`namespace::operator`) in every block; n makes every n-th block (the n-th, the 2n-th, …) keep only
-    its input [Korthikanti et al. 2022, section 5, has the trade-off]. `memory_budget` is left to the compiler, see
-    `apply_compile`.
+    - `full`: every block keeps only its input.
+    - `selective` with `"op"`: every block keeps the results of matmuls and of `attention_ops`.
+    - `selective` with an integer n: every n-th block keeps only its input (Korthikanti et al. 2022, section 5).
+    - `memory_budget`: nothing here; the compiler decides, see `apply_compile`.
+
+    Args:
+        layers: the blocks in order.
+        config: the recompute policy.
+        attention_ops: attention operators as `namespace::operator`.
     """
     if config.mode in ("none", "memory_budget"):
         return
@@ -58,16 +63,16 @@ def apply_activation_checkpointing(
 
 @cache
 def _checkpointed_class(block_class: Any, saved_ops: frozenset[str] | None) -> Any:
-    """Returns a subclass whose forward is checkpointed and keeps the results of `saved_ops`.
+    """Return a subclass with a checkpointed forward that keeps the results of `saved_ops`.
 
-    Replacing the class, as `fully_shard` does, keeps names, `isinstance` and copies of the model intact, and all
-    blocks share one code object, so that torch.compile compiles it once.
+    `fully_shard` replaces the class in the same way. Names, `isinstance` and deep copies keep working, and all blocks
+    share one code object, so torch.compile compiles it once.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws random numbers
     if saved_ops is not None:
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            # By name, since attention operators exist only once their library has been imported.
+            # Compare names: attention operators exist only after their library is imported.
             saved = op.name().partition(".")[0] in saved_ops
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 

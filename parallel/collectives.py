@@ -1,4 +1,4 @@
-"""Counts the collectives that a block of code starts, by kind and group, with their bytes."""
+"""Count the collectives of a block of code by kind and group, with their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves
 from archon.parallel.torch_groups import group_by_name
 
-# Operator name (functional, c10d with lists, c10d with one tensor) to the kind that is reported.
+# Operator name (functional, c10d with lists, c10d with one tensor) -> reported kind.
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_allgather_base_": "all_gather",
@@ -44,21 +44,21 @@ class CollectiveType:
 
 @dataclass(frozen=True)
 class CollectiveStats:
-    """The number of collectives and their bytes, of each the larger of input and output."""
+    """Number of collectives and their bytes, counting the larger of input and output."""
 
     count: int = 0
     bytes: int = 0
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Counts the collectives started within it, functional ones and those FSDP and pipelines start.
+    """Context manager that counts collectives, including those of FSDP and pipelines.
 
-    with CollectiveRecorder(group_names(dims)) as recorder:
-        engine.train_batch(...)
-    recorder.sums  # {Traffic: Sum}
+        with CollectiveRecorder(group_names(dims)) as recorder:
+            engine.train_batch(...)
+        recorder.sums  # {CollectiveType: CollectiveStats}
 
     Args:
-        names: mesh dimensions by torch's group name; a group that is not in it is reported as `other`.
+        names: mesh dimension by torch group name; other groups are reported as `other`.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -68,7 +68,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # dispatched again with its local tensors
+            return NotImplemented  # dispatched again with the local tensors
         self.record(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -87,12 +87,12 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def collective_kind(namespace: str, operator: str) -> str | None:
-    """Returns all_gather, all_to_all and so on for an operator that starts one; None for others, waiting included."""
+    """Return the kind of a collective operator, such as all_gather; None for other operators and for waits."""
     return _KINDS.get(operator) if namespace in ("_c10d_functional", "c10d") else None
 
 
 def collective_group(args: Any) -> dist.ProcessGroup:
-    """Returns the process group among a collective's arguments: a name for functional ones, else boxed."""
+    """Return the process group from the arguments of a collective: a group name or a boxed group."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
@@ -105,8 +105,10 @@ def group_names(dims: ArchonParallelDims) -> dict[str, str]:
 
 
 def layout_groups(dims: ArchonParallelDims) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yields (mesh dimension, this rank's group) for each group of more than one rank, once: a group that serves
-    several dimensions has the name of the first."""
+    """Yield (mesh dimension, group of this rank) once for each group with more than one rank.
+
+    A group that serves several dimensions is reported under the first one.
+    """
     seen = set()
     for sizes in dims.grids.values() if dims.world_size > 1 else ():
         for name, size in sizes.items():

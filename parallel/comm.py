@@ -1,9 +1,9 @@
 """Differentiable collectives along the first dimension, distinguished by their backward pass.
 
-Ranks use the result of `all_gather` and of `all_reduce_sharded` in different ways (each with another shard of a
-weight), so its gradients are summed; they use that of `all_gather_replicated` and `all_reduce_replicated` in the same
-way (each computes the same loss), so each rank keeps its own gradient, or its slice of it. All are functional
-collectives, which `torch.compile` and the fake process group support.
+After `all_gather` and `all_reduce_sharded`, every rank computes something else with the result (for example with its
+shard of a weight), so the backward sums the gradients of the ranks. After `all_gather_replicated` and
+`all_reduce_replicated`, every rank repeats the same computation (for example the loss), so the backward keeps the local
+gradient, or its slice. All are functional collectives: `torch.compile` and the fake process group support them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """A process group by name, with this process's rank in it."""
+    """Process group by name, with the rank of this process in it."""
 
     name: str
     size: int
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group. They are the same on every member, whereas a name may differ."""
+        """Global ranks of the group: equal on all members, unlike the name."""
         return tuple(dist.get_process_group_ranks(self.process_group))
 
 
@@ -177,10 +177,10 @@ def local(parameter: None) -> None: ...
 @overload
 def local(parameter: Tensor | None) -> Tensor | None: ...
 def local(parameter: Tensor | None) -> Tensor | None:
-    """Returns this rank's part of a parameter, for use in a layer; a plain tensor itself.
+    """Return the local shard of a DTensor parameter; a plain tensor is returned as is.
 
-    Only one rank computes with a shard, so the shard's gradient is complete. A replicated parameter meets other tokens
-    or heads on every rank, so that each rank's gradient is one term of a sum.
+    Only one rank computes with a shard, so its gradient is complete. A replicated parameter is used with other tokens
+    or heads on every rank, so its gradient is `Partial`: one term of a sum over ranks.
     """
     if not isinstance(parameter, DTensor):
         return parameter

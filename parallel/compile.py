@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one compilation serves all layers, so that start-up does not grow with depth."""
+"""torch.compile per block: all layers share one compilation, so start-up time does not grow with depth."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ CompileChoice = bool | Literal["auto"]
 
 
 def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
-    """Returns whether blocks are compiled: `auto` compiles on a GPU only.
+    """Return whether blocks are compiled: `auto` compiles on a GPU only.
 
-    On a CPU a step takes as long or longer, and the first one much longer (`python -m benchmarks.speed`, its cases
-    compiled-even and compiled-ragged).
+    On a CPU, compiled steps are no faster, and the first step is much slower (cases compiled-even and compiled-ragged
+    of `python -m benchmarks.speed`).
     """
     return device_type == "cuda" if choice == "auto" else choice
 
 
 def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, backend: str = "inductor") -> None:
-    """Compile every block in place.
+    """Compile every block in place, with dynamic shapes: packed micro-batches rarely have the same token count.
 
-    Shapes are dynamic, since packed micro-batches rarely have the same token count. With `memory_budget` the
-    partitioner keeps about that share of the activations and recomputes the rest.
+    Args:
+        layers: the blocks.
+        memory_budget: fraction of the activations that the partitioner keeps; it recomputes the others. None keeps all.
+        backend: a torch.compile backend.
     """
     require_private_apis("compiled blocks", SIZES)
     chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
@@ -46,11 +48,11 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
 
 
 def _without_duck_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `compiled`, compiled without the guess that sizes which are equal in its first batch always are.
+    """Wrap a compiled block so that it compiles with duck shapes off.
 
-    A batch of as many tokens as the model has features, or of four documents where a head has four pairs of features,
-    would otherwise make the next one compile again. Threads that share the setting, as older versions have it, may find
-    it off for other code: a guess the less.
+    With duck shapes, torch.compile assumes that sizes which are equal in the first batch are always equal. A first
+    batch with as many tokens as the model has features would then force a second compilation. In older versions of
+    torch the setting is global, so other threads may compile without this specialization; that is harmless.
     """
     from torch.fx.experimental import _config as shapes
 
@@ -66,7 +68,7 @@ def _without_duck_shapes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
-    """Returns the backend with its own budget; a process-wide setting would be shared by two engines."""
+    """Return the backend with a budget of its own: a global setting would leak into a second engine."""
     require_private_apis("activation_checkpoint.mode = memory_budget", BUDGETS)
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config

@@ -1,15 +1,14 @@
-"""Splits the tokens of a pack over ranks for context and sequence parallelism, and gathers per-token results.
+"""Shard the tokens of a packed batch for context and sequence parallelism, and gather per-token results.
 
-Two splits of a pack over `cp` ranks; both may cut a document anywhere:
+Two ways to shard a packed batch over `cp` ranks; both may cut a document anywhere:
 
-- contiguous: rank r holds the r-th part of the tokens. For Ulysses (Jacobs et al. 2023, arXiv:2309.14509), which
-  exchanges tokens for heads around attention, so that every split is balanced.
-- zigzag: each document is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r, so that every rank has the
-  same share of the causal triangle of every document (as in Llama 3: Dubey et al. 2024, arXiv:2407.21783, section
-  3.3.2, for sequences).
+- contiguous: rank r holds the r-th part of the tokens. Used by Ulysses (Jacobs et al. 2023, arXiv:2309.14509), which
+  exchanges tokens for heads around attention, so every split is balanced.
+- zigzag: each document is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r. Every rank then has an
+  equal part of the causal triangle of every document (Llama 3: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2).
 
-Ranks get equally many tokens, a multiple of `tp`, by a padding document at the end; or, where the largest value of a
-tensor counts, by documents of one token that repeat the pack's first one, whose values are then those of that token.
+A padding document at the end gives all ranks the same number of tokens, a multiple of `tp`. With per-tensor FP8
+scaling, one-token documents that repeat the first token pad instead, so padding cannot change the maximum of a tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +23,18 @@ from archon.parallel.transfer import to_device_async
 from archon.schema.errors import LayoutError
 
 Chunk = tuple[int, int, int]
-"""(document, start, stop): a rank's tokens start .. stop of a document."""
+"""(document, start, stop): tokens start .. stop of a document on one rank."""
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Documents of `lengths`, the last one of `padding` tokens if that is not 0, and each rank's chunks in order.
+    """Assignment of document chunks to ranks.
 
-    With `repeats_first` the last `padding` ones have a token each.
+    Attributes:
+        lengths: document lengths, including a last document of `padding` tokens if padding > 0.
+        padding: number of padding tokens.
+        chunks: the chunks of each rank in order.
+        repeats_first: padding is `padding` documents of one token instead of one document.
     """
 
     lengths: tuple[int, ...]
@@ -40,27 +43,27 @@ class ContextPlan:
     repeats_first: bool = False
 
     def repeating_first(self) -> ContextPlan:
-        """Returns the plan with a document for each token of the padding."""
+        """Return the plan with one padding document per padding token."""
         if not self.padding:
             return self
         last = len(self.lengths) - 1
         chunks = tuple(
             tuple(
                 part
-                for document, start, stop in own
+                for document, start, stop in rank_chunks
                 for part in (
                     [(document, start, stop)]
                     if document != last
                     else [(last + token, 0, 1) for token in range(start, stop)]
                 )
             )
-            for own in self.chunks
+            for rank_chunks in self.chunks
         )
         return replace(self, lengths=self.lengths[:-1] + (1,) * self.padding, chunks=chunks, repeats_first=True)
 
 
 def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
-    """Returns equal parts in order; each a multiple of `divisor` tokens and at least `min_tokens`."""
+    """Assign equal parts in order, each a multiple of `divisor` tokens and at least `min_tokens`."""
     tokens = sum(lengths)
     rows = max(_ceil(tokens, cp * divisor) * divisor, min_tokens)
     padding = rows * cp - tokens
@@ -77,7 +80,7 @@ def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens:
 
 
 def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
-    """Returns two mirrored chunks of every document a rank; as many tokens a rank as `contiguous_plan` allows."""
+    """Assign two mirrored chunks of every document to each rank."""
     chunks: list[list[Chunk]] = [[] for _ in range(cp)]
     for document, length in enumerate(lengths):
         bounds = [length * part // (2 * cp) for part in range(2 * cp + 1)]
@@ -89,19 +92,22 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int
                 if chunks[rank] and chunks[rank][-1][0] == document and chunks[rank][-1][2] == start:
                     start = chunks[rank].pop()[1]
                 chunks[rank].append((document, start, stop))
-    totals = [sum(stop - start for _, start, stop in own) for own in chunks]
+    totals = [sum(stop - start for _, start, stop in rank_chunks) for rank_chunks in chunks]
     rows = max(_ceil(max(totals), divisor) * divisor, min_tokens)
     padding = 0
-    for own, total in zip(chunks, totals, strict=True):
+    for rank_chunks, total in zip(chunks, totals, strict=True):
         if total < rows:
-            own.append((len(lengths), padding, padding + rows - total))
+            rank_chunks.append((len(lengths), padding, padding + rows - total))
             padding += rows - total
     return ContextPlan((*lengths, padding) if padding else lengths, padding, tuple(map(tuple, chunks)))
 
 
 def ulysses_repeat(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns how often each key head is repeated so that `cp` divides the key heads. Raises LayoutError where `cp`
-    does not divide the heads."""
+    """Return how often each key head is repeated so that `cp` divides the key heads.
+
+    Raises:
+        LayoutError: `cp` does not divide the heads.
+    """
     if heads % cp == 0:
         for repeat in range(1, heads // kv_heads + 1):
             if kv_heads * repeat % cp == 0 and heads % (kv_heads * repeat) == 0:
@@ -117,15 +123,17 @@ def _ceil(a: int, b: int) -> int:
 
 
 class TokenShard:
-    """Tokens of a pack, each dealt to one rank of a group, and padding, so that every rank has as many.
+    """Context-parallel shard of a packed batch, padded so that every rank has the same number of tokens.
 
     Args:
-        order: int64 on the CPU, the tokens of each rank in turn as indices into the pack; those from `tokens` on are
-            padding.
-        tokens: the number of the pack's tokens.
-        cp: the ranks.
+        order: int64 on the CPU, token indices of rank 0, then rank 1, and so on; indices >= `tokens` are padding.
+        tokens: number of tokens in the packed batch.
+        cp: the context-parallel group.
+        device: device of the index tensors.
 
-    `index` has this rank's own, `inverse` the place of each token in `order`.
+    Attributes:
+        index: int64 [T / cp], token indices of this rank.
+        inverse: position of each token in `order`.
     """
 
     def __init__(self, order: Tensor, tokens: int, cp: Group, device: torch.device) -> None:
@@ -138,53 +146,57 @@ class TokenShard:
 
     @classmethod
     def by_owner(cls, owner: Tensor, cp: Group, device: torch.device) -> TokenShard:
-        """Returns the tokens of a pack dealt to the ranks that `owner`, int64 [T] on the CPU, names."""
+        """Shard tokens by `owner`, the rank of each token: int64 [T] on the CPU."""
         tokens = owner.shape[0]
-        of_ranks = [(owner == rank).nonzero().squeeze(1) for rank in range(cp.size)]
-        most, padding, parts = max(map(len, of_ranks)), tokens, list[Tensor]()
-        for own in of_ranks:
-            missing = most - len(own)
-            parts += [own, torch.arange(padding, padding + missing)]
+        rank_indices = [(owner == rank).nonzero().squeeze(1) for rank in range(cp.size)]
+        most, padding, parts = max(map(len, rank_indices)), tokens, list[Tensor]()
+        for indices in rank_indices:
+            missing = most - len(indices)
+            parts += [indices, torch.arange(padding, padding + missing)]
             padding += missing
         return cls(torch.cat(parts), tokens, cp, device)
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Returns the own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
+        """Return the local rows [T / cp, ...] of a per-token tensor [T, ...], with `fill` at padding."""
         if self.padding:
             x = torch.cat((x, x.new_full((self.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
 
     def take_cpu(self, x: Tensor, fill: int) -> Tensor:
-        """Same as `take`, of a tensor [T] on the CPU and to it."""
+        """Return `take` of a CPU tensor [T], on the CPU."""
         return torch.cat((x, x.new_full((self.padding,), fill))).index_select(0, self._local_order)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
+        """Return the local indices of the tokens `rows` of the packed batch; int64, both on the CPU."""
         selected = torch.zeros(self.tokens + self.padding, dtype=torch.bool)
         selected[rows] = True
         return selected[self._local_order].nonzero().squeeze(1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gathers per-token results [T / cp, ...] to those of the pack [T, ...] on every rank, without padding; with
-        gradient, for a loss that every rank computes."""
+        """Gather per-token results [T / cp, ...] to [T, ...] on every rank, without padding.
+
+        Differentiable, for a loss that every rank computes.
+        """
         return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
 
 
 class SequenceShard(TokenShard):
-    """This rank's tokens of one pack.
+    """Token shard of a context plan, with the sequence-parallel shard of the tokens between layers.
 
     Args:
-        plan: the tokens of each rank of `cp`.
-        cp, tp: the groups that split tokens, of size 1 where they do not.
+        plan: the chunks of each rank of `cp`.
+        cp, tp: groups that shard tokens; size 1 if they do not.
+        device: device of the index tensors.
 
-    `index` [T / cp] is the position of each own token in the padded pack; `valid_mask` [T / cp / tp] is False for
-    padding, among the tokens that this rank holds between layers.
+    Attributes:
+        valid_mask: bool [T / cp / tp], False for padding, for the tokens of this rank between layers; None without
+            padding.
     """
 
     def __init__(self, plan: ContextPlan, cp: Group, tp: Group, device: torch.device) -> None:
         self.plan, self.tp = plan, tp
         starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
-        chunks = [chunk for own in plan.chunks for chunk in own]
+        chunks = [chunk for rank_chunks in plan.chunks for chunk in rank_chunks]
         order = torch.cat([torch.arange(starts[i] + start, starts[i] + stop) for i, start, stop in chunks])
         super().__init__(order, starts[-1] - plan.padding, cp, device)
         rows_per_rank = self._local_order.shape[0] // tp.size
@@ -194,26 +206,29 @@ class SequenceShard(TokenShard):
         self.valid_mask = to_device_async(valid_mask, device) if plan.padding else None
 
     def take_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Same as `take`, of what a token's values are computed from; padding that repeats the first has its."""
+        """Return `take` of a model input; with `repeats_first`, padding repeats the input of the first token."""
         if not self.plan.repeats_first:
             return self.take(x, fill)
         return torch.cat((x, x[:1].expand(self.padding, *x.shape[1:]))).index_select(0, self.index)
 
     def take_layer_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Same as `take_inputs`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
+        """Return `take_inputs` for the tokens of this rank between layers: [T / cp / tp, ...]."""
         return self.take_inputs(x, fill)[self._layer_slice]
 
     def local_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the indices, among the tokens that this rank holds between layers, of those that `rows` [M] indexes
-        in the pack, and which of `rows` these are; int64, all on the CPU."""
+        """Find which of `rows` [M] this rank holds between layers.
+
+        Returns:
+            The local indices of these tokens and their indices in `rows`; int64, all on the CPU.
+        """
         number = torch.full((self.tokens + self.plan.padding,), -1)
         number[rows] = torch.arange(len(rows))
-        found = number[self._layer_tokens]
-        places = (found >= 0).nonzero().squeeze(1)
-        return places, found[places]
+        local_number = number[self._layer_tokens]
+        places = (local_number >= 0).nonzero().squeeze(1)
+        return places, local_number[places]
 
     def positions(self, positions: Tensor) -> Tensor:
-        """Same as `take`, of positions [T] or [3, T], with padding as one more document."""
+        """Return `take` of positions [T] or [3, T]; padding counts from 0 like another document."""
         if positions.dim() == 2:
             return torch.stack([self.positions(axis) for axis in positions])
         if self.plan.padding:

@@ -1,6 +1,6 @@
-"""The control plane: how ranks exchange numbers and texts, and learn whether work succeeded on every rank.
+"""Control plane: ranks exchange numbers and text, and learn whether work succeeded on every rank.
 
-Data is sent as bytes, never pickled. Each purpose has a CPU group of its own, so that a thread can write a checkpoint
+Data is sent as bytes, never pickled. Each purpose has its own CPU group, so a thread can write a checkpoint together
 with the other ranks while training continues.
 """
 
@@ -22,16 +22,16 @@ from archon.parallel.torch_groups import default_group, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
 
 LONG_TIMEOUT_PREFIX = "archon control plane, patient: "
-"""The prefix of the descriptions of groups that `timeout_s` does not limit."""
+"""Description prefix of groups that `timeout_s` does not limit."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """Collectives of numbers and texts among some ranks; with one process they return at once.
+    """Collectives for numbers and text; with one process they return at once.
 
-    Every method is a collective: all ranks call them in the same order, and never from two threads at once; another
-    thread needs another plane.
+    Every method is a collective: all ranks call the methods in the same order, from one thread. Another thread needs
+    another control plane.
     """
 
     rank: int = 0
@@ -41,13 +41,15 @@ class ControlPlane:
 
     @classmethod
     def world(cls) -> ControlPlane:
-        """Returns the plane of all processes, for the main thread's work within a step."""
+        """Return the control plane of all processes for the main thread's work within a step."""
         return cls._create("run", long_timeout=False)
 
     @classmethod
     def with_long_timeout(cls, purpose: str) -> ControlPlane:
-        """Returns a plane of all processes for a purpose where one writes a file or finishes a rollout while the others
-        wait: its limit is PyTorch's half an hour, or `timeout_s` where that is longer."""
+        """Return a control plane for long waits, for example while one rank writes a file or finishes a rollout.
+
+        Its time limit is PyTorch's default of 30 minutes, or `timeout_s` if that is longer.
+        """
         return cls._create(purpose, long_timeout=True)
 
     @classmethod
@@ -67,16 +69,17 @@ class ControlPlane:
         return self.rank == 0
 
     def run_on_all(self, work: Callable[[], Any]) -> Any:
-        """Returns this rank's `work()`, once every rank has finished its own.
+        """Run `work` on every rank and return the local result once all ranks are done.
 
-        Where one rank raises, all do: that rank its own error, the others a CheckpointError that names the rank.
+        Raises:
+            CheckpointError: another rank raised; the message names it. The rank that failed raises its original error.
         """
         if self.size == 1:
             return work()
         result, error = None, None
         try:
             result = work()
-        except Exception as raised:  # noqa: BLE001 - raised again once the others know
+        except Exception as raised:  # noqa: BLE001 - raised again after the other ranks know
             error = raised
         texts = self.all_gather(b"" if error is None else f"{type(error).__name__}: {error}".encode())
         if error is not None:
@@ -94,13 +97,13 @@ class ControlPlane:
 
     def broadcast(self, data: Callable[[], bytes], source: int = 0) -> bytes:
         """Returns on every rank the bytes of `data`, which only rank `source` calls."""
-        own = data() if self.rank == source else b""
+        payload = data() if self.rank == source else b""
         if self.size == 1:
-            return own
-        size = torch.tensor(len(own), device=self.device)
+            return payload
+        size = torch.tensor(len(payload), device=self.device)
         group = self.connect()
         dist.broadcast(size, group=group, group_src=source)
-        content = _tensor(own, max(1, int(size)), self.device)
+        content = _tensor(payload, max(1, int(size)), self.device)
         dist.broadcast(content, group=group, group_src=source)
         return _bytes(content[: int(size)])
 
@@ -108,17 +111,17 @@ class ControlPlane:
         """Returns every rank's bytes, in rank order, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [data]
-        own, sizes = self._padded(data)
-        parts = [torch.empty_like(own) for _ in range(self.size)] if self.is_main else None
-        dist.gather(own, parts, group=self.connect(), group_dst=0)
+        padded, sizes = self._padded(data)
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.is_main else None
+        dist.gather(padded, parts, group=self.connect(), group_dst=0)
         return [_bytes(part[:size]) for part, size in zip(parts or [], sizes, strict=parts is not None)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Returns every rank's bytes, in rank order."""
         if self.size == 1:
             return [data]
-        own, sizes = self._padded(data)
-        return [_bytes(part[:size]) for part, size in zip(self.all_gather_tensor(own), sizes, strict=True)]
+        padded, sizes = self._padded(data)
+        return [_bytes(part[:size]) for part, size in zip(self.all_gather_tensor(padded), sizes, strict=True)]
 
     def all_gather_tensor(self, tensor: Tensor) -> Tensor:
         """Gathers tensors of one shape [...] on the plane's device to [ranks, ...]."""
@@ -141,12 +144,13 @@ class ControlPlane:
         self.all_reduce_max(0)
 
     def require_same(self, what: str, value: str) -> None:
-        """Raises ConfigError, on every rank, where a rank's `value` is not rank 0's."""
+        """Raise ConfigError on every rank if a rank has another `value` than rank 0."""
         everyone = [data.decode() for data in self.all_gather(value.encode())]
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
+        for rank, rank_value in enumerate(everyone):
+            if rank_value != everyone[0]:
                 raise ConfigError(
-                    f"{what}: rank {rank} has {other}, rank 0 has {everyone[0]}; every machine needs the same files"
+                    f"{what}: rank {rank} has {rank_value}, rank 0 has {everyone[0]}; every machine "
+                    "needs the same files"
                 )
 
     def main_first(self, action: Callable[[], None]) -> None:
@@ -154,14 +158,14 @@ class ControlPlane:
         self.broadcast_json(action)
 
     def _padded(self, data: bytes) -> tuple[Tensor, list[int]]:
-        """Returns the bytes padded to the longest rank's, and every rank's count."""
+        """Return the bytes padded to the longest of all ranks, and the byte count of every rank."""
         sizes = self.all_gather_tensor(torch.tensor([len(data)], device=self.device)).flatten().tolist()
         return _tensor(data, max(1, *sizes), self.device), sizes
 
 
 @cache
 def _cpu_group(world: dist.ProcessGroup, purpose: str, long_timeout: bool) -> dist.ProcessGroup:
-    """Returns the group of a purpose; the first call, which all ranks make, creates it."""
+    """Return the group of a purpose. The first call creates it, and is a collective."""
     use_single_worker_gloo()
     limit = time_limit(world)
     if long_timeout:
@@ -171,7 +175,7 @@ def _cpu_group(world: dist.ProcessGroup, purpose: str, long_timeout: bool) -> di
 
 
 def _tensor(data: bytes, size: int, device: torch.device) -> Tensor:
-    """Returns uint8 [size]: the bytes, cut or padded with zeros."""
+    """Return the bytes as uint8 [size], cut or padded with zeros."""
     return torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
 
 

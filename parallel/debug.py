@@ -1,4 +1,4 @@
-"""Help with wrong results and hangs on several ranks: do all hold the same tensor, and how long may they wait."""
+"""Debugging on several ranks: compare a tensor between ranks, and set collective time-outs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from archon.schema.errors import LayoutError
 
 
 def check_tensor_consistency(tensor: Tensor, name: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether all ranks of a group hold the same tensor, bit for bit; else its first rank prints what each has.
+    """Return whether all ranks of a group hold bitwise equal tensors; if not, the first rank prints each rank's values.
 
-    Every rank of the group must call it. Without a process group there is nothing to differ from.
+    This is a collective. Without a process group it returns True.
 
     Args:
-        tensor: this rank's. Of a sharded one the shards differ as they should: give its `full_tensor()`.
-        name: for the message.
+        tensor: the local tensor. For a DTensor pass `full_tensor()`: its shards differ by design.
+        name: name of the tensor in the message.
         group: None for all ranks.
 
-    Raises LayoutError for a sharded tensor.
+    Raises:
+        LayoutError: the tensor is a DTensor.
     """
     if isinstance(tensor, DTensor):
         raise LayoutError(
@@ -34,10 +35,10 @@ def check_tensor_consistency(tensor: Tensor, name: str, group: dist.ProcessGroup
         return True
     values = tensor.detach().to("cpu").contiguous()
     digest = hashlib.sha256(values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-    own = (str(values.dtype), tuple(values.shape), digest, values.double().sum().item())
-    everyone: list[tuple[str, tuple[int, ...], str, float]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    if all(other[:3] == everyone[0][:3] for other in everyone):
+    local = (str(values.dtype), tuple(values.shape), digest, values.double().sum().item())
+    everyone: list[tuple[str, tuple[int, ...], str, float]] = [local] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, local, group=group)
+    if all(entry[:3] == everyone[0][:3] for entry in everyone):
         return True
     if dist.get_rank(group) == 0:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -50,12 +51,12 @@ def check_tensor_consistency(tensor: Tensor, name: str, group: dist.ProcessGroup
 
 
 def patch_dist_group_timeout(timeout: timedelta) -> None:
-    """Sets how long collectives of all process groups wait for a rank, of those that are made later too.
+    """Set the collective time-out of all present and future process groups.
 
-    For a run, `timeout_s` of the model's section says it; an engine that is initialized later sets its groups to that.
+    In a run, use `timeout_s` of the model section instead: an engine that is initialized later applies that value.
     """
     if timeout <= timedelta(0):
-        raise LayoutError(f"timeout is {timeout}; expected more than none")
+        raise LayoutError(f"timeout is {timeout}; expected a positive duration")
     set_default_time_limit(timeout)
     for group in all_groups() if dist.is_initialized() else ():
         set_time_limit(group, timeout)

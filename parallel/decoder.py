@@ -1,4 +1,4 @@
-"""Parallelizes a decoder of any family, in one order; families give data and no code."""
+"""Parallelize a decoder of any family in one fixed order; families supply data, not code."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ def parallelize_decoder(
 ) -> nn.Module:
     """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
-    The order is TP → EP → CP → 8-bit products → activation checkpointing → compile → FSDP → weight tying: sharding
-    inside a block
-    comes before anything that wraps the block, recomputation is inside what is compiled, and FSDP is outermost, so that
-    its hooks stay eager. FSDP also sums the gradients of parameters replicated under tensor parallelism, so it is
-    always applied to several ranks; on one process only to compute in another dtype than the model was built in.
-    Modules with `casts_parameters`, such as adapters, do so themselves, so that frozen weights are not copied.
+    The order is TP → EP → CP → FP8 → activation checkpointing → compile → FSDP → weight tying. Sharding inside a block
+    comes before everything that wraps the block, recomputation is inside the compiled region, and FSDP is outermost, so
+    its hooks stay eager. FSDP also sums the gradients of parameters that tensor parallelism replicates. It is therefore
+    always applied on several ranks; on one process only if the compute dtype differs from the dtype of the parameters.
+    Modules with `casts_parameters`, such as LoRA layers, cast their parameters themselves, so frozen weights are not
+    copied.
 
     Args:
-        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
-        model: has its blocks in order in `layers`, an `nn.ModuleDict`, a method `tie_weights`, and `attention_ops`,
-            the operators of attention whose results selective recomputation keeps.
+        tp_plan: the tensor-parallel plan of the family, by role; used if tp > 1.
+        model: a decoder with its blocks in `layers` (an `nn.ModuleDict`), a method `tie_weights`, and `attention_ops`,
+            the attention operators that selective recomputation keeps.
         param_dtype: dtype of the computation.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
-        loss_parallel: keep the vocabulary sharded through the loss; consulted where tp > 1.
+        loss_parallel: keep the vocabulary sharded through the loss; used if tp > 1.
         cpu_offload: keep shards on the CPU; an error on one process.
         reshard_after_forward_policy: see `apply_fsdp`.
         ac_config: activation checkpointing; None keeps everything.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
-        fp8: the recipe of 8-bit products, see `archon.parallel.fp8`.
-        fp8_blocks: indices of the blocks that have them; None for all.
+        fp8: the FP8 recipe, see `archon.parallel.fp8`.
+        fp8_blocks: indices of the blocks with FP8 matmuls; None for all.
 
-    Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
+    Raises:
+        LayoutError: the layout does not fit the model.
+        ConfigError: options contradict each other.
     """
     dims = parallel_dims
     decoder: Any = model

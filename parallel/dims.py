@@ -1,4 +1,4 @@
-"""The degrees of a layout, their rules, and the device meshes they span."""
+"""Degrees of a layout, their rules, and the device meshes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_shard_cp",
 
 @dataclass(frozen=True)
 class ArchonParallelDims:
-    """How many ways each dimension of a model and its batch is divided.
+    """Degrees of parallelism of a model.
 
-    The processes form a grid `pp × dp_replicate × dp_shard × cp × tp`, whose product is `world_size`; `dp_shard = -1`
-    fills what the others leave. Experts reuse ranks of that grid instead of adding to it:
+    The ranks form a grid `pp × dp_replicate × dp_shard × cp × tp` with product `world_size`; `dp_shard = -1` fills the
+    remaining ranks. Experts reuse ranks of this grid instead of adding to it:
 
     - `etp = 1`: `ep` borrows from `dp_shard × cp × tp`; each rank of an expert group holds unsharded experts;
     - `etp = tp`: `ep` borrows from `dp_shard × cp`, and each expert is sharded over `tp` as well.
@@ -31,7 +31,7 @@ class ArchonParallelDims:
         `dp_shard=2, tp=4, ep=8`: attention in quarters, every expert unsharded on one of the eight ranks. The same
         with `ep=2, etp=4`: two groups of experts, each in quarters.
 
-    Construction makes no process group and raises LayoutError naming a broken rule.
+    The constructor creates no process group. It raises LayoutError, which names the broken rule.
     """
 
     dp_replicate: int = 1
@@ -50,15 +50,15 @@ class ArchonParallelDims:
             filled = name == "dp_shard" and value == -1
             if type(value) is not int or (value < 1 and not filled):
                 raise LayoutError(f"{name} must be an integer of at least 1, got {value!r}")
-        others = self.dp_replicate * self.cp * self.tp * self.pp
+        model_ranks = self.dp_replicate * self.cp * self.tp * self.pp
         if self.dp_shard == -1:
-            if self.world_size % others:
+            if self.world_size % model_ranks:
                 raise LayoutError(
-                    f"dp_shard = -1 needs a world size divisible by dp_replicate × cp × tp × pp = {others}, "
+                    f"dp_shard = -1 needs a world size divisible by dp_replicate × cp × tp × pp = {model_ranks}, "
                     f"got {self.world_size}"
                 )
-            object.__setattr__(self, "dp_shard", self.world_size // others)
-        product = others * self.dp_shard
+            object.__setattr__(self, "dp_shard", self.world_size // model_ranks)
+        product = model_ranks * self.dp_shard
         if product != self.world_size:
             raise LayoutError(
                 f"dp_replicate × dp_shard × cp × tp × pp = {self.dp_replicate} × {self.dp_shard} × {self.cp} × "
@@ -107,12 +107,12 @@ class ArchonParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """A micro-batch's token count is padded to a multiple of this, so that CP and sequence parallelism split it."""
+        """Micro-batches are padded to a multiple of this many tokens for CP and sequence parallelism."""
         return self.tp * self.cp
 
     @property
     def context_and_model_parallel_size(self) -> int:
-        """The number of ranks that work on one data-parallel share of the batch."""
+        """Number of ranks that work on the same data-parallel part of the batch."""
         return self.cp * self.tp * self.pp
 
     @property
@@ -126,9 +126,9 @@ class ArchonParallelDims:
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def get_mesh(self, name: str) -> DeviceMesh:
-        """Returns the device mesh of one dimension, or of a product such as `dp_shard_cp`; `ep_tp` has two dimensions.
+        """Return the device mesh of one dimension, or of a product such as `dp_shard_cp`; `ep_tp` has two dimensions.
 
-        The first call makes all process groups; every rank must make it.
+        The first call creates all process groups and is a collective.
         """
         meshes = _grid_meshes(self)
         if name == "ep_tp":
@@ -140,24 +140,26 @@ class ArchonParallelDims:
 
     @property
     def world_mesh(self) -> DeviceMesh:
-        """The mesh of all ranks, whose dimensions are pp, dp_replicate, dp_shard, cp and tp, each with its own mesh by
-        `get_mesh`. The first use makes all process groups; every rank must take part."""
+        """Mesh of all ranks with dimensions pp, dp_replicate, dp_shard, cp and tp.
+
+        The first use creates all process groups and is a collective.
+        """
         return _grid_meshes(self)["dense"]
 
     def get_group(self, name: str) -> ProcessGroup:
         """Returns the process group of `get_mesh(name)`."""
         if name == "ep_tp":
-            raise LayoutError("the mesh ep_tp has two dimensions, and each a group of its own: ep, etp")
+            raise LayoutError("the mesh ep_tp has two dimensions; get the groups of ep and etp instead")
         return self.get_mesh(name).get_group()
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that dense parameters are sharded over: `dp_shard_cp`, after `dp_replicate` where enabled."""
+        """Mesh over which dense parameters are sharded: `dp_shard_cp`, with `dp_replicate` if enabled."""
         return self._sharding_mesh("fsdp", "dp_shard_cp")
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that experts are sharded over: the ranks that hold the same ones."""
+        """Mesh over which experts are sharded: the ranks with the same experts."""
         return self._sharding_mesh("sparse", "edp")
 
     def _sharding_mesh(self, grid: str, name: str) -> DeviceMesh:
@@ -166,7 +168,7 @@ class ArchonParallelDims:
 
     @property
     def grids(self) -> dict[str, dict[str, int]]:
-        """The grids that the ranks are arranged in, outermost dimension first; each product is `world_size`."""
+        """Grids of the ranks, outermost dimension first; each product is `world_size`."""
         data = self.dp_replicate * self.dp_shard
         grids = {
             "dense": {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp},
@@ -194,7 +196,7 @@ def _meshes_of_world(world: ProcessGroup, dims: ArchonParallelDims) -> dict[str,
 
 
 def ensure_process_group(device_type: str) -> None:
-    """Join the default process group, or make one of this single process that uses neither network nor file."""
+    """Create a default process group of this single process, without network or file, if there is none."""
     import torch.distributed as dist
 
     use_single_worker_gloo()

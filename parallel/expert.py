@@ -1,5 +1,7 @@
-"""Expert parallelism (GShard: Lepikhin et al. 2020, arXiv:2006.16668): each rank holds some experts and sends each
-token to the ranks of the experts chosen for it."""
+"""Expert parallelism (GShard: Lepikhin et al. 2020, arXiv:2006.16668).
+
+Each rank holds a part of the experts; all-to-all sends every token to the ranks of its experts and back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from archon.schema.errors import LayoutError
 
 
 class DispatchRecord(NamedTuple):
-    """What `combine` needs to undo a `dispatch`: row counts sent and received by rank, and the rows' permutation."""
+    """Record that `combine` needs to undo `dispatch`: rows sent and received per rank, and the permutation."""
 
     sent: list[int]
     received: list[int]
@@ -28,15 +30,20 @@ class DispatchRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Sends rows to the ranks of their experts and back; rank r holds the r-th part of the experts."""
+    """All-to-all of token rows to the ranks of their experts; rank r holds the r-th part of the experts."""
 
     group: Group
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchRecord]:
-        """Takes rows [n, dim] sorted by expert and the int64 counts [E] of all E experts.
+        """Send rows to the ranks of their experts. The host synchronizes once, to read the row counts.
 
-        Returns the rows [m, dim] of this rank's E / size experts, sorted by expert, their int64 counts, and the record
-        for `combine`. The host synchronizes once, to read the row counts.
+        Args:
+            rows: [n, dim], sorted by expert.
+            counts: int64 [E], rows of each expert.
+
+        Returns:
+            The rows [m, dim] of the local E / size experts sorted by expert, their int64 counts, and the record for
+            `combine`.
         """
         size = self.group.size
         by_rank = counts.unflatten(0, (size, -1))
@@ -57,8 +64,11 @@ class ExpertParallel:
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
-    """Split every stack of experts over `ep_mesh` and every expert's hidden features over `etp_mesh`, in place. Raises
-    LayoutError for sizes that the degrees do not divide."""
+    """Shard every stack of experts over `ep_mesh` and the hidden features of each expert over `etp_mesh`, in place.
+
+    Raises:
+        LayoutError: a degree does not divide a size.
+    """
     for name, module in model.named_modules():
         experts: Any = getattr(module, "experts", None)
         if getattr(experts, "role", None) != "experts":
@@ -85,7 +95,7 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                 placements.append(Shard(dim))
             shard_parameter(experts, weight, mesh, tuple(placements))
         lora = getattr(experts, "lora", None) or {}
-        for matrix, lora_layer in [(name, one) for name, own in lora.items() for one in lora_layers(own)]:
+        for matrix, lora_layer in [(name, one) for name, layers in lora.items() for one in lora_layers(layers)]:
             # a [E, r, in] is split with the columns of its matrix, b [E, out, r] with its rows.
             split = "a" if matrix == "w2" else "b"
             for part in ("a", "b"):

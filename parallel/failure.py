@@ -1,6 +1,6 @@
-"""Ends all ranks within seconds when one fails: the first to fail prints why, the others exit silently.
+"""Stop all ranks within seconds when one fails: the first failing rank prints the reason, the others exit silently.
 
-The ranks communicate through torchrun's own store, which outlives them.
+The ranks communicate through the store of torchrun, which outlives them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.distributed as dist
 from archon.parallel.rendezvous import open_store
 
 GRACE_SECONDS = 3.0
-"""How long a rank may take to exit by itself after another has failed."""
+"""Seconds that a rank has to exit by itself after another rank failed."""
 POLL_SECONDS = 0.5
 
 
 class FailureMonitor:
-    """Shares the failures of the ranks of one start of a run.
+    """Shares failures between the ranks of one start of a run.
 
     Args:
-        rank: of this process.
-        neighbors: the ranks of this machine.
-        store: a connection of its own to torchrun's store.
+        rank: rank of this process.
+        neighbors: ranks on this machine.
+        store: a separate connection to the store of torchrun.
     """
 
     def __init__(self, rank: int, neighbors: range, store: dist.Store) -> None:
@@ -42,7 +42,7 @@ class FailureMonitor:
 
     @classmethod
     def connect(cls) -> FailureMonitor | None:
-        """Connects by torchrun's environment; None for a single process, or where the launcher keeps no store."""
+        """Connect through the environment of torchrun; None for a single process or a launcher without a store."""
         env, store = os.environ, open_store(timedelta(seconds=10))
         if store is None:
             return None
@@ -61,12 +61,12 @@ class FailureMonitor:
         """Record that this rank has ended normally."""
         self._ended.set()
         if self._watcher is not None:
-            # At exit Python stops a daemon thread anywhere; within a call of the store that aborts the process.
+            # At exit, Python stops daemon threads anywhere; inside a store call that would abort the process.
             self._watcher.join(GRACE_SECONDS)
         self._store.set(f"done/{self.rank}", "")
 
     def report(self, text: str) -> None:
-        """Write `text` to stderr if no rank has failed before; else wait until the failed one has written its own."""
+        """Write `text` to stderr if this is the first failure; else wait until the first failed rank has written."""
         self._ended.set()
         try:
             first = self._store.compare_set("failed", "", str(self.rank)).decode()
@@ -102,14 +102,14 @@ class FailureMonitor:
             if self._ended.wait(GRACE_SECONDS):
                 return
             if dead_ranks:
-                self.report(f"archon: rank {self.rank}: ending, for {' and '.join(dead_ranks)} died\n")
+                self.report(f"archon: rank {self.rank}: stopping because {' and '.join(dead_ranks)} died\n")
             os._exit(1)
 
 
 def exit_rank(error: BaseException, message: str | None, failure: FailureMonitor) -> None:
-    """Exit the process because of `error`: with code 2 after a user's mistake (`message`), else 1; does not return.
+    """Exit the process because of `error`: code 2 for a user error with a `message`, else code 1. Does not return.
 
-    No exception handler or `finally` runs, since one could wait for other ranks.
+    Exception handlers and `finally` blocks do not run: one could wait for other ranks.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may already be ending the rest; print the reason first
@@ -136,7 +136,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Returns whether gloo or NCCL raised it: one of their classes, or a RuntimeError that names its source."""
+    """Return whether gloo or NCCL raised the error: by class, or by the text of a RuntimeError."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     text = str(error).lower()
@@ -146,7 +146,7 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def _is_running(pid: int) -> bool:
-    """Returns whether a process runs; a zombie does not."""
+    """Return whether a process is running; zombies are not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,12 +1,12 @@
-"""Chooses the products that are computed in 8-bit floating point, and the ranks that agree on each operand's scale.
+"""Choose the matmuls that run in FP8, and the ranks that share the scale of each operand.
 
-Converted are the linear layers of a block (roles `column`, `row` and `latent`) and its experts. Not converted are
-embedding, head and value head, norms, routers and the gates of shared experts, adapters, convolutions, vision towers,
-layers that say so themselves (`quantizable` is False), and those of which a size is no multiple of 16, as the kernels
-need; nor the first and the last block where a recipe is for inner ones.
+Converted: the linear layers of a block (roles `column`, `row` and `latent`) and its experts. Not converted: embedding,
+heads, norms, routers, gates of shared experts, LoRA, convolutions, vision encoders, layers with `quantizable` = False,
+and layers with a size that is not a multiple of 16 (a kernel requirement). Recipes for inner blocks also leave out the
+first and the last block.
 
-A scale is that of one process: where ranks hold parts of an operand, they take the largest of their values. Data-
-parallel ranks, micro-batches and replicas have scales of their own, as micro-batches have in one process.
+Scales equal those of a single process: ranks that hold parts of an operand use the maximum of their values.
+Data-parallel ranks, micro-batches and replicas have separate scales, like micro-batches of one process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from archon.schema.errors import ConfigError, LayoutError
 logger = logging.getLogger(__name__)
 
 MULTIPLE = 16
-"""The kernels take operands whose rows and columns are multiples of this."""
+"""Kernels require operands with rows and columns that are multiples of this."""
 
 
 @dataclass(frozen=True)
 class Fp8Scaling:
-    """How the operands of one matrix's products are scaled, and which ranks hold parts of them.
+    """Scaling of the operands of one matrix, and the ranks that hold parts of them.
 
     Attributes:
-        by_row: each row of inputs, weights and gradients has a scale of its own; else each operand has one.
-        in_features, out_features: the ranks that split the columns, or the rows, of the weight.
-        tokens: those that split the tokens of a micro-batch.
+        by_row: one scale per row of inputs, weights and gradients; otherwise one per operand.
+        in_features, out_features: groups that split the columns and the rows of the weight.
+        tokens: groups that split the tokens of a micro-batch.
     """
 
     by_row: bool
@@ -50,12 +50,17 @@ class Fp8Scaling:
 def apply_fp8(
     layers: nn.ModuleDict, dims: ArchonParallelDims, recipe: Fp8Recipe, blocks: Container[int] | None = None
 ) -> None:
-    """Set `fp8` of every layer of the blocks that is converted, in place, after tensor and expert parallelism.
+    """Set `fp8` of every converted layer, in place, after tensor and expert parallelism.
 
-    `blocks` are the indices of those in 8 bits; None for all.
+    Args:
+        layers: the blocks by index.
+        dims: degrees and meshes.
+        recipe: the scaling recipe.
+        blocks: indices of the blocks with FP8 matmuls; None for all.
 
-    Raises LayoutError where a rank's share of a layer is no multiple of 16, or several ranks share a head; ConfigError
-    where nothing is converted.
+    Raises:
+        LayoutError: a local shard has a size that is not a multiple of 16, or several ranks share a head.
+        ConfigError: no layer is converted.
     """
     ranks = Ranks.from_dims(dims)
     whole = Fp8Scaling(recipe == "rowwise")
@@ -93,13 +98,13 @@ def _expert_scaling(module: Any, whole: Fp8Scaling) -> dict[str, Fp8Scaling]:
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the matrices of a layer, or the stacks of experts' matrices."""
-    own = dict(module.named_parameters(recurse=False))
-    return [own[name] for name in ("weight", "w1", "w2", "w3") if name in own]
+    """Return the weight of a layer, or the stacked weights of experts."""
+    parameters = dict(module.named_parameters(recurse=False))
+    return [parameters[name] for name in ("weight", "w1", "w2", "w3") if name in parameters]
 
 
 def _exclusion_reason(module: nn.Module) -> str | None:
-    """Returns why a layer that has such a role is not converted, or None; the same in every layout."""
+    """Return why a layer is not converted, or None; the same in every layout."""
     if not getattr(module, "quantizable", True):
         return "kept"
     for weight in _weights(module):
@@ -112,13 +117,12 @@ def _exclusion_reason(module: nn.Module) -> str | None:
 def _require_shards(name: str, module: Any) -> None:
     if getattr(module, "rows", None) is not None:
         raise LayoutError(
-            f"{name}: several ranks share a head, and the rounded terms of its gradient do not sum to the rounded "
-            "gradient; fp8 needs t of at most the key heads"
+            f"{name}: several ranks share a key head, and the rounded terms of its gradient do not sum to the rounded "
+            "gradient; set t to at most the number of key heads, or fp8 to none"
         )
     for weight in _weights(module):
         rows, columns = local_tensor(weight).shape[-2:]
         if rows % MULTIPLE or columns % MULTIPLE:
             raise LayoutError(
-                f"{name}: a rank's part is {rows} x {columns}, and fp8 needs multiples of {MULTIPLE}; choose a "
-                "smaller t"
+                f"{name}: the local shard is {rows} x {columns}, and fp8 needs multiples of {MULTIPLE}; use a smaller t"
             )

@@ -31,23 +31,32 @@ def apply_fsdp(
     keep_gathered: bool = False,
     vision_encoder: nn.Module | None = None,
 ) -> None:
-    """Shard each block, the vision tower as one unit, then the rest (embedding, final norm, head) with the root.
+    """Shard each block, the vision encoder as one unit, and the remaining modules with the root.
 
-    Parameters stay in the dtype they were built in, the master weights; each block is cast to `param_dtype` when it
-    runs, and gradients are accumulated and reduced in `reduce_dtype`. `default` frees a block's gathered weights after
-    its forward and keeps the root's, which the backward needs at once; `always` frees the root's too; `never` keeps
-    all: more memory, less traffic. A module with `full_precision` computes in the dtype of its parameters.
+    Master weights keep the dtype of the built parameters. Each block is cast to `param_dtype` when it runs; gradients
+    are accumulated and reduced in `reduce_dtype`, and summed over `mesh`, never averaged: the loss is divided by one
+    denominator for all ranks. A module with `full_precision` computes in the dtype of its parameters.
 
-    Gradients are summed over `mesh`, never averaged: the loss is divided by one denominator for all ranks. Experts are
-    sharded, and their gradients summed, over `expert_mesh`, the ranks that hold the same ones. `cpu_offload` keeps
-    shards and gradients on the CPU. A pipeline, which runs several micro-batches through a stage before the first
-    backward, keeps the gathered weights by default (`keep_gathered`).
+    Args:
+        model: the decoder; its embedding, final norm and head are sharded with the root.
+        layers: the blocks in order.
+        mesh: mesh of dense parameters.
+        param_dtype: compute dtype.
+        reduce_dtype: dtype of gradient accumulation and reduction.
+        reshard_after_forward_policy: `default` frees the gathered weights of a block after its forward and keeps those
+            of the root, which the backward needs first; `always` frees the root's too; `never` keeps all, for more
+            memory and less traffic.
+        expert_mesh: mesh of expert parameters: the ranks that hold the same experts.
+        cpu_offload: keep shards and gradients on the CPU.
+        keep_gathered: keep gathered weights by default, for a pipeline stage that runs several micro-batches before the
+            first backward.
+        vision_encoder: the vision encoder, if the model has one.
     """
     if reshard_after_forward_policy not in ("default", "always", "never"):
         raise ConfigError(
             f"reshard_after_forward_policy must be default, always or never, got {reshard_after_forward_policy!r}"
         )
-    # Activations are in param_dtype from the embedding on; other inputs (temperatures, loss weights) are wide on
+    # Activations have param_dtype from the embedding on. Other inputs (temperatures, loss weights) stay wide on
     # purpose.
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -65,7 +74,7 @@ def apply_fsdp(
                 experts, mesh=expert_mesh, reshard_after_forward=free_block, shard_placement_fn=place, **options
             )
         for module in (module for module in block.modules() if getattr(module, "full_precision", False)):
-            # Of a group of its own, since a group has one dtype.
+            # A separate FSDP group: a group has one dtype.
             wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
             fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": wide})
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
@@ -81,31 +90,31 @@ def apply_fsdp(
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Shards along the experts, or along their rows if these divide evenly and experts are fewer than ranks."""
+    """Shard the expert dimension, or rows if there are fewer experts than ranks and the rows divide evenly."""
     experts, rows = local_tensor(parameter).shape[:2]
     return Shard(1) if experts < ranks and rows % ranks == 0 else Shard(0)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether `apply_fsdp` was applied to the model or to a part of it such as a pipeline stage."""
+    """Return whether `apply_fsdp` was applied to the model or to a part such as a pipeline stage."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward reduces gradients over ranks, or a later one does; no effect without FSDP."""
+    """Set whether the next backward reduces gradients over ranks. No effect without FSDP."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that a forward without backward has left; parameters are the masters again."""
+    """Free gathered weights after a forward without backward; the parameters are the shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Returns the slice of each dimension of the whole tensor that this rank holds."""
+    """Return the slice of each dimension of the full tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -114,10 +123,10 @@ def local_region(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def shard_region(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """Returns `local_region` of the rank at `coordinate` of the tensor's mesh.
+    """Return `local_region` of the rank at `coordinate` of the mesh.
 
-    FSDP shards the parts of tensor or expert parallelism, so those are the outer splits although their mesh dimensions
-    come last.
+    FSDP shards the shards of tensor and expert parallelism, so those are the outer splits although their mesh
+    dimensions come last.
     """
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -136,5 +145,5 @@ def shard_region(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; a plain tensor itself."""
+    """Return the local shard of a DTensor; a plain tensor is returned as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

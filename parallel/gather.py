@@ -1,4 +1,4 @@
-"""Gathers whole parameters from the shards of several ranks, many in one collective."""
+"""Gather full parameters from their shards, many in one collective."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from archon.parallel.comm import Group, all_gather, all_gather_replicated
 from archon.parallel.fsdp import local_tensor, shard_region
 
 BUCKET_BYTES = 2**24
-"""Bytes of whole tensors in one collective: many small collectives would cost more."""
+"""Bytes of full tensors per collective: many small collectives would cost more."""
 
 Named = tuple[str, Tensor]
 
 
 @torch.no_grad()
 def full_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Named]:
-    """Yields every (name, whole tensor), in the order given; without a copy where this rank holds it all.
+    """Yield (name, full tensor) in input order, without a copy if this rank holds the full tensor.
 
-    Consecutive tensors of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single
-    larger one. Every rank that holds a part must call it and consume all of them.
+    Consecutive tensors of one mesh and dtype are gathered together, up to `bucket_bytes` of full tensors or one larger
+    tensor. A collective: every rank with a shard must consume the whole iterator.
     """
     for key, run in groupby(tensors, key=lambda pair: _bucket_key(pair[1])):
         if key is None:
@@ -37,22 +37,24 @@ def full_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> 
 
 @torch.no_grad()
 def full_tensors_across_stages(
-    own: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
     like: Mapping[str, Tensor],
     stages: Group,
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Named]:
-    """Same as `full_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
+    """Yield `full_tensors` of a pipeline: the stage that holds a tensor broadcasts it to the others.
 
     Args:
-        own: the tensors of which this rank holds a part.
-        like: a tensor on the meta device of the shape and dtype of every tensor, in the order in which they are
-            yielded.
+        local: tensors of this rank's stages.
+        like: meta tensors with the shape and dtype of every tensor of the model, in output order.
+        stages: the ranks of the pipeline.
+        device: the device of the collectives.
+        bucket_bytes: see `full_tensors`.
     """
     if not like:
         return
-    holders = torch.tensor([[name in own for name in like]], dtype=torch.int32, device=device)
+    holders = torch.tensor([[name in local for name in like]], dtype=torch.int32, device=device)
     sources = dict(zip(like, all_gather_replicated(holders, stages).int().argmax(0).tolist(), strict=True))
     for (source, dtype), run in groupby(like, key=lambda name: (sources[name], like[name].dtype)):
         for bucket in _buckets(((name, like[name]) for name in run), bucket_bytes):
@@ -60,14 +62,14 @@ def full_tensors_across_stages(
             flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
             pieces = flat.split([tensor.numel() for _, tensor in bucket])
             if source == stages.rank:
-                for piece, (_, whole) in zip(pieces, full_tensors((n, own[n]) for n in names), strict=True):
+                for piece, (_, whole) in zip(pieces, full_tensors((n, local[n]) for n in names), strict=True):
                     piece.copy_(whole.flatten())
             torch.distributed.broadcast(flat, group=stages.process_group, group_src=source)
             yield from ((name, piece.view(like[name].shape)) for name, piece in zip(names, pieces, strict=True))
 
 
 def _bucket_key(tensor: Tensor) -> tuple[object, ...] | None:
-    """Returns equal keys for tensors that can be gathered together; None for one that need not be gathered."""
+    """Return a key that is equal for tensors of one bucket; None if no gather is needed."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return None
     return tensor.device_mesh, tensor.dtype, tensor.device
@@ -77,23 +79,23 @@ def _buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
     bucket: list[Named] = []
     size = 0
     for name, tensor in tensors:
-        own = tensor.numel() * tensor.element_size()
-        if bucket and size + own > max_bytes:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + tensor_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size += own
+        size += tensor_bytes
     if bucket:
         yield bucket
 
 
 def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
-    """Returns tensors of one mesh and dtype, whole."""
+    """Return the full tensors of DTensors with one mesh and dtype."""
     mesh = tensors[0].device_mesh
     own_coordinate = mesh.get_coordinate()
     assert own_coordinate is not None
     dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_replicated(t, d) for t in tensors)]
-    # The first rank along every dimension has the largest part.
+    # The first rank along every dimension has the largest shard.
     sizes = [_shape(shard_region(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
     flat = tensors[0].to_local().new_zeros(sum(sizes))
     for space, tensor in zip(flat.split(sizes), tensors, strict=True):

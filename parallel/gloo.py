@@ -1,4 +1,4 @@
-"""How process groups are made: gloo groups with one worker thread each and one device for all of a process."""
+"""Gloo process groups with one worker thread each and one shared device per process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from archon.parallel.torch_parts import require_private_apis
 
 WORKER = "pt_gloo_runloop"
-"""PyTorch's name of the threads that run a gloo group's collectives."""
+"""Name of the threads in which PyTorch runs the collectives of a gloo group."""
 PRIVATE_APIS = tuple(
     f"torch.distributed.distributed_c10d.ProcessGroupGloo.{part}"
     for part in (
@@ -40,8 +40,7 @@ def init_process_group(device_type: str, **options: Any) -> None:
 
 @cache
 def use_single_worker_gloo() -> None:
-    """Make PyTorch create this process's gloo groups with one worker thread and a shared device; call it before they
-    are created.
+    """Make PyTorch create gloo groups with one worker thread and a shared device. Call it before creating groups.
 
     By default a group has two worker threads, and each assigns the same `std::string` of the group without a lock after
     a collective (`lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, as of PyTorch 2.13). When both do so at once
@@ -67,7 +66,7 @@ def use_single_worker_gloo() -> None:
 
     class GlooMeta(type(gloo)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
-            # PyTorch returns the base class for a group whose Python object is gone, and asks for its type.
+            # PyTorch returns the base class for a group without a live Python object, and checks its type.
             return isinstance(instance, gloo)
 
     class SingleWorkerGloo(gloo, metaclass=GlooMeta):

@@ -1,4 +1,4 @@
-"""Layout strings: `d4p2t2c1e1`, `r2` for replicas, `(attn:d1p4t2c2|ffn:d1p4t1e4)` where experts have their own."""
+"""Layout strings: `d4p2t2c1e1`, `r2` for replicas, `(attn:d1p4t2c2|ffn:d1p4t1e4)` for a separate expert layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """The number of data-parallel ranks, which train different documents."""
+        """Number of data-parallel ranks, which train different documents."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
@@ -61,14 +61,15 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that a layout divides.
+    """Model sizes that a layout divides.
 
     Attributes:
-        heads, kv_heads: of attention.
+        heads, kv_heads: attention heads and key heads.
         hidden: the widths of dense networks and shared experts.
         extra_heads: (heads, key heads) of mixers with other counts.
-        needs_ulysses: why context parallelism cannot gather keys in every layer; None if it can.
-        deepstack_layers: the first layers to which a vision tower gives something, so that a pipeline has them with it.
+        needs_ulysses: reason why context parallelism cannot gather keys in every layer; None if it can.
+        deepstack_layers: number of first layers that add vision-encoder features (DeepStack); a pipeline keeps them on
+            the stage of the vision encoder.
     """
 
     heads: int
@@ -114,8 +115,10 @@ def nearest_layouts(
     count: int = 3,
     fits: Callable[[ParallelLayout], bool] = lambda layout: True,
 ) -> list[ParallelLayout]:
-    """Returns the legal layouts of `world_size` ranks that `fits` accepts and that are closest to `target`: by
-    |log2| of the ratio of degrees, summed over dimensions."""
+    """Return the legal layouts of `world_size` ranks that `fits` accepts, closest to `target` first.
+
+    The distance is Σ |log2(degree ratio)| over the dimensions.
+    """
     names = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     divisors = sorted({*small, *(world_size // n for n in small)})
@@ -126,19 +129,19 @@ def nearest_layouts(
 
     legal: list[ParallelLayout] = []
     for pp, tp, cp, replicas in product(divisors, repeat=4):
-        rest = world_size // (pp * tp * cp * replicas)
-        if rest * pp * tp * cp * replicas != world_size:
+        shards = world_size // (pp * tp * cp * replicas)
+        if shards * pp * tp * cp * replicas != world_size:
             continue
         for etp in {1, tp} if target.etp > 1 else {1}:
-            lender = rest * cp * (tp if etp == 1 else 1)
+            lender = shards * cp * (tp if etp == 1 else 1)
             nearest = sorted(divisors, key=lambda n: (abs(math.log2(n / target.ep)), n))
-            layouts = (ParallelLayout(rest, replicas, pp, tp, cp, ep, etp) for ep in nearest if lender % ep == 0)
+            layouts = (ParallelLayout(shards, replicas, pp, tp, cp, ep, etp) for ep in nearest if lender % ep == 0)
             legal += islice(filter(fits, layouts), 1)
     return sorted(legal, key=distance)[:count]
 
 
 def _degrees(text: str, body: str, letters: str) -> dict[str, int]:
-    """Parses `d4p2` to {"dp_shard": 4, "pp": 2}."""
+    """Parse `d4p2` to {"dp_shard": 4, "pp": 2}."""
     parts = re.findall(r"([a-z])(\d+)", body)
     if not body or "".join(letter + degree for letter, degree in parts) != body:
         raise LayoutError(f"layout {text!r} is not a layout string; {_SHAPE}")

@@ -1,4 +1,4 @@
-"""Marks the phases of a training step for a profiler; without one they cost nothing."""
+"""Phases of a training step for profilers; free without a listener."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _listener: Listener = nullcontext
 
 
 def phase(name: PhaseName) -> AbstractContextManager[Any]:
-    """Returns the listener's context for a phase of the step; an empty one without a listener."""
+    """Return the context of the listener for a phase; a null context without a listener."""
     return _listener(name)
 
 

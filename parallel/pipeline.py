@@ -1,8 +1,8 @@
-"""Pipeline parallelism: which layers a stage holds and which stages a rank holds, by schedule.
+"""Pipeline parallelism: the layers of each stage and the stages of each rank, by schedule.
 
 1F1B (Narayanan et al. 2019, PipeDream), its interleaved form (Narayanan et al. 2021, arXiv:2104.04473), interleaved
-zero-bubble and ZB-V (Qi et al. 2023, arXiv:2401.10241). The last two split a backward pass into that of the inputs and
-that of the weights, and fill the bubbles with the latter.
+zero-bubble and ZB-V (Qi et al. 2023, arXiv:2401.10241). The last two split the backward pass into input gradients and
+weight gradients, and fill the bubbles with weight gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble", "zbv"})
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a pipeline of `pp` ranks: `layers[s]` are the first layer of stage s and the one after its last."""
+    """Stages of a pipeline of `pp` ranks: `layers[s]` is the (first, last + 1) layer of stage s."""
 
     schedule: str
     pp: int
@@ -34,7 +34,7 @@ class StagePlan:
         return len(self.layers)
 
     def stage_rank(self, stage: int) -> int:
-        """Returns the rank that holds a stage: round robin, or down and back up the ranks for ZB-V."""
+        """Return the rank of a stage: round robin, or down and back up the ranks for ZB-V."""
         if self.schedule == "zbv":
             return min(stage, 2 * self.pp - 1 - stage)
         return stage % self.pp
@@ -51,19 +51,20 @@ class StagePlan:
 
 
 def plan_stages(config: PipelineConfig, pp: int, n_layers: int, deepstack_layers: int = 0) -> StagePlan:
-    """Assign layers to stages as the configuration says, by default so that the heaviest stage is as light as possible.
+    """Assign layers to stages; by default the heaviest stage is as light as possible.
 
-    1F1B has one stage a rank and ZB-V two, whatever `stages_per_rank` is. The first `deepstack_layers` layers are on
-    the
-    first stage. Raises LayoutError where there are too few layers for the stages, where `layers_per_stage` does not add
-    up, and where its first stage has too few.
+    1F1B has one stage per rank and ZB-V two, whatever `stages_per_rank` is. The first `deepstack_layers` layers are on
+    the first stage.
+
+    Raises:
+        LayoutError: too few layers for the stages or for the first stage, or `layers_per_stage` does not add up.
     """
     least = max(1, deepstack_layers)
     stages = pp * {"1f1b": 1, "zbv": 2}.get(config.schedule, config.stages_per_rank)
     sizes = config.layers_per_stage
     if sizes is None:
         if n_layers < stages - 1 + least:
-            first = f", the first {least} with its vision tower" if least > 1 else ""
+            first = f", the first {least} with the vision encoder" if least > 1 else ""
             raise LayoutError(
                 f"pipeline of p = {pp} with schedule {config.schedule} has {stages} stages, and the model {n_layers} "
                 f"layers{first}; use a smaller p, or fewer stages a rank"
@@ -75,8 +76,8 @@ def plan_stages(config: PipelineConfig, pp: int, n_layers: int, deepstack_layers
         )
     if sizes[0] < least:
         raise LayoutError(
-            f"layers_per_stage is {sizes}; expected at least {least} layers on the first stage, to which the vision "
-            "tower there gives features of images"
+            f"layers_per_stage is {sizes}; expected at least {least} layers on the first stage, which adds the image "
+            "features of the vision encoder"
         )
     bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
     return StagePlan(config.schedule, pp, tuple(pairwise(bounds)))
@@ -84,8 +85,11 @@ def plan_stages(config: PipelineConfig, pp: int, n_layers: int, deepstack_layers
 
 @lru_cache(maxsize=1024)
 def _balanced_split(n_layers: int, stages: int, head: float, least: int) -> tuple[int, ...]:
-    """Returns the layers of each stage, at least one and `least` on the first, that minimize the heaviest stage's
-    weight; among equal splits, the one whose later stages hold more. `head` is the extra weight of the last stage."""
+    """Return the number of layers of each stage that minimizes the weight of the heaviest stage.
+
+    Every stage has at least one layer, the first at least `least`. Ties give more layers to later stages. `head` is the
+    extra weight of the last stage.
+    """
     best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n_layers]
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
@@ -102,7 +106,7 @@ def _balanced_split(n_layers: int, stages: int, head: float, least: int) -> tupl
 
 
 def prune(model: Any, plan: StagePlan, stage: int) -> None:
-    """Remove from a whole model on the meta device what other stages hold; the default of `ModelSpec.pipelining_fn`."""
+    """Remove the modules of other stages from a model on the meta device; the default `ModelSpec.pipelining_fn`."""
     first, end = plan.layers[stage]
     for name in list(model.layers):
         if not first <= int(name) < end:
@@ -116,7 +120,7 @@ def prune(model: Any, plan: StagePlan, stage: int) -> None:
 
 
 class StagedModel(nn.Module):
-    """The stages one rank holds, in order, as one module whose parameters have the names of the whole model."""
+    """Stages of one rank as one module; parameters keep the names of the full model."""
 
     def __init__(self, plan: StagePlan, stages: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ class StagedModel(nn.Module):
         self.stages = nn.ModuleList(stages.values())
 
     def tie_weights(self) -> None:
-        """Does nothing: weights tied across stages share a gradient and no memory."""
+        """Do nothing: weights tied across stages share a gradient, not memory."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         for stage in self.stages:

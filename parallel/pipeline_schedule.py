@@ -1,4 +1,4 @@
-"""Runs micro-batches through the stages of a pipeline with PyTorch's schedules."""
+"""Run micro-batches through pipeline stages with the schedules of PyTorch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PRIVATE_APIS = (
 require_private_apis("pipelines", PRIVATE_APIS)
 
 Run = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, hidden states of the previous stage) to hidden states, or the last stage's scalar loss."""
+"""(stage, micro-batch, hidden states of the previous stage) -> hidden states, or the scalar loss of the last stage."""
 
 
 class _Stage(PipelineStage):
-    """A stage whose forward is the caller's function; only hidden states are sent between stages."""
+    """Stage that calls a function as its forward; only hidden states pass between stages."""
 
     run: Run
 
@@ -71,7 +71,7 @@ class Pipeline:
         """
         key = (micro_batches, rows)
         if key not in self._schedules:
-            # Only the last one is kept: it holds receive buffers of its shape, and packed batches have many shapes.
+            # Keep only the latest schedule: it holds receive buffers of its shape, and packed batches have many shapes.
             self._schedules = {key: self._build_schedule(*key)}
         schedule, stages = self._schedules[key]
         for stage in stages:

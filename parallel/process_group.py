@@ -1,4 +1,4 @@
-"""The process group that torchrun prepares: joined, limited in time, and one GPU for each process."""
+"""Join the process group of torchrun: time limits, and one GPU per process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from archon.schema.errors import LayoutError
 
 
 def torchrun_world_size() -> int:
-    """Returns the number of processes that torchrun has started; 1 without it. Raises LayoutError where WORLD_SIZE is
-    not a number."""
-    given = os.environ.get("WORLD_SIZE", "1")
-    if not given.isdecimal():
-        raise LayoutError(f"the environment has WORLD_SIZE={given!r}, expected a number: leave it to torchrun")
-    return int(given)
+    """Return the number of processes that torchrun started; 1 without torchrun.
+
+    Raises:
+        LayoutError: WORLD_SIZE is not a number.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not world_size.isdecimal():
+        raise LayoutError(f"the environment has WORLD_SIZE={world_size!r}, expected a number: leave it to torchrun")
+    return int(world_size)
 
 
 def require_processes(world_size: int) -> None:
-    """Raises LayoutError unless as many processes run as the layout needs."""
+    """Raise LayoutError unless the number of running processes matches the layout."""
     running = dist.get_world_size() if dist.is_initialized() else torchrun_world_size()
     if running != world_size:
         raise LayoutError(
@@ -40,22 +43,25 @@ def require_processes(world_size: int) -> None:
 
 
 def join_process_group(world_size: int, device_type: str, timeout_s: float) -> None:
-    """Join the process group that torchrun has prepared, and exit when one of its ranks fails. Raises LayoutError for
-    a group of another size or none, and where the other processes do not join in time."""
+    """Join the process group of torchrun, and exit the process if another rank fails.
+
+    Raises:
+        LayoutError: the group has another size or does not exist, or the other processes do not join in time.
+    """
     require_processes(world_size)
     if world_size == 1 or dist.is_initialized():
         return
     rank = os.environ.get("RANK", "")
     logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
-    limit, own = timedelta(seconds=timeout_s), dict[str, Any]()
+    limit, options = timedelta(seconds=timeout_s), dict[str, Any]()
     try:
         if (store := join_rendezvous(int(rank or 0), world_size, limit)) is not None:
-            own = {"store": store, "rank": int(rank), "world_size": world_size}
+            options = {"store": store, "rank": int(rank), "world_size": world_size}
         failure = FailureMonitor.connect()
         if failure is not None:
             failure.watch()
             atexit.register(failure.mark_done)
-        init_process_group(device_type, timeout=limit, **own)
+        init_process_group(device_type, timeout=limit, **options)
     except (ValueError, dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0][:200]
         raise LayoutError(
@@ -73,8 +79,11 @@ def limit_collectives(timeout_s: float) -> None:
 
 
 def assign_gpu() -> torch.device:
-    """Returns the GPU of this process: that of torchrun's LOCAL_RANK, else the current one. Raises LayoutError where
-    there are fewer GPUs than processes."""
+    """Return the GPU of this process: LOCAL_RANK under torchrun, else the current one.
+
+    Raises:
+        LayoutError: there are fewer GPUs than processes.
+    """
     local = os.environ.get("LOCAL_RANK")
     if local is not None and torchrun_world_size() > 1:
         if int(local) >= torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""The process groups that the engine communicates over."""
+"""Process groups of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOLO = Group("", 1, 0)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's groups. `dp` ranks have different documents, ranks of a `cp`, `tp` or `pp` group the same ones."""
+    """Groups of this rank. `dp` ranks have different documents; ranks of a `cp`, `tp` or `pp` group share documents."""
 
     pp: Group = SOLO
     dp: Group = SOLO
@@ -29,7 +29,7 @@ class Ranks:
 
     @classmethod
     def from_dims(cls, dims: ArchonParallelDims) -> Ranks:
-        """Returns the groups of a layout, and makes their process groups: every rank must call it."""
+        """Return the groups of a layout, creating their process groups. A collective."""
         if dims.world_size == 1:
             return cls()
         groups = {name: Group.from_mesh(dims.get_mesh(name)) for name in ("pp", "dp", "cp", "tp")}
@@ -42,16 +42,16 @@ class Ranks:
         return int(all_reduce(torch.tensor(number, device=device), self.dp, "max"))
 
     def all_reduce_any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Returns of each flag whether it is set on any of the data-parallel ranks, which have equally many."""
+        """Return for each flag whether any data-parallel rank has set it."""
         if self.dp.size == 1:
             return list(flags)
-        found = all_reduce(torch.tensor(flags, dtype=torch.int32, device=device), self.dp, "max")
-        return [bool(flag) for flag in found.tolist()]
+        reduced = all_reduce(torch.tensor(flags, dtype=torch.int32, device=device), self.dp, "max")
+        return [bool(flag) for flag in reduced.tolist()]
 
     def require_on_all(self, prepare: Callable[[], Result], device: torch.device) -> Result:
-        """Returns this rank's `prepare()`, once it has succeeded on every data-parallel rank.
+        """Run `prepare` and return its result once it has succeeded on every data-parallel rank.
 
-        Where it raises a UserError on one rank, all raise: that rank its own error, the others a BatchError with the
+        If it raises a UserError on one rank, all ranks raise: that rank its own error, the others a BatchError with the
         rank and its message.
         """
         if self.dp.size == 1:

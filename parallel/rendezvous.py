@@ -1,8 +1,8 @@
-"""A store for the ranks of one start of a run. torchrun's own outlives them, and has what those before left in it.
+"""Rendezvous check: a store that only the ranks of one start of a run use.
 
-Ranks that torchrun starts again would take the addresses of dead ones for those of each other, and wait for them
-(PyTorch 2.13 with gloo; PyTorch issue 135712). torchrun's count of restarts does not tell starts apart, for it is one
-of each machine's own.
+The store of torchrun outlives the ranks and keeps keys of earlier starts. Restarted ranks would read the addresses of
+dead ranks and wait for them (PyTorch 2.13 with gloo; PyTorch issue 135712). The restart count of torchrun cannot
+distinguish starts, because each machine counts for itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _name: str | None = None  # of this start, once its ranks have agreed on it
 
 
 def open_store(limit: timedelta) -> dist.Store | None:
-    """Returns a new connection to torchrun's store; None for a single process, or where the launcher keeps no store.
+    """Return a new connection to the store of torchrun; None for a single process or a launcher without a store.
 
-    It has the keys of this start alone once `join_rendezvous` has returned, before of those that torchrun counts as
-    one.
+    After `join_rendezvous` it holds only keys of this start; before, keys of starts with the same restart count.
     """
     store = _torchrun_store(limit)
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -31,9 +30,10 @@ def open_store(limit: timedelta) -> dist.Store | None:
 
 
 def join_rendezvous(rank: int, size: int, limit: timedelta) -> dist.Store | None:
-    """Returns a store of this start alone, as `open_store` does from now on. A collective.
+    """Agree on this start with the other ranks and return its store. A collective.
 
-    Raises DistStoreError where the other ranks do not come within `limit`.
+    Raises:
+        DistStoreError: the other ranks do not join within `limit`.
     """
     global _name
     store = _torchrun_store(limit)
@@ -43,24 +43,24 @@ def join_rendezvous(rank: int, size: int, limit: timedelta) -> dist.Store | None
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, limit: timedelta) -> str:
-    """Returns a name that the ranks of one start have in common, and those of no other start.
+    """Return a name that the ranks of this start share with no other start.
 
-    Each rank greets the first with a word of its own, which only a first rank that lives can answer.
+    Every rank sends a nonce to rank 0; a live rank 0 echoes it.
     """
     if rank:
-        word = uuid.uuid4().hex
-        store.set(f"greeting/{rank}", word)
-        store.wait([f"answer/{word}"], limit)
-        name = store.get(f"answer/{word}").decode()
+        nonce = uuid.uuid4().hex
+        store.set(f"greeting/{rank}", nonce)
+        store.wait([f"answer/{nonce}"], limit)
+        name = store.get(f"answer/{nonce}").decode()
         store.set(f"joined/{name}/{rank}", "")
         return name
     name, until, answered = uuid.uuid4().hex, time.monotonic() + limit.total_seconds(), set[str]()
-    greetings = [f"greeting/{other}" for other in range(1, size)]
+    greetings = [f"greeting/{peer}" for peer in range(1, size)]
     store.wait(greetings, limit)
-    while not store.check([f"joined/{name}/{other}" for other in range(1, size)]):
-        for word in {found.decode() for found in store.multi_get(greetings)} - answered:  # also of ranks that are dead
-            store.set(f"answer/{word}", name)
-            answered.add(word)
+    while not store.check([f"joined/{name}/{peer}" for peer in range(1, size)]):
+        for nonce in {value.decode() for value in store.multi_get(greetings)} - answered:  # dead ranks included
+            store.set(f"answer/{nonce}", name)
+            answered.add(nonce)
         if time.monotonic() > until:
             raise dist.DistStoreError(f"not all of {size} ranks have joined after {limit.total_seconds():g} s")
         time.sleep(POLL_SECONDS)

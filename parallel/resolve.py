@@ -1,7 +1,4 @@
-"""Parses a layout string and validates it against the sizes of a model and the configuration.
-
-Needs no weights and no process group.
-"""
+"""Parse a layout string and validate it against model sizes and configuration, without weights or process groups."""
 
 from __future__ import annotations
 
@@ -21,9 +18,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """A layout in which one model can be trained under one configuration: every rule has been checked.
+    """Validated layout of one model under one configuration.
 
-    `stages` are those of the pipeline, None without one; `compiled` is whether blocks are compiled on this device.
+    Attributes:
+        layout: the degrees.
+        dims: the degrees with their meshes.
+        context_parallel: the resolved kind.
+        stages: pipeline stages; None without a pipeline.
+        compiled: whether blocks are compiled on this device.
     """
 
     layout: ParallelLayout
@@ -39,20 +41,25 @@ class ResolvedLayout:
 def resolve_layout(
     config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu", *, supports_gathered: bool = True
 ) -> ResolvedLayout:
-    """Returns `config.layout` for a model of `sizes`, before any process group is created.
+    """Resolve `config.layout` for a model of `sizes`, before any process group is created.
 
-    `supports_gathered` says whether the attention backend can attend to keys gathered from other ranks.
+    Args:
+        config: the engine section.
+        sizes: the model sizes that degrees must divide.
+        device_type: cpu or cuda.
+        supports_gathered: whether the attention backend can attend to keys gathered from other ranks.
 
-    Raises LayoutError, with the nearest layouts that the model fits, for a string that cannot be read and for sizes
-    that a degree does not divide; ConfigError for options that are incompatible with the layout or with each other.
+    Raises:
+        LayoutError: the string is invalid or a degree does not divide a size; names the nearest layouts that fit.
+        ConfigError: options are incompatible with the layout or with each other.
     """
     layout = parse_layout(config.layout)
 
-    def broken_rule(other: ParallelLayout) -> str | None:
-        return find_violation(other, sizes, config.pipeline, config.context_parallel)
+    def broken_rule(candidate: ParallelLayout) -> str | None:
+        return find_violation(candidate, sizes, config.pipeline, config.context_parallel)
 
     if rule := broken_rule(layout):
-        near = nearest_layouts(layout, layout.world_size, fits=lambda other: broken_rule(other) is None)
+        near = nearest_layouts(layout, layout.world_size, fits=lambda candidate: broken_rule(candidate) is None)
         raise LayoutError(
             f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
         )
@@ -71,9 +78,9 @@ def find_violation(
     pipeline: PipelineConfig | None = None,
     context_parallel: str = "auto",
 ) -> str | None:
-    """Returns the first rule of divisibility that the layout breaks for a model of these sizes, or None.
+    """Return the first divisibility rule that the layout breaks for these model sizes, or None.
 
-    Where `tp` exceeds the key heads, neighboring ranks share one.
+    If `tp` exceeds the number of key heads, neighboring ranks share a head.
     """
     tp, ep, etp = layout.tp, layout.ep, layout.etp
     for heads, kv_heads in sizes.mixer_heads:
@@ -102,9 +109,10 @@ def find_violation(
 
 
 def model_context_parallel_kind(kind: str, layout: ParallelLayout, sizes: ModelSizes) -> ContextParallelKind:
-    """Resolves `auto` for all layers of a model: Ulysses where the ranks can divide the heads of each.
+    """Resolve `auto` for all layers of a model: Ulysses if the ranks can divide the heads of every layer.
 
-    Raises LayoutError where Ulysses is requested or needed, and impossible.
+    Raises:
+        LayoutError: Ulysses is requested or needed, and impossible.
     """
     if layout.cp > 1 and sizes.needs_ulysses is not None:
         if kind == "allgather":
@@ -122,9 +130,10 @@ def model_context_parallel_kind(kind: str, layout: ParallelLayout, sizes: ModelS
 
 
 def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, kv_heads: int) -> ContextParallelKind:
-    """Resolves `auto`: Ulysses where the `cp` ranks can divide a rank's heads, else all-gather.
+    """Resolve `auto`: Ulysses if the `cp` ranks can divide the heads of a rank, else all-gather.
 
-    Raises LayoutError where Ulysses is requested and impossible.
+    Raises:
+        LayoutError: Ulysses is requested and impossible.
     """
     if kind == "allgather" or cp == 1:
         return "allgather"
@@ -140,7 +149,7 @@ def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, kv_heads: int
 def check_options(
     dims: ArchonParallelDims, cpu_offload: bool, ac_config: ActivationCheckpointConfig, enable_compile: CompileChoice
 ) -> None:
-    """Raises ConfigError for options of `parallelize_decoder` that contradict each other or the layout."""
+    """Raise ConfigError if options of `parallelize_decoder` contradict each other or the layout."""
     if cpu_offload and dims.world_size == 1:
         raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
     if ac_config.mode == "memory_budget" and not compile_enabled(enable_compile, dims.device_type):
@@ -157,7 +166,7 @@ def check_config(
     context_parallel: ContextParallelKind,
     supports_gathered: bool,
 ) -> None:
-    """Raises ConfigError for engine options that are incompatible with the layout, the model or each other."""
+    """Raise ConfigError if engine options are incompatible with the layout, the model or each other."""
     check_options(dims, config.cpu_offload, config.activation_checkpoint, config.compile)
     if config.router_aux_loss_coef and not has_experts:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al.
-2022, arXiv:2205.05198): weights are split by role, and between the split products each rank holds its share of tokens.
+2022, arXiv:2205.05198): weights are sharded by role, and tokens are sharded between the sharded matmuls.
 
-A layer declares a role, and a plan gives the treatment of a role's weight. Activations stay plain tensors: a layer
-gathers its tokens before a column product and scatters the sum after a row product (`archon.parallel.comm`).
+A layer declares a role, and a plan maps roles to shardings. Activations stay plain tensors: a layer gathers its tokens
+before a column-parallel matmul and reduce-scatters the sum after a row-parallel one (`archon.parallel.comm`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _PLACEMENTS: dict[ParallelStyle, Placement] = {
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Split every layer with a role in `plan` over `mesh`, in place, and set `tp` to the group where a module has it.
 
-    A module has one role, of its `weight` and `bias`, and names those of further parameters in `parameter_roles`.
+    A module has one role for its `weight` and `bias`; `parameter_roles` has the roles of other parameters. A layer with
+    `heads` is split between heads; with fewer heads than ranks it is replicated, and each rank computes the head that
+    it shares with its neighbors.
 
-    A layer whose rows form heads (`heads`) is split between heads; with fewer heads than ranks it is replicated, and
-    each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree does not
-    divide.
+    Raises:
+        LayoutError: the degree does not divide a size.
     """
     group = Group.from_mesh(mesh)
     for name, module in model.named_modules():
@@ -52,7 +53,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
 
 def _parallel_style(plan: Mapping[str, ParallelStyle], role: str, name: str) -> ParallelStyle:
     if role not in plan:
-        raise LayoutError(f"{name}: the tensor-parallel plan says nothing of the role {role!r}")
+        roles = ", ".join(plan)
+        raise LayoutError(f"{name}: the tensor-parallel plan has no entry for the role {role!r}; it has {roles}")
     return plan[role]
 
 
@@ -75,7 +77,7 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: Parall
         if weight.shape[1] % group.size:
             raise LayoutError(f"tp = {group.size} does not divide the {weight.shape[1]} input features of {name}")
         placement = Shard(1)
-    # A tied weight is met twice and split once.
+    # named_modules visits a tied weight twice; shard it once.
     if not isinstance(weight, DTensor):
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
@@ -87,14 +89,14 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: Parall
 
 
 def lora_layers(lora: Any) -> list[Any]:
-    """Returns the adapters of a matrix: none, one, or several by name."""
+    """Return the LoRA layers of a matrix: none, one, or several."""
     if lora is None:
         return []
     return list(lora.values()) if isinstance(lora, nn.ModuleDict) else [lora]
 
 
 def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Split a parameter that is no weight of a layer: along its rows or columns, or not at all."""
+    """Shard a parameter other than `weight` along its rows or columns, or replicate it."""
     parameter = name.rpartition(".")[2]
     shape, placement = getattr(module, parameter).shape, _PLACEMENTS[style]
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
@@ -103,13 +105,13 @@ def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, style: Para
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    """Replace a parameter that every rank holds, or that is on the meta device, by a DTensor of this rank's part."""
-    whole = getattr(module, name)
-    part = whole.detach()
+    """Replace a replicated or meta parameter by a DTensor with the local shard."""
+    full = getattr(module, name)
+    part = full.detach()
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             part = part.chunk(mesh.size(dim), placement.dim)[mesh.get_local_rank(dim)]
     sharded = DTensor.from_local(
-        part.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part.contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
-    setattr(module, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+    setattr(module, name, nn.Parameter(sharded, requires_grad=full.requires_grad))

@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that a dry run uses: dispatch modes, fake tensors and the fake process group."""
+"""Private PyTorch APIs of the dry run: dispatch modes, fake tensors and the fake process group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Join torch's `fake` backend, whose collectives return at once and send nothing."""
+    """Join the `fake` backend of torch: collectives return at once and send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

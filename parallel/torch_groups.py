@@ -1,4 +1,4 @@
-"""The private parts of PyTorch's process groups and device meshes that archon uses."""
+"""Private PyTorch APIs of process groups and device meshes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def default_group() -> dist.ProcessGroup:
 
 
 def run_store() -> dist.Store:
-    """Returns a connection of its own, for one thread, to the store in which the processes of the run met."""
+    """Return a separate connection to the rendezvous store, for use by one thread."""
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()  # which the type stubs lack
+    return store.clone()  # missing in the type stubs
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -128,12 +128,12 @@ def shared_group(
     Returns:
         The group, or None if no list has this rank.
     """
-    own = None
+    local_group = None
     for ranks in partition:
         group = dist.new_group(list(ranks), group_desc=f"mesh_{purpose}")
         if dist.get_rank() in ranks:
-            own = group
-    return own
+            local_group = group
+    return local_group
 
 
 def concat_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Checks that PyTorch still has the private attributes that archon uses; a module lists them as its `PRIVATE_APIS`."""
+"""Check that PyTorch still has the private APIs that modules list in `PRIVATE_APIS`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ SUPPORTED_TORCH = "2.11 to 2.13"
 
 
 def require_private_apis(area: str, parts: Iterable[str]) -> None:
-    """Raises ConfigError for the first of `parts`, dotted names such as `torch.distributed.x.Class._attribute`, that
-    this PyTorch does not have; `area` is what needs it."""
+    """Raise ConfigError if PyTorch lacks one of `parts`.
+
+    Args:
+        area: the feature that needs them, for the message.
+        parts: dotted names such as `torch.distributed.x.Class._attribute`.
+    """
     import torch
 
     for part in parts:

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that the host does not wait for."""
+"""Asynchronous copies from host to device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def to_device_async(x: Tensor, device: torch.device) -> Tensor:
-    """Returns `x` on `device`; copied asynchronously from pinned memory if that is a GPU.
+    """Return `x` on `device`, copied asynchronously from pinned memory to a GPU.
 
-    For a copy from other memory the host waits until the kernels before it have run.
+    A copy from pageable memory would make the host wait for all earlier kernels.
     """
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)

@@ -61,5 +61,5 @@ def limit() -> list[float]:
 
 def test_the_limit_is_that_of_groups_there_and_to_come(ranks: Callable[[int], Pool]) -> None:
     assert ranks(4).run(limit) == [[77.0, 77.0]] * 4
-    with pytest.raises(LayoutError, match="expected more than none"):
+    with pytest.raises(LayoutError, match="expected a positive duration"):
         patch_dist_group_timeout(timedelta(0))

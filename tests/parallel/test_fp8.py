@@ -31,10 +31,10 @@ from tests.engine.tiny import sft_batch
         (
             "t4",
             "fp8",
-            "layers.0.attention.wk: a rank's part is 8 x 64, and fp8 needs multiples of 16; choose a smaller t",
+            "layers.0.attention.wk: the local shard is 8 x 64, and fp8 needs multiples of 16; use a smaller t",
         ),
-        ("t8", "fp8_few_features", "layers.0.attention.wk: several ranks share a head"),
-        ("(attn:t4|ffn:t4)", "fp8_few_features", r"layers.0.moe.experts: a rank's part is 8 x 64"),
+        ("t8", "fp8_few_features", "layers.0.attention.wk: several ranks share a key head"),
+        ("(attn:t4|ffn:t4)", "fp8_few_features", r"layers.0.moe.experts: the local shard is 8 x 64"),
     ],
 )
 def test_shares_that_the_kernels_do_not_take_are_refused(

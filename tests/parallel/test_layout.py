@@ -111,7 +111,7 @@ def test_on_one_process_every_mesh_is_that_rank() -> None:
         assert dims.get_mesh(name).size() == 1
         if name != "ep_tp":
             assert dims.get_group(name).size() == 1
-    with pytest.raises(LayoutError, match="ep_tp has two dimensions, and each a group of its own: ep, etp"):
+    with pytest.raises(LayoutError, match="ep_tp has two dimensions; get the groups of ep and etp instead"):
         dims.get_group("ep_tp")
     with pytest.raises(LayoutError, match="unknown mesh 'dp_tp'; known are pp"):
         dims.get_mesh("dp_tp")

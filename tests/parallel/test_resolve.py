@@ -91,11 +91,13 @@ def test_layers_that_a_tower_gives_features_are_on_the_first_stage() -> None:
     assert (sizes.layers, sizes.deepstack_layers) == (5, 2)
     staged = resolve_layout(config("p4"), sizes).stages
     assert staged is not None and staged.layers == ((0, 2), (2, 3), (3, 4), (4, 5))
-    too_many = r"has 5 stages, and the model 5 layers, the first 2 with its vision tower; use a smaller p"
+    too_many = r"has 5 stages, and the model 5 layers, the first 2 with the vision encoder; use a smaller p"
     with pytest.raises(LayoutError, match=too_many):
         resolve_layout(config("p5"), sizes)
     pipeline = {"layers_per_stage": [1, 4]}
-    with pytest.raises(LayoutError, match=r"is \[1, 4\]; expected at least 2 layers on the first stage, to which the"):
+    with pytest.raises(
+        LayoutError, match=r"is \[1, 4\]; expected at least 2 layers on the first stage, which adds the"
+    ):
         resolve_layout(config("p2", pipeline=pipeline), sizes)
     with pytest.raises(LayoutError, match="has 5 stages, and the model 4 layers; use"):
         resolve_layout(config("p5"), DENSE)

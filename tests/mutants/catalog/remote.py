@@ -138,8 +138,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks that are started again take the name of an earlier start",
         "parallel/rendezvous.py",
-        "word = uuid.uuid4().hex",
-        'word = "again"',
+        "nonce = uuid.uuid4().hex",
+        'nonce = "again"',
         ("tests/distributed/test_rendezvous.py::test_ranks_of_a_start_agree_on_a_name_of_their_own",),
     ),
     Mutant(

@@ -69,7 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank takes an image's first rows, whichever of its tokens it has",
         "parallel/context.py",
-        "return places, found[places]",
+        "return places, local_number[places]",
         "return places, torch.arange(len(places))",
         (f"{FURTHER_MATRIX}[seeing-c2-float64-context_parallel=ulysses-vision=trained]",),
     ),
