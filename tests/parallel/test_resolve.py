@@ -95,9 +95,7 @@ def test_layers_that_a_tower_gives_features_are_on_the_first_stage() -> None:
     with pytest.raises(LayoutError, match=too_many):
         resolve_layout(config("p5"), sizes)
     pipeline = {"layers_per_stage": [1, 4]}
-    with pytest.raises(
-        LayoutError, match=r"is \[1, 4\]; expected at least 2 layers on the first stage"
-    ):
+    with pytest.raises(LayoutError, match=r"is \[1, 4\]; expected at least 2 layers on the first stage"):
         resolve_layout(config("p2", pipeline=pipeline), sizes)
     with pytest.raises(LayoutError, match="has 5 stages, and the model 4 layers; use"):
         resolve_layout(config("p5"), DENSE)
