@@ -1,7 +1,6 @@
-"""Typed configuration: the base class and what describes the engine.
+"""Typed configuration: the base class and the engine section.
 
-Every field carries its default, its description and, where it has one, its unit; `archon <command> --help` prints them
-from here, so there is no second list to fall out of date.
+Every field has its default, description and unit here; `archon <command> --help` prints them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from archon.schema.name_patterns import NamePatterns
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
-    ModelMetaclass = type(BaseModel)  # which has no public name
+    ModelMetaclass = type(BaseModel)  # pydantic has no public name for it
 
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
@@ -29,11 +28,11 @@ Fp8Choice = Fp8Recipe | Literal["tensorwise_inner", "rowwise_inner"]
 MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and asyncio
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
-"""Annotation of a field whose value becomes absolute when the file is read."""
+"""Annotation of a path field that becomes absolute when the file is read."""
 
 
 class OneLineErrors(ModelMetaclass):
-    """A metaclass whose classes raise a one-line `ConfigError` instead of pydantic's ValidationError."""
+    """Metaclass that turns pydantic's ValidationError into a one-line `ConfigError`."""
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         try:
@@ -74,7 +73,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
 
     @classmethod
     def parse(cls, data: dict[str, Any], source: str = "config") -> Self:
-        """Returns the validated `data`. Raises ConfigError naming the dotted key, its value and what was expected."""
+        """Validate `data`. Raises ConfigError with the dotted key, its value and the expectation."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -82,7 +81,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Returns the end of an error message: `", did you mean 'lr'?"`, or the valid names."""
+    """Return the end of an error message: `", did you mean 'lr'?"`, or the valid names."""
     close = _close(name, known)
     return f", did you mean {close!r}?" if close else f"; valid keys: {', '.join(sorted(known))}"
 
@@ -92,7 +91,7 @@ def _close(name: str, known: list[str]) -> str | None:
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """Returns a pydantic error as one line: `actor.lr: got 'abc', input should be a valid number`."""
+    """Format a pydantic error as one line: `actor.lr: got 'abc', input should be a valid number`."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
@@ -101,14 +100,14 @@ def describe_validation_error(error: ValidationError) -> str:
         if item["type"] == "literal_error":
             close = _close(str(item["input"]), re.findall("'([^']*)'", item["ctx"]["expected"]))
             message += f", did you mean {close!r}?" if close else ""
-        # The input of a missing field is the whole section around it.
-        given = "" if item["type"] in ("value_error", "missing") else f"got {_short_repr(item['input'])}, "
-        lines.append(f"{where + ': ' if where else ''}{given}{message}")
+        # For a missing field, pydantic reports the whole section as input.
+        received = "" if item["type"] in ("value_error", "missing") else f"got {_short_repr(item['input'])}, "
+        lines.append(f"{where + ': ' if where else ''}{received}{message}")
     return "; ".join(lines)
 
 
 def _short_repr(value: Any) -> str:
-    """Returns the repr of a value, at most 200 characters of it."""
+    """Return the repr of a value, cut to 200 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python's limit of 4,300 digits
@@ -117,7 +116,7 @@ def _short_repr(value: Any) -> str:
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW. Weight decay never touches norms, biases and embeddings."""
+    """AdamW. Norms, biases and embeddings have no weight decay."""
 
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
@@ -170,43 +169,44 @@ class ActivationCheckpointConfig(StrictModel):
 
 
 class LoRASpec(StrictModel):
-    """Which matrices have low-rank adapters and what these are, with PEFT's names and meanings."""
+    """LoRA settings, with the names and meanings of PEFT."""
 
-    rank: int = Field(16, ge=1, description="rank of the adapters")
-    alpha: float = Field(32.0, gt=0, description="an adapter counts alpha / rank times")
+    rank: int = Field(16, ge=1, description="LoRA rank")
+    alpha: float = Field(32.0, gt=0, description="LoRA scale is alpha / rank")
     targets: list[str] | str = Field(
         "all-linear",
-        description="all-linear (experts included, without routers, embedding and head), or names of the checkpoint's "
-        "modules, such as q_proj or layers.3.mlp.down_proj",
+        description="modules with LoRA: all-linear (experts too, but no routers, embedding or head), or module "
+        "names of "
+        "the checkpoint, such as q_proj or layers.3.mlp.down_proj",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        default_factory=dict, description="ranks of modules by name, in PEFT's form: regular expressions of names' ends"
+        default_factory=dict,
+        description="rank per module; keys are regular expressions for the end of module names, as in PEFT",
     )
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="alphas of modules by name, likewise"
+        default_factory=dict, description="alpha per module; keys as in rank_pattern"
     )
-    rslora: bool = Field(False, description="an adapter counts alpha / sqrt(rank) times")
+    rslora: bool = Field(False, description="rsLoRA: scale is alpha / sqrt(rank)")
     init: Literal["zero", "gaussian", "random"] = Field(
         "zero",
-        description="zero: a is uniform as a linear layer's weight, b zero, so that training begins at the base; "
-        "gaussian: a is normal of deviation 1 / rank, b zero; random: both are uniform",
+        description="initialization. zero: A uniform like the weight of a linear layer, B zero, so training starts at "
+        "the base model; gaussian: A normal with standard deviation 1 / rank, B zero; random: both uniform",
     )
-    seed: int = Field(0, ge=0, description="of the adapters' first values")
+    seed: int = Field(0, ge=0, description="seed of the initialization")
     export_experts: Literal["stacked", "per_expert"] = Field(
         "stacked",
-        description="how an export in PEFT's format holds the adapters of experts: stacked, as transformers 5 has "
-        "experts; per_expert, as checkpoints name them, older versions and other programs",
+        description="LoRA of experts in a PEFT export. stacked: one tensor for all experts, as in transformers 5; "
+        "per_expert: one module per expert, as in checkpoints and older versions",
     )
-    path: str | None = Field(
-        None, description="folder of an adapter in PEFT's format, to begin with in place of a fresh one"
-    )
+    path: str | None = Field(None, description="folder of a LoRA in PEFT's format to start from; null: a fresh LoRA")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if not self.targets:
             raise ValueError(
-                f"targets is {self.targets!r}, which adapts nothing; expected all-linear or names of modules (to train "
-                "all weights, set lora to null)"
+                f"targets is {self.targets!r}, which selects no module; expected all-linear or module names (to "
+                "train all "
+                "weights, set lora to null)"
             )
         for field in ("rank_pattern", "alpha_pattern"):
             try:
@@ -240,10 +240,11 @@ class NamedLoRAConfig(LoRASpec):
 
 
 class LoRAConfig(LoRASpec):
-    """Low-rank adapters on frozen weights: one of each matrix, or several in `loras`."""
+    """LoRA on frozen weights: one LoRA, or several named ones in `loras`."""
 
     loras: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], NamedLoRAConfig] | None = Field(
-        None, description="several adapters by name, each with its own values in place of this section's"
+        None,
+        description="multi-LoRA: several LoRAs by name, each with its own values instead of the values of this section",
     )
 
     @model_validator(mode="after")
@@ -287,85 +288,88 @@ class EngineConfig(StrictModel):
     """One model being trained: its checkpoint, its layout and its optimization."""
 
     path: str = Field(description="Hugging Face checkpoint folder")
-    is_critic: bool = Field(False, description="value head (`score`) in place of the language-model head")
+    is_critic: bool = Field(False, description="value head (`score`) instead of the language-model head")
     init_score: bool | None = Field(
         None,
-        description="allow a critic made from an actor: `score` starts fresh; null: true for RL's critic and a reward "
-        "model, else false",
+        description="allow a critic from an actor checkpoint, with a freshly initialized `score`; null: true for the "
+        "critic of RL and for reward models, else false",
     )
-    init_from_scratch: bool = Field(False, description="read config.json only and initialize the weights")
+    init_from_scratch: bool = Field(False, description="initialize all weights; read only config.json")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field(
-        "float32", description="compute dtype; masters and optimizer state are float32 at least"
+        "float32", description="compute dtype; master weights and optimizer state are at least float32"
     )
     fp8: Fp8Choice = Field(
         "none",
-        description="8-bit matrix products of blocks, as torchao's recipes: tensorwise, or rowwise with gradients of "
-        "weights in dtype; not of embedding, head, routers, norms and adapters, and inner ones not of the first and "
-        "the last block. Without share_prefixes; on a GPU for dtype = bfloat16; emulated elsewhere",
+        description="FP8 matmuls of blocks, with the recipes of torchao: tensorwise, or rowwise with weight "
+        "gradients in "
+        "dtype; *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA stay in dtype. "
+        "Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
         "frozen",
-        description="the tower of a model that sees: frozen, trained with the other weights, or off: the checkpoint is "
-        "read as text, and exports carry its tower bit for bit",
+        description="vision encoder of a vision-language model: frozen, trained with the other weights, or off (text "
+        "only; exports copy the vision encoder bitwise)",
     )
-    lora: LoRAConfig | None = Field(None, description="train adapters on frozen weights in place of all weights")
+    lora: LoRAConfig | None = Field(None, description="train LoRA on frozen weights instead of all weights")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
         "auto",
-        description="how c ranks share attention: ulysses splits the heads, allgather the queries; auto: ulysses where "
-        "the number of heads is divisible",
+        description="attention over c ranks. ulysses: shard heads; allgather: shard queries and gather keys; auto: "
+        "ulysses if c divides the heads",
     )
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="stages of a layout with p > 1")
     reshard_after_forward: Literal["default", "always", "never"] = Field(
-        "default", description="when sharded weights are freed after a forward; default keeps the last ones"
+        "default",
+        description="free gathered FSDP weights after the forward: default keeps those of the root, always frees all, "
+        "never keeps all",
     )
-    cpu_offload: bool = Field(False, description="keep sharded weights, gradients and moments on the CPU")
+    cpu_offload: bool = Field(False, description="keep sharded weights, gradients and optimizer state on the CPU")
     timeout_s: float = Field(
         600.0,
         gt=0,
         le=MAX_SECONDS,
-        description="seconds a collective may take before the run is ended; half an hour at least where ranks wait for "
-        "rollouts and checkpoint files of others",
+        description="time-out of a collective in seconds; at least 30 minutes where ranks wait for rollouts or for "
+        "checkpoint files",
     )
     stall_s: float | None = Field(
         None,
         gt=0,
         le=MAX_SECONDS,
-        description="seconds a training step may take on a rank before every rank, in a step or not, "
-        "writes its stacks to stacks/rankN.txt",
+        description="seconds of a training step after which every rank writes its stacks to stacks/rankN.txt; null: "
+        "never",
     )
     router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="weight of the auxiliary load-balancing loss of a mixture of experts"
+        0.0, ge=0, description="weight of the auxiliary load-balancing loss of MoE models"
     )
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="change of a router's balancing bias after each step; 0 disables it. In families whose checkpoints "
-        "do not store such biases, a Hugging Face export cannot hold them and is refused",
+        description="change of a router's balancing bias after each step; 0: off. Families that do not store these "
+        "biases in checkpoints refuse a Hugging Face export",
     )
     delta_rule: Literal["torch", "fla"] = Field(
-        "torch", description="what computes gated delta nets: torch anywhere, fla's kernels on CUDA (extra fla)"
+        "torch", description="implementation of gated delta nets: torch anywhere, or fla's CUDA kernels (extra fla)"
     )
     attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
         True,
-        description="compute what documents begin alike with once, where it pays; not with gathered keys",
+        description="compute shared prefixes once if that saves time; not with context_parallel = allgather",
     )
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
-        "per_step", description="when gradients are reduced over ranks: once, or after each micro-batch (less memory)"
+        "per_step", description="reduce gradients over ranks once per step, or after each micro-batch (less memory)"
     )
     optimizer: OptimizerConfig | None = Field(
-        default_factory=OptimizerConfig, description="AdamW; null for a model that is only evaluated"
+        default_factory=OptimizerConfig, description="AdamW; null: the model is only evaluated"
     )
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="learning-rate schedule")
     activation_checkpoint: ActivationCheckpointConfig = Field(
         default_factory=ActivationCheckpointConfig, description="activation recomputation"
     )
     compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; auto: CUDA only")
-    deterministic: bool = Field(False, description="refuse kernels whose result depends on timing")
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of fresh weights")
+    deterministic: bool = Field(False, description="use only deterministic kernels")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of initialized weights")
 
     @model_validator(mode="after")
     def _check_init_score(self) -> EngineConfig:
@@ -377,13 +381,14 @@ class EngineConfig(StrictModel):
     def _check_lora(self) -> EngineConfig:
         if self.lora is not None and self.init_from_scratch:
             raise ValueError(
-                "lora adapts the weights of a checkpoint, and init_from_scratch is true, so that no checkpoint has the "
-                "weights that the adapters need; set it to false, or lora to null"
+                "lora needs the weights of a checkpoint, and init_from_scratch = true reads none; set "
+                "init_from_scratch "
+                "to false, or lora to null"
             )
         if self.lora is not None and self.router_bias_update_rate:
             raise ValueError(
-                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases of the base, which lora "
-                "freezes; set it to 0, or lora to null"
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases of the base model, which "
+                "lora freezes; set it to 0, or lora to null"
             )
         return self
 
@@ -391,8 +396,9 @@ class EngineConfig(StrictModel):
     def _check_vision(self) -> EngineConfig:
         if self.vision == "trained" and self.lora is not None:
             raise ValueError(
-                "vision = 'trained' trains the tower's weights, and lora freezes all of them; name modules of the "
-                "tower in lora.targets, or set lora to null"
+                "vision = 'trained' trains the vision encoder, and lora freezes all weights; name modules of "
+                "the vision "
+                "encoder in lora.targets, or set lora to null"
             )
         return self
 
@@ -402,76 +408,80 @@ class EngineConfig(StrictModel):
             return self
         if self.fp8_recipe == "tensorwise":
             raise ValueError(
-                f"fp8 = {self.fp8} scales the documents of a micro-batch together, and several adapters train as if "
-                "each were alone; set fp8 = rowwise"
+                f"fp8 = {self.fp8} uses one scale for all documents of a micro-batch, but each of several LoRAs trains "
+                "as if it were alone; set fp8 = rowwise"
             )
         if self.is_critic:
-            raise ValueError("a critic has one value head, and lora.loras names several adapters; set lora.rank")
+            raise ValueError("a critic has one value head, and lora.loras names several LoRAs; set lora.rank instead")
         if self.router_aux_loss_coef:
             raise ValueError(
-                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss of all documents of a batch at once, "
-                "and several adapters train as if each were alone; set it to 0, or lora.loras to one run each"
+                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss over all documents of a batch, but "
+                "each of several LoRAs trains as if it were alone; set it to 0, or train each LoRA in its own run"
             )
         if self.optimizer is None and any(lora.optimizer for lora in self.lora.loras.values()):
-            raise ValueError("an adapter has an optimizer, and the model's is null, which trains nothing; give it one")
+            raise ValueError("a LoRA has an optimizer, but the optimizer of the model is null; set one")
         return self
 
     @model_validator(mode="after")
     def _check_router_bias(self) -> EngineConfig:
         if self.router_bias_update_rate and self.optimizer is None:
             raise ValueError(
-                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimizer step, "
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases after each optimizer step, "
                 "and optimizer is null; set it to 0"
             )
         return self
 
     @property
     def fp8_recipe(self) -> Fp8Recipe:
-        """How 8-bit products are computed, in whichever blocks."""
+        """Scaling recipe of FP8 matmuls, without the choice of blocks."""
         return cast(Fp8Recipe, self.fp8.removesuffix("_inner"))
 
     def fp8_blocks(self, n_layers: int) -> range:
-        """Returns the indices of the blocks that have 8-bit products. Raises ConfigError where a recipe leaves none."""
+        """Return the indices of the blocks with FP8 matmuls. Raises ConfigError if the recipe leaves no block."""
         if self.fp8 == "none":
             return range(0)
         blocks = range(1, n_layers - 1) if self.fp8.endswith("_inner") else range(n_layers)
         if not blocks:
             raise ConfigError(
-                f"fp8 = {self.fp8} leaves none of {n_layers} blocks in 8 bits; set fp8 = {self.fp8_recipe}, or none"
+                f"fp8 = {self.fp8} leaves none of {n_layers} blocks in FP8; set fp8 = {self.fp8_recipe}, or none"
             )
         return blocks
 
 
 def merge_sections(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` updated with `over`, section by section."""
+    """Update `values` with `over`, section by section."""
     both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
     sections = {name: merge_sections(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
     return {**values, **over, **sections}
 
 
 def derive_engine(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `model` with `changes`, which may be nested; `source` names their section in errors.
+    """Return `model` with nested `changes`; `source` names their section in errors.
 
-    Raises ConfigError that names the field for an unknown or invalid change.
+    Raises:
+        ConfigError: a change is unknown or invalid; the message names the field.
     """
     return EngineConfig.parse(merge_sections(model.model_dump(), changes), source=source)
 
 
 def derive_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derive_engine` with a value head, which starts fresh unless `changes` say `init_score: false`. It has
-    adapters only where `changes` have `lora`, whose other values are the model's."""
+    """Derive a critic: a value head, freshly initialized unless `changes` set `init_score: false`.
+
+    The critic has LoRA only if `changes` have `lora`.
+    """
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
     return derive_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)
 
 
 def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derive_engine` without an optimizer, without what moves weights or biases after a step, and without
-    loras: the reference of a model with adapters is its base."""
+    """Derive a reference model: no optimizer, no bias updates, no LoRA (the reference of a LoRA is its base model)."""
     return derive_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
 
 
 def require_folder(file: Path) -> None:
-    """Raise ConfigError, before any work, where the folder of an output file does not exist."""
+    """Raise ConfigError if the folder of an output file does not exist."""
     if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
+        raise ConfigError(
+            f"{file.parent} is not a folder, so {file.name} cannot be written there; create the folder first"
+        )

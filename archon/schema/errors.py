@@ -1,20 +1,21 @@
-"""Errors a user can fix. Each message says what was given, what was expected and how to fix it, in one line.
+"""Errors that a user can fix. Each message is one line: the received value, the expectation and the fix.
 
-Anything else that escapes archon is a defect of archon and keeps its traceback; the command line turns a `UserError`
-into one clear line and exit code 2.
+The command line prints a `UserError` as one line with exit code 2. Any other error is a bug of archon and keeps its
+traceback.
 """
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake in what was given to archon: a path, a value, a file, a combination."""
+    """User error in a path, a value, a file or a combination of options."""
 
 
 class ConfigError(UserError):
-    """A configuration value that is unknown, of the wrong type, or that contradicts another.
+    """Unknown or invalid configuration value, or a contradiction between values.
 
-    `field` names the field where it is known, so that a caller can report several.
+    Attributes:
+        field: the name of the field, if known, so that a caller can report several errors.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -23,55 +24,55 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, incomplete, damaged or of another model; names the file and the key."""
+    """Missing, incomplete, damaged or unsuitable checkpoint; the message names the file and the key."""
 
 
 class TokenizerError(UserError):
-    """A tokenizer that is missing or lacks what the task needs (a chat template, an end-of-text token)."""
+    """Missing tokenizer, or a tokenizer without a chat template or end token that the task needs."""
 
 
 class BatchError(UserError):
-    """A training batch whose fields are missing or misshapen, or a document that fits no micro-batch."""
+    """Training batch with missing or misshapen fields, or with a document longer than a micro-batch."""
 
 
 class ImageError(UserError):
-    """A picture that cannot be used, or that a prompt has no place for; names it and why."""
+    """Unusable image, or an image without a placeholder in the prompt."""
 
 
 class DatasetError(UserError):
-    """A dataset that is missing, empty or malformed; names the file and the line."""
+    """Missing, empty or malformed dataset; the message names the file and the line."""
 
 
 class RewardError(UserError):
-    """A reward function that is unknown or returned something other than finite numbers."""
+    """Unknown reward function, or a reward that is not a finite number."""
 
 
 class RolloutError(UserError):
-    """A workflow or generation request that cannot be satisfied, or that always fails."""
+    """Workflow or generation request that cannot be satisfied, or that always fails."""
 
 
 class ContextOverflowError(RolloutError):
-    """A prompt that leaves no room for an answer."""
+    """Prompt that leaves no tokens for an answer."""
 
 
 class UnknownLoRAError(RolloutError):
-    """A request for an adapter that is not loaded; names those that are."""
+    """Request for a LoRA that is not loaded; the message names the loaded ones."""
 
 
 class LayoutError(UserError):
-    """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
+    """Illegal parallel layout; the message names the broken rule and the nearest legal layouts."""
 
 
 class ResourceExhaustedError(UserError):
-    """Memory, open files or threads that ran out; names which, and what to do."""
+    """Memory, open files or threads are exhausted; the message names the resource and a remedy."""
 
 
 class NotFiniteError(ArithmeticError, UserError):
-    """Weights whose logits are NaN or infinite: of a damaged checkpoint, or of a training that diverged."""
+    """NaN or infinite logits: a damaged checkpoint, or training that diverged."""
 
 
 class UnknownModelError(KeyError, UserError):
-    """A model type that no registered family claims; names the types that are available."""
+    """Model type without a registered family; the message names the available types."""
 
     def __str__(self) -> str:
         # KeyError's own __str__ is the repr of the message.

@@ -21,9 +21,9 @@ THREAD_PHRASES = ("can't start new thread", "resource temporarily unavailable")
 
 
 def resource_error_message(error: BaseException | None) -> str | None:
-    """Returns the exhausted resource and a remedy in one line; None for an error of another kind.
+    """Return the exhausted resource and a remedy in one line; None for other errors.
 
-    Errors that were being handled when `error` was raised are checked too, unless it was raised `from` another.
+    The context of `error` is checked too, unless it was raised `from` another error.
     """
     while error is not None:
         if (line := _message(error)) is not None:
@@ -39,15 +39,15 @@ def _message(error: BaseException) -> str | None:
     if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"no further file can be opened ({reason[:160]}), for this process may have {limit:,} open; raise the "
-            "limit (ulimit -n)"
+            f"no more files can be opened ({reason[:160]}): the limit of this process is {limit:,}; raise it "
+            "(ulimit -n)"
         )
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(phrase in text for phrase in MEMORY_PHRASES):
         why = reason[:160] or "MemoryError"
         return (
-            f"memory ran out ({why}); free some, raise the limit where one is set (ulimit -v), or take a smaller "
-            "model, fewer tokens at a time (max_tokens_per_mb) or fewer answers at a time (max_slots)"
+            f"out of memory ({why}); free memory, raise the limit if one is set (ulimit -v), or use a smaller model, "
+            "fewer tokens per micro-batch (max_tokens_per_mb) or fewer concurrent answers (max_slots)"
         )
     if isinstance(error, RuntimeError) and any(phrase in text for phrase in THREAD_PHRASES):
-        return f"no further thread can be started ({reason[:160]}); raise the limit (ulimit -u, ulimit -v)"
+        return f"no more threads can be started ({reason[:160]}); raise the limit (ulimit -u, ulimit -v)"
     return None

@@ -1,10 +1,10 @@
-"""Limits of the caches of compiled matrix products in oneDNN and PyTorch, to be set before either is loaded."""
+"""Limits of the kernel caches of oneDNN and PyTorch; set before either is loaded."""
 
 from __future__ import annotations
 
 import os
 
-# Enough for some six batch shapes: their products in the forward, the backward and the head.
+# Enough for about six batch shapes: matmuls of forward, backward and head.
 MAX_CACHED_KERNELS = 128
 
 

@@ -1,4 +1,4 @@
-"""Imports on first use: of a package's exports, so that importing it stays cheap, and of dotted paths from users."""
+"""Lazy imports: exports of a package on first use, and objects by dotted path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from archon.schema.errors import ConfigError
 def lazy_exports(
     package: str, exports: Mapping[str, Sequence[str]], expected: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package.
+    """Create `__getattr__`, `__dir__` and `__all__` of a package with lazy exports.
 
     Args:
         package: the package's `__name__`.
@@ -37,7 +37,7 @@ def lazy_exports(
 
 
 def import_dotted(path: str, what: str) -> Any:
-    """Returns the object that a dotted path names. Raises ConfigError, beginning with `what`, if there is none."""
+    """Import the object of a dotted path. Raises ConfigError, starting with `what`, if there is none."""
     module, _, name = path.rpartition(".")
     try:
         if path.startswith("."):

@@ -1,4 +1,4 @@
-"""Objects that users find by a short name: archon's, registered ones, and those of other packages' entry points."""
+"""Registries of named objects: built in, registered, or from the entry points of other packages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class NamedObjects(Generic[T]):
-    """Objects by name. Entry points of the group are loaded when a name is asked for that is not registered.
+    """Registry of objects by name. Entry points are loaded on the first lookup of their name.
 
     Args:
-        what: what an object is, for messages: "reward function".
-        group: the group of entry points that other packages register theirs by.
-        built_in: the objects that archon has.
+        what: kind of object for messages, such as "reward function".
+        group: entry-point group of other packages.
+        built_in: the objects of archon.
     """
 
     def __init__(self, what: str, group: str, built_in: Mapping[str, T]) -> None:
@@ -27,7 +27,7 @@ class NamedObjects(Generic[T]):
         self.names: Sequence[str] = _Names(self)
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Registers the decorated object under `name`. Raises ConfigError where another one has it."""
+        """Register the decorated object under `name`. Raises ConfigError if the name is taken."""
 
         def add(item: T) -> T:
             known = self._objects.get(name, item)
@@ -39,7 +39,7 @@ class NamedObjects(Generic[T]):
         return add
 
     def find(self, name: str) -> T | None:
-        """Returns the object of this name, or None. Raises ConfigError for an entry point that cannot be loaded."""
+        """Return the object of this name, or None. Raises ConfigError if an entry point cannot be loaded."""
         if name not in self._objects:
             for entry in metadata.entry_points(group=self.group, name=name):
                 try:
@@ -53,17 +53,17 @@ class NamedObjects(Generic[T]):
         return self._objects.get(name)
 
     def nearest(self, name: str) -> str:
-        """Returns " (did you mean …?)" for a name that is close to a known one, else an empty string."""
+        """Return " (did you mean …?)" if a known name is close to `name`, else an empty string."""
         near = difflib.get_close_matches(name, list(self.names), n=1)
         return f" (did you mean {near[0]!r}?)" if near else ""
 
     def known_names(self) -> list[str]:
-        """Returns all names, sorted; those of entry points without loading them."""
+        """Return all names, sorted, without loading entry points."""
         return sorted({*self._objects, *(entry.name for entry in metadata.entry_points(group=self.group))})
 
 
 class _Names(Sequence[str]):
-    """The names of a registry as they are when they are read."""
+    """Live view of the names of a registry."""
 
     def __init__(self, objects: NamedObjects[T]) -> None:
         self._objects = objects
@@ -89,6 +89,6 @@ class _Names(Sequence[str]):
 
 
 def _is_same_definition(one: object, other: object) -> bool:
-    """Returns whether two objects are one definition, imported or run twice, as a notebook cell is."""
+    """Return whether two objects are the same definition, imported or run twice like a notebook cell."""
     names = [(getattr(item, "__module__", None), getattr(item, "__qualname__", None)) for item in (one, other)]
     return None not in names[0] and names[0] == names[1]

@@ -34,7 +34,7 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_memory_that_does_not_hold_the_libraries_is_named():
     said = complaint(limited("RLIMIT_AS", 400 * 2**20, "models"))
-    assert said.startswith("archon: memory ran out (") and "ulimit -v" in said
+    assert said.startswith("archon: out of memory (") and "ulimit -v" in said
 
 
 def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
         save_file({name: tensor}, checkpoint / weight_map[name])
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     said = complaint(limited("RLIMIT_NOFILE", 16, "convert", checkpoint, checkpoint.parent / "out", "--to", "native"))
-    assert f"archon: {checkpoint}/model-" in said and "cannot be read: no further file can be opened" in said
+    assert f"archon: {checkpoint}/model-" in said and "cannot be read: no more files can be opened" in said
     assert "for this process may have 16 open; raise the limit (ulimit -n)" in said
     assert not (checkpoint.parent / "out").exists()
 
@@ -55,19 +55,19 @@ def test_an_allocation_of_pytorch_is_named():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58)
     said = resource_error_message(caught.value)
-    assert said is not None and said.startswith("memory ran out (") and "allocate" in said
+    assert said is not None and said.startswith("out of memory (") and "allocate" in said
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError(), "memory ran out (MemoryError)"),
-        (RuntimeError("could not create a primitive"), "memory ran out (could not create a primitive)"),
-        (RuntimeError("CUDA out of memory. Tried"), "memory ran out (CUDA out of memory. Tried)"),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory ran out ([Errno 12] Cannot allocate memory)"),
-        (OSError(errno.EMFILE, "Too many open files"), "no further file can be opened"),
-        (ImportError("libx.so: cannot open shared object file: Too many open files"), "no further file can be opened"),
-        (RuntimeError("can't start new thread"), "no further thread can be started (can't start new thread)"),
+        (MemoryError(), "out of memory (MemoryError)"),
+        (RuntimeError("could not create a primitive"), "out of memory (could not create a primitive)"),
+        (RuntimeError("CUDA out of memory. Tried"), "out of memory (CUDA out of memory. Tried)"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "out of memory ([Errno 12] Cannot allocate memory)"),
+        (OSError(errno.EMFILE, "Too many open files"), "no more files can be opened"),
+        (ImportError("libx.so: cannot open shared object file: Too many open files"), "no more files can be opened"),
+        (RuntimeError("can't start new thread"), "no more threads can be started (can't start new thread)"),
     ],
 )
 def test_what_libraries_say_is_understood(error: Exception, said: str):
@@ -91,7 +91,7 @@ def fail_for_a_reason() -> None:
 def test_an_error_while_another_was_handled_is_of_that_one():
     with pytest.raises(AttributeError) as caught:
         fail_while_failing()
-    assert "no further file" in str(resource_error_message(caught.value))
+    assert "no more files" in str(resource_error_message(caught.value))
     with pytest.raises(AttributeError) as caught:
         fail_for_a_reason()
     assert resource_error_message(caught.value) is None

@@ -100,7 +100,7 @@ def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
     plain = archon("plan", "--config", file, *asked, "--fp8", "none")
     assert plain.code == 0 and "8 bits" not in plain.out and "fp8" not in plain.out
     told = archon("plan", checkpoint, *asked, *inner).complaint
-    assert "fp8 = rowwise_inner leaves none of 2 blocks in 8 bits" in told
+    assert "fp8 = rowwise_inner leaves none of 2 blocks in FP8" in told
 
 
 def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):

@@ -220,5 +220,5 @@ def test_a_bias_that_is_not_0_cannot_be_exported(tmp_path: Path) -> None:
 def test_families_without_experts_and_engines_without_optimizer_have_nothing_to_balance(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router_bias_update_rate = 0\.01 balances experts, and family qwen3 has"):
         make_engine(tmp_path, "dense")
-    with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.01 moves biases after each optimizer step"):
+    with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.01 changes biases after each optimizer step"):
         make_engine(tmp_path, optimizer=None)

@@ -345,7 +345,7 @@ def test_a_batch_that_adapters_cannot_train_on_is_refused(
         ({"lora": {"loras": {"a.b": {}}}}, "string should match pattern"),
         ({"lora": {"loras": {"x": {"path": "folder", "rank": 3}}}}, "rank is of a fresh adapter"),
         ({"router_aux_loss_coef": 0.1}, "several adapters train as if each were alone"),
-        ({"optimizer": None}, "an adapter has an optimizer, and the model's is null"),
+        ({"optimizer": None}, "a LoRA has an optimizer, but the optimizer of the model is null"),
     ],
 )
 def test_what_several_adapters_cannot_be_is_refused(options: dict[str, Any], complaint: str) -> None:

@@ -279,7 +279,7 @@ def test_a_pickle_is_never_read(adapter: tuple[Path, Path], tmp_path: Path) -> N
     ("lora", "complaint"),
     [
         ({"targets": ["q_proj", "query"]}, r"lora\.targets has 'query', which is none of this model's linear layers"),
-        ({"targets": []}, r"targets is \[\], which adapts nothing"),
+        ({"targets": []}, r"targets is \[\], which selects no module"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression of names: missing \)"),
         ({"rank_pattern": {"q_proj": 0}}, "got 0, input should be greater than or equal to 1"),
         ({"alpha_pattern": {"q_proj": 0}}, "got 0, input should be greater than 0"),

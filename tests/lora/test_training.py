@@ -192,8 +192,8 @@ def test_a_stage_without_adapters_is_refused(bases: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"init_from_scratch": True}, "lora adapts the weights of a checkpoint, and init_from_scratch is true"),
-        ({"router_bias_update_rate": 0.1}, "moves biases of the base, which lora freezes"),
+        ({"init_from_scratch": True}, "lora needs the weights of a checkpoint, and init_from_scratch = true"),
+        ({"router_bias_update_rate": 0.1}, "changes biases of the base model, which lora freezes"),
         ({"lora": {"rank": 0}}, "input should be greater than or equal to 1"),
         ({"lora": {"dropout": 0.1}}, "unknown key 'dropout'"),
     ],

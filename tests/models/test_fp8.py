@@ -221,7 +221,7 @@ def test_which_layers_are_in_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_inner_blocks_alone(tmp_path: Path) -> None:
     found = converted(make_engine(tmp_path, hf=EVEN | {"num_hidden_layers": 3}, fp8="rowwise_inner"))
     assert found and all(name.startswith("layers.1.") for name in found)
-    with pytest.raises(ConfigError, match="fp8 = rowwise_inner leaves none of 2 blocks in 8 bits; set fp8 = rowwise"):
+    with pytest.raises(ConfigError, match="fp8 = rowwise_inner leaves none of 2 blocks in FP8; set fp8 = rowwise"):
         make_engine(tmp_path, hf=EVEN | {"num_hidden_layers": 2}, fp8="rowwise_inner")
 
 

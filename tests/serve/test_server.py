@@ -437,7 +437,7 @@ async def test_memory_that_runs_out_is_told_in_one_line_and_costs_the_requests_o
     else:
         assert check_error(response, 503) == told
     [line] = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert "chat/completions failed: memory ran out (" in line.getMessage() and line.exc_info is None
+    assert "chat/completions failed: out of memory (" in line.getMessage() and line.exc_info is None
     assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
 
 
