@@ -47,7 +47,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     said = complaint(limited("RLIMIT_NOFILE", 16, "convert", checkpoint, checkpoint.parent / "out", "--to", "native"))
     assert f"archon: {checkpoint}/model-" in said and "cannot be read: no more files can be opened" in said
-    assert "for this process may have 16 open; raise the limit (ulimit -n)" in said
+    assert "the limit of this process is 16; raise it (ulimit -n)" in said
     assert not (checkpoint.parent / "out").exists()
 
 
