@@ -1,4 +1,4 @@
-"""Shards a batch over data-parallel ranks: every process has the whole batch, and computes on some documents."""
+"""Shard a batch over data-parallel ranks: every process holds the full batch and computes some documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_documents(n: int, ranks: int, what: str) -> None:
 
 
 def shard_indices(lengths: Sequence[int], dp: Group) -> list[int]:
-    """Returns this rank's rows, ascending: every `dp.size`-th by length, so that ranks have similar work."""
+    """Return the rows of this rank, ascending: every `dp.size`-th by length, so that ranks have similar work."""
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     return sorted(by_length[dp.rank :: dp.size])
 
@@ -32,7 +32,7 @@ def _shard_of(batch: Mapping[str, Any], dp: Group) -> list[int]:
 
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Returns some rows of every column, a tensor [B, …] or a list of B."""
+    """Select rows of every column, a tensor [B, …] or a list of B."""
     return {
         name: value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
         for name, value in batch.items()
@@ -40,30 +40,37 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def shard_batch(batch: Mapping[str, Any], dp: Group) -> dict[str, Any]:
-    """Returns this rank's documents of a padded batch [B, S].
+    """Return the documents of this rank from a padded batch [B, S].
 
-    A rank without a document gets a copy of the first one, with an all-zero loss mask.
+    A rank without a document gets a copy of the first one with an all-zero loss mask.
     """
     rows = _shard_of(batch, dp)
     if rows:
         return take_rows(batch, rows)
-    spare = take_rows(batch, [0])
-    spare["loss_mask"].zero_()
-    return spare
+    placeholder = take_rows(batch, [0])
+    placeholder["loss_mask"].zero_()
+    return placeholder
 
 
 def score_sharded(
     score: Callable[[dict[str, Any]], Tensor], batch: Mapping[str, Any], dp: Group, device: torch.device
 ) -> Tensor:
-    """Returns `score` of every document, [B, S] on the CPU of every rank, each computed on one rank.
+    """Score every document on one rank and share the results.
 
-    `device` is the one on which the group communicates.
+    Args:
+        score: scores a padded batch.
+        batch: the full padded batch [B, S].
+        dp: the data-parallel group.
+        device: device of the group's collectives.
+
+    Returns:
+        The scores [B, S] on the CPU, equal on all ranks.
     """
-    own = score(shard_batch(batch, dp))
+    local_scores = score(shard_batch(batch, dp))
     if dp.size == 1:
-        return own
-    whole = own.new_zeros(len(batch["input_ids"]), *own.shape[1:])
+        return local_scores
+    scores = local_scores.new_zeros(len(batch["input_ids"]), *local_scores.shape[1:])
     rows = _shard_of(batch, dp)
     if rows:
-        whole[rows] = own
-    return all_reduce(whole.to(device), dp).cpu()
+        scores[rows] = local_scores
+    return all_reduce(scores.to(device), dp).cpu()

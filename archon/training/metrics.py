@@ -1,7 +1,7 @@
-"""The records of a run as JSON lines: the metrics of each step, and sampled trajectories.
+"""Records of a run as JSON lines: metrics per step, and sampled trajectories.
 
-Records are written unbuffered, so that a killed run loses at most its last line. An incomplete last line is ignored by
-the reader and removed when the run is resumed.
+Records are written unbuffered, so a killed run loses at most its last line. The reader ignores an incomplete last line,
+and a resumed run removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from archon.schema.errors import DatasetError
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
-IMAGES_FOLDER = "images"  # those of trajectories
+IMAGES_FOLDER = "images"  # images of trajectories
 
 
 class JsonlWriter:
@@ -37,8 +37,11 @@ class JsonlWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `record` and return what was written: numbers of torch and numpy as Python's, NaN and infinities as
-        `"NaN"`, `"Infinity"` and `"-Infinity"`."""
+        """Write `record` and return the written JSON values.
+
+        Numbers of torch and numpy become Python numbers; NaN and infinities become `"NaN"`, `"Infinity"` and
+        `"-Infinity"`.
+        """
         plain = _to_json(record)
         # A lone surrogate, which UTF-8 cannot encode, becomes JSON's escape.
         line = memoryview(_line(plain).encode("utf-8", "backslashreplace"))
@@ -52,7 +55,7 @@ class JsonlWriter:
         return plain
 
     def truncate(self, step: int) -> int:
-        """Remove the records after `step`, which a resumed run writes again. Returns their number."""
+        """Remove the records after `step`, which a resumed run writes again; return their number."""
         records = read_jsonl(self.path)
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
@@ -68,9 +71,11 @@ class JsonlWriter:
 
 
 class MetricsWriter(JsonlWriter):
-    """Writes `metrics.jsonl`: per step one object with `step`, `time` (seconds since the epoch) and the metrics.
+    """Writer of `metrics.jsonl`: one object per step with `step`, `time` (seconds since the epoch) and metrics.
 
-    `on_record` is called with each record after it has been written.
+    Args:
+        path: the file.
+        on_record: called with each record after it is written.
     """
 
     def __init__(self, path: str | Path, on_record: Callable[[Mapping[str, Any]], None] | None = None):
@@ -84,7 +89,7 @@ class MetricsWriter(JsonlWriter):
 
 
 class TrajectoryWriter(JsonlWriter):
-    """Writes `trajectories.jsonl`: one object per sampled answer, for `archon report`. The first error is logged."""
+    """Writer of `trajectories.jsonl`: one object per sampled answer, for `archon report`. Logs the first error."""
 
     def __init__(self, path: str | Path, log: Callable[[str], None] = print):
         super().__init__(path)
@@ -92,10 +97,14 @@ class TrajectoryWriter(JsonlWriter):
         self._failed = False
 
     def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> bool:
-        """Write one answer. Returns False where it cannot be written.
+        """Write one answer; return False if it cannot be written.
 
         Args:
-            group: identifies the prompt, whose answers the report shows side by side.
+            step: the training step.
+            group: identifies the prompt; the report shows the answers of a group side by side.
+            prompt: text of the prompt.
+            completion: text of the answer.
+            reward: total reward.
             extra: any JSON values. The report shows `length` (tokens of the answer), `stop_reason`, `answer` (the
                 expected one), `advantage`, `rewards` (parts of the reward by name), `split` (`"train"` or `"eval"`),
                 `version` (of the weights) and `images` (names of PNG files in the folder `images` next to this file),
@@ -107,16 +116,17 @@ class TrajectoryWriter(JsonlWriter):
             self.append({"step": step, "group": group, **answer, **extra})
         except OSError as error:
             if not self._failed:
-                self._log(f"{self.path}: {error.strerror}; samples that cannot be written down are counted")
+                self._log(f"{self.path}: {error.strerror}; unwritten samples are only counted")
             self._failed = True
             return False
         return True
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the records of a file, without an incomplete last line.
+    """Read the records of a file, without an incomplete last line.
 
-    Raises DatasetError, with the line's number, when any other line is not a JSON object with a step.
+    Raises:
+        DatasetError: another line is not a JSON object with a step; the message has the line number.
     """
     # Bytes, because the last line may end inside a character.
     lines = Path(path).read_bytes().split(b"\n")
@@ -134,7 +144,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         if not isinstance(record, dict):
             raise DatasetError(f"{path}: line {number} is not a JSON object; remove or fix it")
         if type(step := record.get("step")) is not int or abs(step) >= 2**63:
-            raise DatasetError(f"{path}: line {number} is without a whole number as step; remove or fix it")
+            raise DatasetError(f"{path}: line {number} is without an integer step; remove or fix it")
         records.append(record)
     return records
 
@@ -144,7 +154,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Returns `value` with JSON's types alone."""
+    """Convert `value` to JSON types."""
     if isinstance(value, Mapping):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""Training on pairs of answers: direct preference optimization, and reward models.
+"""Preference training on pairs of answers: DPO, IPO and reward models.
 
-Every loss is a function of one number per answer: its log-probability, or its score. A step first computes these
-numbers for the whole batch and the derivative of the loss with respect to each. The engine then computes the
-gradient of the sum of derivative × number, which is the gradient of the loss. So the two answers of a pair need not be
-in the same micro-batch or on the same rank.
+Every loss is a function of one value per answer: its log-probability or its score. A step first computes these values
+for the full batch and the derivative of the loss with respect to each value. The engine then computes the gradient of
+Σ derivative × value, which equals the gradient of the loss. The two answers of a pair can therefore be in different
+micro-batches and on different ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Batch = dict[str, Tensor]
 
 
 def preference_loss(margin: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each pair [P] and its derivative with respect to the margin [P].
+    """Compute the loss of each pair [P] and its derivative with respect to the margin [P].
 
     Args:
-        margin: log-ratio to the reference, or score, of the preferred answer minus that of the other, [P].
+        margin: [P], chosen minus rejected log-ratio to the reference, or chosen minus rejected score.
         kind: `dpo`, −log σ(β m) (Rafailov et al. 2023, arXiv 2305.18290, equation 7); `ipo`, (m − 1/(2β))² (Azar et al.
             2023, arXiv 2310.12036, equation 17); `reward`, −log σ(m) (Bradley and Terry 1952), without β.
+        beta: β of dpo and ipo.
     """
     if kind == "ipo":
         difference = margin - 1 / (2 * beta)
@@ -44,7 +45,7 @@ def preference_loss(margin: Tensor, kind: str, beta: float) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Σ `weight` × number over the trained tokens, as a loss function of the engine."""
+    """Engine loss function: Σ `weight` × value over the trained tokens."""
 
     needs_entropy = False
 
@@ -52,15 +53,15 @@ class WeightedSum:
         return (numbers * torch.where(mb["loss_mask"] != 0, mb["weight"].to(numbers.dtype), 0.0)).sum(), {}
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """Returns the number of pairs: half that of answers with a trained token."""
+        """Return the number of pairs: half of the number of answers with a trained token."""
         return document_sums(mb["loss_mask"].float(), mb).count_nonzero() / 2
 
 
 class PreferenceTrainer(SFTTrainer):
-    """Trains a policy by DPO or IPO, or a reward model, on pairs: `PreferenceTrainer(config).train()`.
+    """Trainer of DPO and IPO policies and of reward models: `PreferenceTrainer(config).train()`.
 
-    A reward model is a critic, whose value after the answer's last token is the score. It is exported like any model;
-    `archon.load_model(path, is_critic=True)` loads it.
+    A reward model is a critic; its score is the value after the last token of the answer. Load an exported reward model
+    with `archon.load_model(path, is_critic=True)`.
     """
 
     kind = "dpo"
@@ -83,15 +84,15 @@ class PreferenceTrainer(SFTTrainer):
         sign = torch.tensor([1.0, -1.0]).repeat(len(derivative))
         weight = derivative.repeat_interleave(2) * sign
         batch["weight"] = weight.unsqueeze(1) * batch["loss_mask"]
-        own = shard_batch(batch, self.engine.ranks.dp)
+        local_batch = shard_batch(batch, self.engine.ranks.dp)
         loss = WeightedSum()
         with timed(seconds, "seconds/update"):
-            metrics = self.engine.train_batch(own, loss, loss.units)
+            metrics = self.engine.train_batch(local_batch, loss, loss.units)
             self.engine.step_lr_scheduler()
         return metrics | measured | seconds
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the metrics over all held-out pairs as `eval/…`; {} without held-out pairs."""
+        """Return metrics over all held-out pairs as `eval/…`; {} without held-out pairs."""
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
@@ -102,15 +103,15 @@ class PreferenceTrainer(SFTTrainer):
         return {f"eval/{name}": value / len(self.held_out) for name, value in sorted(sums.items())}
 
     def _pairs(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Returns the answers as a padded batch [2 P, S]: chosen and rejected alternate."""
+        """Pad the answers to a batch [2 P, S]; chosen and rejected alternate."""
         answers = [(row[f"{side}_ids"], row[f"{side}_loss_mask"]) for row in rows for side in ("chosen", "rejected")]
         if self.config.loss == "reward":
-            # A value does not depend on its own token: that of one more token is the value of the whole answer.
+            # A value does not depend on its token: one more token is appended, and its value scores the full answer.
             answers = [([*ids, ids[-1]], [*[0] * len(ids), 1]) for ids, _ in answers]
         return padded_batch([{"input_ids": ids, "loss_mask": mask} for ids, mask in answers])
 
     def _measure(self, batch: Batch) -> tuple[dict[str, float], Tensor]:
-        """Returns metrics of the pairs, and the derivative of each pair's loss with respect to its margin, [P]."""
+        """Return metrics of the pairs, and the derivative [P] of each loss with respect to its margin."""
         numbers = self._numbers(self.engine, batch)
         if self.reference is not None:
             numbers = numbers - self._numbers(self.reference, batch)
@@ -126,7 +127,7 @@ class PreferenceTrainer(SFTTrainer):
         return {name: value.mean().item() for name, value in means.items()}, derivative
 
     def _numbers(self, engine: Reference, batch: Batch) -> Tensor:
-        """Returns the sum of each answer's trained log-probabilities, or its score; float64 [2 P]."""
+        """Return the sum of trained log-probabilities of each answer, or its score; float64 [2 P]."""
 
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, only_trained=self.config.loss != "reward")

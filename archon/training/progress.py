@@ -17,10 +17,10 @@ LINE_SECONDS = 2.0
 
 
 class Progress:
-    """A context manager that displays a loop of `total` steps.
+    """Context manager that displays a loop of `total` steps.
 
-    A terminal shows the last `ROWS_SHOWN` steps in a table above a bar with elapsed and remaining time. Otherwise a
-    step is a line `rl 12/300  loss 0.1234  …`: at most one per `LINE_SECONDS`, and always the last.
+    A terminal shows the last `ROWS_SHOWN` steps in a table above a bar with elapsed and remaining time. Otherwise it
+    prints lines `rl 12/300  loss 0.1234  …`: at most one per `LINE_SECONDS`, and always the last step.
     """
 
     def __init__(self, title: str, total: int, *, start: int, columns: Sequence[str], console: Console):
@@ -56,7 +56,7 @@ class Progress:
             self._print(self._unprinted)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that `step` is done, with the metrics named by `columns`, or all where it is empty."""
+        """Display a finished step with the metrics of `columns`, or all metrics if `columns` is empty."""
         self.step = step
         shown = {name: metrics[name] for name in (self.columns or metrics) if name in metrics}
         if self._live:
@@ -87,7 +87,7 @@ class Progress:
 
 
 def format_number(value: Any) -> str:
-    """Returns a number with four significant digits and thousands separators; anything else as `str`."""
+    """Format a number with four significant digits and thousands separators; other values with `str`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1e4:

@@ -1,4 +1,4 @@
-"""The environment of a run: its directory, records, progress display, and the signals that end it early."""
+"""Environment of a run: directory, records, progress display and stop signals."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic"
 
 
 class RunDirectory:
-    """The folder of one run, locked by one process at a time.
+    """Folder of one run, locked by one process at a time.
 
-    Contains `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`,
-    `export/`, `stacks/` where a step stalled, the files of sinks, and `.lock`, which the operating system releases when
-    the process ends.
+    It contains `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`,
+    `export/`, `stacks/` after a stall, files of sinks, and `.lock`, which the operating system releases when the
+    process ends.
     """
 
     def __init__(self, path: str | Path):
@@ -55,8 +55,9 @@ class RunDirectory:
     def acquire(self, config: BaseModel, *, resume: bool) -> None:
         """Create and lock the folder, and write `config.yaml` and `versions.json`.
 
-        Raises ConfigError when another process has locked it, or when it contains a run and `resume` is false; OSError
-        when it cannot be written.
+        Raises:
+            ConfigError: another process has locked the folder, or it contains a run and `resume` is false.
+            OSError: the folder cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -70,7 +71,7 @@ class RunDirectory:
             ) from None
         except OSError as error:
             logger.warning(
-                "%s: its file system has no locks (%s); take care that no two runs share the folder",
+                "%s: the file system does not support locks (%s); do not use this folder for two runs",
                 self.path,
                 error.strerror,
             )
@@ -98,13 +99,13 @@ class RunDirectory:
 
 
 class StoppedError(Exception):
-    """SIGINT or SIGTERM interrupted a rollout or an evaluation; all processes raise it together."""
+    """SIGINT or SIGTERM stopped a rollout or an evaluation; raised on all processes together."""
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a request to stop after the step; the second ends the process.
+    """Signal handler: the first SIGINT or SIGTERM requests a stop after the step, the second ends the process.
 
-    Python allows handlers in the main thread only; in other threads signals are not handled.
+    Python allows handlers only in the main thread; in other threads signals are not handled.
 
     Args:
         world: with several processes, Ctrl-C reaches each of them twice (from the terminal and from torchrun), so a
@@ -133,25 +134,25 @@ class StopSignal:
         if self.received is not None:
             if self._world.size > 1 and time.monotonic() - self._received_at < self.ECHO_SECONDS:
                 return
-            _write_to_stderr("leaving at once, unsaved")
+            _write_to_stderr("exiting now without saving")
             os._exit(128 + number)
         self.received, self._received_at = signal.Signals(number), time.monotonic()
         if self.on_first is not None:
             self.on_first()
         if self._world.is_main:
-            _write_to_stderr(f"{self.received.name}: saving and leaving; once more leaves at once")
+            _write_to_stderr(f"{self.received.name}: saving, then exiting; press Ctrl-C again to exit now")
 
 
 def _write_to_stderr(message: str) -> None:
-    """Print a line from a signal handler: by `os.write`, because `print` is not reentrant."""
+    """Print a line from a signal handler with `os.write`: `print` is not reentrant."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\narchon: {message}\n".encode())
 
 
 class Runner:
-    """One run: `with Runner(run_dir, config, resume=…) as runner:` around everything that trains.
+    """Context manager of one run: `with Runner(run_dir, config, resume=…) as runner:`.
 
-    All processes enter it together. The main one locks the directory, writes and prints; the others write to /dev/null.
-    The main one also sends the metrics to `sinks`; entering raises ConfigError where one of them cannot start.
+    All processes enter it together. The main process locks the directory, writes records, prints, and sends metrics to
+    `sinks`; the others write to /dev/null. Entering raises ConfigError if a sink cannot start.
     """
 
     metrics: MetricsWriter
@@ -191,31 +192,31 @@ class Runner:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
-            self.world.barrier()  # a rank must not leave while another still receives from it
+            self.world.barrier()  # a rank must not exit while another rank still receives from it
         self._exit_stack.__exit__(kind, error, tb)
 
     def _claim(self, stack: ExitStack) -> None:
-        """Lock the directory and start the sinks, until the stack is closed; called on the main process."""
-        wanted = self._metrics_config
-        require_sinks(wanted.sinks)
+        """Lock the directory and start the sinks until `stack` closes; on the main process."""
+        metrics = self._metrics_config
+        require_sinks(metrics.sinks)
         self.directory.acquire(self.config, resume=self.resume)
         stack.callback(self.directory.release)
         path, config = self.directory.path, self.config.model_dump(mode="json")
-        run = {"project": wanted.project, "name": path.resolve().name, "config": config}
-        self._sinks = sinks = Sinks(wanted.sinks, path, self.resume, self.log, **run)
+        run = {"project": metrics.project, "name": path.resolve().name, "config": config}
+        self._sinks = sinks = Sinks(metrics.sinks, path, self.resume, self.log, **run)
         stack.push(lambda kind, *_: sinks.close(failed=kind is not None))
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank has received SIGINT or SIGTERM; all ranks read this together."""
+        """Whether any rank received SIGINT or SIGTERM. A collective."""
         self._stopping = self._stopping or self.world.all_reduce_max(self._signals.received or 0)
         return self._stopping > 0
 
     @contextmanager
     def on_stop_signal(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback`, in the signal handler, when a signal asks to stop within the block, or at once if one has.
+        """Call `callback` in the signal handler when a stop signal arrives inside the block, or now if it has arrived.
 
-        Never called with several processes, which must leave the block together.
+        With several processes it is never called: they must leave the block together.
         """
         if self.world.size == 1:
             self._signals.on_first = callback
@@ -227,26 +228,26 @@ class Runner:
             self._signals.on_first = None
 
     def request_stop(self, number: int) -> None:
-        """Act as if the signal had been received; called when a nested run, or another process, has received it."""
+        """Act as if the signal was received, for a nested run or another process that received it."""
         self._signals.received = signal.Signals(number)
 
     @property
     def stop_number(self) -> int:
-        """The number of the signal that ended the run early, or 0."""
+        """Number of the signal that stopped the run, or 0."""
         return self._stopping or self._signals.received or 0
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the number of the signal that ended the run early (130, 143)."""
+        """0, or 128 + the number of the signal that stopped the run (130, 143)."""
         return 128 + self.stop_number if self.stop_number else 0
 
     def rewind(self, step: int) -> None:
-        """Remove the records after `step`, the checkpoint's step from which the run is resumed."""
+        """Remove the records after `step`, the step of the checkpoint that the run resumes from."""
         self.metrics.truncate(step)
         self.trajectories.truncate(step)
 
     def progress(self, title: str, total: int, *, start: int = 0, columns: Sequence[str] = ()) -> Progress:
-        """Returns a display of `total` steps; `columns` names the metrics to show, by default all."""
+        """Create a display of `total` steps; `columns` names the metrics to show, by default all."""
         return Progress(title, total, start=start, columns=columns, console=self.console)
 
     def log(self, message: str) -> None:

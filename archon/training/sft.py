@@ -46,17 +46,17 @@ def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = No
 
 
 Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
-"""Called with (engine, step) after every step on every rank. Returns further metrics, and whether the target is
-reached, which ends the run of all ranks."""
+"""Called with (engine, step) after every step on every rank; returns extra metrics and whether the target is reached.
+A reached target ends the run on all ranks."""
 
 
 class SFTTrainer(BaseTrainer):
-    """Fine-tunes one model: `SFTTrainer(config).train()`.
+    """Supervised fine-tuning of one model: `SFTTrainer(config).train()`.
 
     Args:
         config: the run.
-        runner: the run's environment; by default `train` creates and closes one.
-        probe: measures further metrics, and may end the run before its last step.
+        runner: environment of the run; by default `train` creates and closes one.
+        probe: measures extra metrics and can end the run early.
     """
 
     kind: DatasetKind = "sft"
@@ -66,9 +66,9 @@ class SFTTrainer(BaseTrainer):
     loader: RowLoader | MultiLoRALoader
     held_out: RowDataset | None
     held_out_by_name: Mapping[str, RowDataset]
-    """Held-out rows of several adapters, by name."""
+    """Held-out rows by LoRA name, for multi-LoRA."""
     reader: ImageReader | None = None
-    """Reads pictures; None for a model of text."""
+    """Reader of images; None for a text model."""
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
         super().__init__(config, runner)
@@ -77,12 +77,12 @@ class SFTTrainer(BaseTrainer):
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
-        """Run to the last step, or until a signal asks to stop. Returns the newest metrics."""
+        """Run to the last step or until a stop signal; return the latest metrics."""
         return self.run(self.config.model, self.opened())
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done, or the probe's target is reached."""
+        """Whether the last step is done or the target of the probe is reached."""
         return self._target_reached or super().finished
 
     @contextmanager
@@ -92,12 +92,12 @@ class SFTTrainer(BaseTrainer):
         yield self
 
     def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
-        """Returns the rows of `train_data` or `eval_data`; None where it is not configured."""
+        """Load the rows of `train_data` or `eval_data`; None if not configured."""
         configured = getattr(self.config, section)
         return load_rows(configured, self.kind, tokenizer, self.reader) if configured else None
 
     def open(self) -> None:
-        """Load tokenizer, rows and model, and with `resume` the newest checkpoint."""
+        """Load tokenizer, rows and model, and with `resume` the latest checkpoint."""
         config = self.config
         require_exportable(config.model, "model")
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
@@ -126,28 +126,28 @@ class SFTTrainer(BaseTrainer):
         self.resume()
 
     def _open_loras(self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int) -> SFTConfig:
-        """Load the rows of several adapters. Returns the run with the steps of each."""
+        """Load the rows of every LoRA; return the config with the number of steps of each."""
         config, lora = self.config, self.config.model.lora
         assert lora is not None and lora.loras is not None
         loaders, steps, held_out = dict[str, RowLoader](), dict[str, int](), dict[str, RowDataset]()
         for name in names:
-            data, own, size = (config.lora_data or {}).get(name), rows, config.batch_size
-            evaluated = self.held_out
+            data, train_rows, size = (config.lora_data or {}).get(name), rows, config.batch_size
+            eval_rows = self.held_out
             if data is not None:
-                own = load_rows(data.train_data, self.kind, tokenizer, self.reader)
-                evaluated = None
+                train_rows = load_rows(data.train_data, self.kind, tokenizer, self.reader)
+                eval_rows = None
                 if data.eval_data is not None:
-                    evaluated = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
+                    eval_rows = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
                 size = data.batch_size or size
-                require_same_rows(own, data.train_data.path)
+                require_same_rows(train_rows, data.train_data.path)
                 require_documents(size, ranks, f"lora_data.{name}.batch_size")
-                require_row_lengths(own, config.model.max_tokens_per_mb)
-            if evaluated is not None:
-                require_documents(len(evaluated), ranks, f"the number of held-out rows of adapter {name}")
-                held_out[name] = evaluated
-            loaders[name] = RowLoader(own, size, seed=config.seed)
-            of_run = config.total_steps or config.epochs * loaders[name].steps_per_epoch
-            steps[name] = lora.loras[name].total_steps or of_run
+                require_row_lengths(train_rows, config.model.max_tokens_per_mb)
+            if eval_rows is not None:
+                require_documents(len(eval_rows), ranks, f"the number of held-out rows of LoRA {name}")
+                held_out[name] = eval_rows
+            loaders[name] = RowLoader(train_rows, size, seed=config.seed)
+            run_steps = config.total_steps or config.epochs * loaders[name].steps_per_epoch
+            steps[name] = lora.loras[name].total_steps or run_steps
         self.loader, self.held_out_by_name = MultiLoRALoader(loaders, steps), held_out
         self.total_steps = min(config.total_steps or max(steps.values()), max(steps.values()))
         return with_total_steps(config, steps)
@@ -160,12 +160,12 @@ class SFTTrainer(BaseTrainer):
         self._target_reached = state["enough"]
 
     def after_step(self) -> dict[str, float]:
-        """Returns the probe's metrics."""
+        """Return the metrics of the probe."""
         if self.probe is None:
             return {}
         assert self.runner is not None
         measured, reached = self.probe(self.engine, self.step)
-        # All ranks must stop together: the others would wait for this one in their next step.
+        # All ranks must stop together: otherwise the others wait for this rank in their next step.
         self._target_reached = self.runner.world.all_reduce_max(int(reached)) > 0
         return measured
 
@@ -180,13 +180,15 @@ class SFTTrainer(BaseTrainer):
         return metrics | {"tokens_per_second": metrics["tokens"] / seconds["seconds/step"]} | seconds
 
     def _local_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns this rank's documents of a batch."""
-        own = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
-        return padded_batch([rows[index] for index in own], self.reader)
+        """Return the padded documents of this rank."""
+        indices = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
+        return padded_batch([rows[index] for index in indices], self.reader)
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval/loss`, a mean over all trained tokens of the held-out rows, and the loss's metrics; {} without
-        held-out rows. Of several adapters each has its own, such as `eval/NAME/loss`."""
+        """Return `eval/loss`, the mean over all trained tokens of the held-out rows, and the metrics of the loss.
+
+        Multi-LoRA has metrics per LoRA, such as `eval/NAME/loss`. Without held-out rows the result is {}.
+        """
         if not isinstance(self.loader, MultiLoRALoader):
             return {} if self.held_out is None else self._evaluate(self.held_out)
         metrics: dict[str, float] = {}
@@ -208,19 +210,19 @@ class SFTTrainer(BaseTrainer):
             weight = measured.pop("loss_weight")
             sums["weight"] = sums.get("weight", 0.0) + weight
             for name in measured.keys() - {"tokens"}:
-                if name.endswith("/loss_weight"):  # of one of several adapters
+                if name.endswith("/loss_weight"):  # of one LoRA
                     continue
                 sums[name] = sums.get(name, 0.0) + weight * measured[name]
         weight = sums.pop("weight")
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
 
 
-def require_row_lengths(rows: Sequence[dict[str, Any]], most: int) -> None:
-    """Raise ConfigError if a row of training data has more tokens than a micro-batch, `most`."""
+def require_row_lengths(rows: Sequence[dict[str, Any]], max_tokens: int) -> None:
+    """Raise ConfigError if a training row has more than `max_tokens` tokens, the size of a micro-batch."""
     columns = ("input_ids", "chosen_ids", "rejected_ids")
     longest = max(len(row[column]) for row in rows for column in columns if column in row)
-    if longest > most:
+    if longest > max_tokens:
         raise ConfigError(
-            f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {most}; raise that, or "
-            f"leave long rows out with train_data.max_length={most}"
+            f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {max_tokens}; raise it, "
+            f"or drop long rows with train_data.max_length={max_tokens}"
         )

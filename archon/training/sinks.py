@@ -1,7 +1,7 @@
-"""Sends the metrics of `metrics.jsonl` to TensorBoard, W&B or Trackio as well.
+"""Metric sinks: TensorBoard, W&B and Trackio, in addition to `metrics.jsonl`.
 
 Packages are imported only if configured, before training starts. A sink that fails later is dropped with a warning.
-`write` gets the time in seconds since the epoch; `close`, whether an error ended the run.
+`write` takes the time in seconds since the epoch; `close` takes whether an error ended the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorBoard:
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            # Opened at the first write, because a resumed run repeats steps, and events from `step` on are purged.
+            # Open at the first write: a resumed run repeats steps, and events from `step` on are purged.
             self._writer = _import("tensorboard").SummaryWriter(str(self._folder), purge_step=step)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step, walltime=time)
@@ -38,9 +38,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run, whose id the run directory stores for a resumed run.
+    """W&B run; the run directory stores its id for resuming.
 
-    The step is logged as a metric, the axis of all others, because W&B's own step cannot go back when a run is resumed.
+    The step is logged as a metric and used as the x-axis: the built-in step of W&B cannot go back on resume.
     """
 
     def __init__(self, folder: Path, resume: bool, **run: Any) -> None:
@@ -75,7 +75,7 @@ SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "tra
 
 
 def require_sinks(names: Iterable[str]) -> None:
-    """Import the packages of the sinks. Raises ConfigError, with what to install, where one is missing."""
+    """Import the packages of the sinks. Raises ConfigError with the install command if one is missing."""
     for name in names:
         _import(name)
 
@@ -90,10 +90,17 @@ def _import(package: str) -> Any:
 
 
 class Sinks:
-    """The sinks of a run, by their names in `SINKS`; each gets every record of `metrics.jsonl`.
+    """Sinks of a run; each gets every record of `metrics.jsonl`.
 
-    W&B and Trackio start their runs with the arguments `run`, or with `resume` continue those of an earlier process.
-    `warn` is called with one line for a sink that fails. Raises ConfigError where one cannot be started.
+    Args:
+        names: names in `SINKS`.
+        folder: the run directory.
+        resume: continue the W&B or Trackio run of an earlier process.
+        warn: called with one line when a sink fails.
+        run: project, name and config of the W&B or Trackio run.
+
+    Raises:
+        ConfigError: a sink cannot start.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class Sinks:
                 ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of a record of `metrics.jsonl`, including NaN and infinities."""
+        """Send the numbers of a record, including NaN and infinities."""
         numbers = {
             name: float(value)
             for name, value in record.items()
@@ -124,7 +131,7 @@ class Sinks:
             self._try(name, lambda sink: sink.write(record["step"], record["time"], numbers))
 
     def close(self, *, failed: bool) -> None:
-        """Close the sinks that have not failed."""
+        """Close all sinks that have not failed."""
         for name in list(self._open):
             self._try(name, lambda sink: sink.close(failed))
         self._open = {}

@@ -244,7 +244,7 @@ def test_sigterm_saves_and_leaves_and_the_run_goes_on(archon, rl_overrides, tmp_
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
-    assert "SIGTERM: saving and leaving" in errors and "Traceback" not in errors
+    assert "SIGTERM: saving, then exiting" in errors and "Traceback" not in errors
     steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     done = archon("rl", *rl_overrides, "evaluation.every=0", f"total_steps={steps[-1] + 1}", "resume=true")
     assert done.code == 0, done.err

@@ -107,9 +107,9 @@ def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
         ("[1]", "not a JSON object"),
         ("[" * 100_000, "not JSON"),
         ('{"step": ' + "9" * 5000 + "}", "not JSON"),
-        ('{"loss": 1}', "without a whole number as step"),
-        ('{"step": "x"}', "without a whole number as step"),
-        ('{"step": ' + "9" * 400 + "}", "without a whole number as step"),
+        ('{"loss": 1}', "without an integer step"),
+        ('{"step": "x"}', "without an integer step"),
+        ('{"step": ' + "9" * 400 + "}", "without an integer step"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, what):

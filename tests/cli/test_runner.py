@@ -51,18 +51,18 @@ def test_the_first_signal_finishes_the_step_and_saves(tmp_path, number, code):
     with loop(tmp_path / "run", 0.2) as process:
         process.send_signal(number)
         assert process.wait(timeout=20) == code
-        assert process.stdout.read().endswith("saved 1\n") and "saving and leaving" in process.stderr.read()
+        assert process.stdout.read().endswith("saved 1\n") and "saving, then exiting" in process.stderr.read()
     assert [record["step"] for record in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1]
 
 
 def test_the_second_signal_leaves_at_once(tmp_path):
     with loop(tmp_path / "run", 60) as process:
         process.send_signal(signal.SIGTERM)
-        assert "once more leaves at once" in process.stderr.readline() + process.stderr.readline()
+        assert "press Ctrl-C again to exit now" in process.stderr.readline() + process.stderr.readline()
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130 and time.monotonic() - asked < 10
-        assert "saved" not in process.stdout.read() and "leaving at once" in process.stderr.read()
+        assert "saved" not in process.stdout.read() and "exiting now" in process.stderr.read()
 
 
 def test_a_run_directory_is_held_by_one_run_at_a_time(tmp_path):
@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatc
     monkeypatch.setattr("fcntl.flock", refuse)
     with Runner(tmp_path / "run", OptimizerConfig()):
         pass
-    assert "its file system has no locks (No locks available)" in caplog.text
+    assert "the file system does not support locks (No locks available)" in caplog.text
 
 
 def test_a_run_is_never_written_over_by_another(tmp_path):

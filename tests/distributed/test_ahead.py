@@ -147,6 +147,8 @@ def test_what_ends_one_rank_ends_all_within_seconds_with_one_error(
     code, output, ended = torchrun("archon", "rl", "--config", str(folder / "run.yaml"))
     assert code == 1
     # torchrun asks those that are left to end, of which rank 0 tells.
-    errors = [line for line in output.splitlines() if line.startswith("archon: ") and "saving and leaving" not in line]
+    errors = [
+        line for line in output.splitlines() if line.startswith("archon: ") and "saving, then exiting" not in line
+    ]
     assert len(errors) == 1 and re.search(message, errors[0]), output
     assert ended - float((folder / "end").read_text()) < GRACE_SECONDS

@@ -148,5 +148,5 @@ def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"actor\.lora\.loras names several adapters, and a run trains one policy"):
         RLConfig.parse({"run_dir": "x", "actor": several, "train_data": data, "reward": "exact_match"})
     model = {"path": base, "lora": {}}
-    with pytest.raises(ConfigError, match=r"a value head, which an adapter's files cannot hold; set model\.lora"):
+    with pytest.raises(ConfigError, match=r"a value head, which LoRA files cannot hold; set model\.lora"):
         PreferenceConfig.parse({"run_dir": "x", "loss": "reward", "model": model, "train_data": data})

@@ -45,7 +45,7 @@ def common(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def assert_ended_well(ended: Ended, number: signal.Signals) -> None:
     assert ended.exit_code == 128 + number, ended.errors
-    assert ended.errors == [f"archon: {number.name}: saving and leaving; once more leaves at once"]
+    assert ended.errors == [f"archon: {number.name}: saving, then exiting; press Ctrl-C again to exit now"]
     assert ended.seconds < SECONDS
     assert ended.orphans == []
 
@@ -190,7 +190,7 @@ def test_a_second_signal_leaves_at_once_and_the_run_goes_on_from_its_last_whole_
     config = rl_config(**common(tmp_path))
     ended = Ended(config, "twice")
     assert ended.exit_code == 128 + signal.SIGINT
-    assert ended.errors[1:] == ["archon: leaving at once, unsaved"]
+    assert ended.errors[1:] == ["archon: exiting now without saving"]
     assert ended.seconds < SECONDS
     assert ended.orphans == []
     assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") in (1, 2)

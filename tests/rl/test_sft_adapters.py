@@ -96,11 +96,11 @@ def test_a_run_of_several_adapters_resumes_bitwise(folder: Path, tmp_path: Path)
     [
         (
             {"nobody": {"train_data": {"path": "x"}}},
-            "lora_data has rows of nobody, and model.lora.loras names long",
+            "lora_data names nobody, but model.lora.loras names long",
         ),
         (
             {name: {"train_data": {"path": "x"}} for name in ("long", "short")},
-            "so that train_data is read by none",
+            "so train_data is unused",
         ),
     ],
 )

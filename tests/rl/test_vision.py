@@ -194,7 +194,7 @@ def test_sft_learns_from_pictures_and_its_tower_moves_where_it_is_trained(checkp
         assert losses[-1] < losses[0]
         model = trainer.engine.full_model
         assert model.visual.patch_embedding.weight.requires_grad == (vision == "trained")
-        (batch,) = [trainer._own_batch(trainer.loader.next_batch())]
+        (batch,) = [trainer._local_batch(trainer.loader.next_batch())]
         scored = trainer.engine.forward_batch(batch)
         blind = {**batch, "images": [[_black(each) for each in row] for row in batch["images"]]}
         assert (scored - trainer.engine.forward_batch(blind)).abs().max() > 1e-3
