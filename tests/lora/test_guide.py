@@ -14,7 +14,7 @@ from tests.cli.conftest import Outcome, archon
 
 __all__ = ["archon"]  # pytest finds fixtures by their names here
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "archon" / "ADAPTERS.md"
+PAGE = ROOT / "archon" / "LORA.md"
 SMALLER = {
     "bootstrap": ("warmup.total_steps=20", "warmup.target=null", "warmup.batch_size=16"),
     "sft": ("batch_size=8",),
