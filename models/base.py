@@ -27,7 +27,7 @@ __all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
 
 
 class TransformerBlock(nn.Module):
-    """A mixer and a feed-forward network, or mixture of experts, each normalized and added to the residual stream."""
+    """Transformer block: a mixer, then a feed-forward network or mixture of experts, with residuals."""
 
     def __init__(self, layer: int, spec: LayerSpec, dim: int) -> None:
         super().__init__()
@@ -45,11 +45,10 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta, layer_experts: Tensor | None = None
     ) -> Tensor | tuple[Tensor, RouterStats]:
-        """Returns [T, dim] for x [T, dim]; with experts also the router's statistics.
+        """Return the output [T, dim] of x [T, dim]; an MoE block also returns router statistics.
 
-        `layer_experts` [T, k] are experts chosen before; an argument, so that recomputation uses them too. The
-        statistics are
-        returned, not stored, so that recomputation does not count them twice.
+        Statistics are returned, not stored, so that recomputation does not count them twice. Replayed experts
+        `layer_experts` [T, k] are an argument, so that recomputation uses them too.
         """
         mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
@@ -69,7 +68,7 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def drop_none(**inputs: Any) -> dict[str, Any]:
-    """Returns the inputs that a batch has, for `hidden_states`: a family's own need not know of the others."""
+    """Drop None inputs, so that a family's `hidden_states` accepts only the inputs it uses."""
     return {name: value for name, value in inputs.items() if value is not None}
 
 
@@ -78,14 +77,14 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 class BaseArchonModel(nn.Module):
-    """A decoder: actor with a language-model head `output`, or critic with a value head `score`.
+    """Decoder: an actor with a language-model head `output`, or a critic with a value head `score`.
 
-    The engine builds it on the meta device, parallelizes it, allocates its memory and calls `init_buffers`. A pipeline
-    stage sets the modules that it does not own to None.
+    The engine builds it on the meta device, parallelizes it, allocates its memory and calls `init_buffers`. Modules of
+    other pipeline stages are None.
 
     Attributes:
-        model_class: the class it was built as; `fully_shard` changes the type of the object.
-        router_stats: statistics of each mixture of experts in the last forward, in the order of the layers.
+        model_class: the class at construction; `fully_shard` changes the type of the object.
+        router_stats: router statistics of each MoE layer in the last forward, in layer order.
     """
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
@@ -115,7 +114,7 @@ class BaseArchonModel(nn.Module):
             self.tie_weights()
 
     def build_block(self, layer: int) -> nn.Module:
-        """Returns a layer, as `args.layer(layer)` says."""
+        """Build the block of a layer from `layer_specs`."""
         return TransformerBlock(layer, self.layer_specs[layer], self.args.dim)
 
     def tie_weights(self) -> None:
@@ -124,13 +123,13 @@ class BaseArchonModel(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def full_precision_names(self) -> frozenset[str]:
-        """Returns the parameters of modules with `full_precision`, which are at least float32 in any model."""
+        """Return the names of parameters that are always at least float32."""
         wide = ((name, module) for name, module in self.named_modules() if getattr(module, "full_precision", False))
-        return frozenset(f"{name}.{own}" for name, module in wide for own, _ in module.named_parameters())
+        return frozenset(f"{name}.{parameter}" for name, module in wide for parameter, _ in module.named_parameters())
 
     @property
     def attention_ops(self) -> frozenset[str]:
-        """The attention operators whose results selective recomputation keeps."""
+        """The attention operators with results kept by selective recomputation."""
         return saved_ops(self.args.attn_type)
 
     def forward(
@@ -153,20 +152,22 @@ class BaseArchonModel(nn.Module):
 
         Args:
             tokens: int [T] or [1, T]; hidden states [T, dim] on a pipeline stage without embeddings.
-            positions: int, shaped as tokens: position within the document; [3, T] or [1, 3, T] with the time, row and
-                column of each token in a model that sees images.
-            cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
+            positions: int [T] or [1, T], position within the document; in a vision-language model [3, T] or [1, 3, T],
+                the time, row and column of each token.
+            cu_seqlens: int32 [B + 1], document boundaries from 0 to T.
             max_seqlen: length of the longest document.
-            tree_attn_meta: how tokens attend; by default within packed documents.
-            labels, temperature, entropy, loss_weights, label_rows: see `LMHead.forward`, where the last two are
-                `weights` and `rows`; labels and weights are shaped as tokens.
-            images: those of the documents, in a model that sees them.
-            routed_experts: integers [N, L, k] or [1, N, L, k], the experts that each of the N tokens between layers
-                (see `AttentionMeta.valid_mask`) used before in each of the model's L layers with experts, and uses
-                again; negative where the routers choose now. Each stage of a pipeline is given those of all layers.
+            tree_attn_meta: attention between tokens; by default causal within packed documents.
+            labels: int, shaped as tokens; see `LMHead.forward`.
+            temperature: divisor of the logits, a number or shaped as tokens.
+            entropy: whether to compute entropies.
+            loss_weights: float, shaped as tokens, the `weights` of `LMHead.forward`.
+            label_rows: the `rows` of `LMHead.forward`.
+            images: images of the documents, in a vision-language model.
+            routed_experts: int [N, L, k] or [1, N, L, k], the experts to replay for N tokens (see
+                `AttentionMeta.valid_mask`) in all L MoE layers of the model; negative entries let the router choose.
 
         Returns:
-            What `LMHead.forward` returns, the values [T] of a critic, or the hidden states [T, dim] of a stage without
+            The output of `LMHead.forward`, the values [T] of a critic, or the hidden states [T, dim] of a stage without
             a head; with a leading dimension of 1 if tokens have one.
         """
         has_axes = any(rope.spec.sections for rope in self.ropes) and positions.shape[-2:-1] == (3,)
@@ -179,10 +180,10 @@ class BaseArchonModel(nn.Module):
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
             routed_experts = None if routed_experts is None else routed_experts.squeeze(0)
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        further = drop_none(images=images, routed_experts=routed_experts)
-        out: Any = self.hidden_states(tokens, positions, attention, **further)
+        optional = drop_none(images=images, routed_experts=routed_experts)
+        out: Any = self.hidden_states(tokens, positions, attention, **optional)
         if self.score is not None:
-            weight = self.score.weight  # wider than the computation where adapters are trained
+            weight = self.score.weight  # wider than the compute dtype if LoRAs are trained
             values = self.score(out.to(weight.dtype)).squeeze(-1)
             if self.score.tp is not None:
                 values = all_gather_replicated(values, self.score.tp)
@@ -190,7 +191,7 @@ class BaseArchonModel(nn.Module):
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             out = values
         elif self.output is not None and labels is None:
-            out = _rows(self.output(out), attention.token_rows)  # a plain linear layer, as a generator's packed head is
+            out = _rows(self.output(out), attention.token_rows)  # a linear layer, like a generator's packed head
         elif self.output is not None:
             options: dict[str, Any] = {"entropy": entropy, "weights": loss_weights, "rows": label_rows}
             out = self.output(out, labels, temperature, **options, token_rows=attention.token_rows)
@@ -201,11 +202,12 @@ class BaseArchonModel(nn.Module):
         return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
     def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """Returns what a tower makes of patches [P, F] of images with these sizes, see `ImageFeatures.features`.
+        """Encode image patches [P, F]; see `ImageFeatures.features`.
 
-        Raises BatchError: this is a text model.
+        Raises:
+            BatchError: this is a text model.
         """
-        raise BatchError(f"{self.model_class.__name__} sees no images; expected a batch of text")
+        raise BatchError(f"{self.model_class.__name__} accepts no images; expected a text batch")
 
     def hidden_states(
         self,
@@ -215,15 +217,16 @@ class BaseArchonModel(nn.Module):
         images: PackedImages | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Returns hidden states for tokens [T] or a stage's hidden states [T, dim], after the final norm if it has one.
+        """Return hidden states [T, dim], after the final norm if this stage has it.
 
-        They are [T, dim], or [N, dim] at `attention.gather_index` [N].
+        `tokens` are ids [T], or hidden states [T, dim] of the previous stage. With `attention.gather_index` [N] the
+        result is [N, dim].
         """
-        seen = None if images is None else images.encode(self.encode_images)
+        features = None if images is None else images.encode(self.encode_images)
         hidden = tokens
         if self.tok_embeddings is not None:
             hidden = self.tok_embeddings(tokens)
-            hidden = hidden if seen is None else seen.embed(hidden)
+            hidden = hidden if features is None else features.embed(hidden)
             if (factor := self.args.embedding_multiplier) != 1:
                 hidden = hidden * (hidden.new_full((), factor) if self.args.embedding_multiplier_is_rounded else factor)
         attention.prepare(hidden)
@@ -232,30 +235,30 @@ class BaseArchonModel(nn.Module):
         self.router_stats = []
         for layer, block in self.layers.items():
             rope = self.rope_of_layer[int(layer)]
-            place = None if routed_experts is None else self.expert_layers.get(int(layer))
-            layer_experts = None if routed_experts is None or place is None else routed_experts[:, place]
+            moe_index = None if routed_experts is None else self.expert_layers.get(int(layer))
+            layer_experts = None if routed_experts is None or moe_index is None else routed_experts[:, moe_index]
             hidden = block(hidden, None if rope is None else rotations[rope], attention, layer_experts)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)
-            hidden = hidden if seen is None else seen.add(hidden, int(layer))
+            hidden = hidden if features is None else features.add(hidden, int(layer))
         if attention.gather_index is not None:
             hidden = hidden.index_select(0, attention.gather_index)
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
-        # The head is linear, so that its input can be divided in place of the logits.
+        # The head is linear, so dividing its input divides the logits.
         return hidden if self.args.logits_divisor == 1 or self.output is None else hidden / self.args.logits_divisor
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize weights as Hugging Face does: normal(0, initializer_range) matrices, zero biases, unit norms."""
+        """Initialize as Hugging Face does: normal(0, initializer_range) matrices, zero biases, unit norms."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, fill in self.initializers():
             fill(parameters[name])
 
     def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """Yields each parameter's name and the function that initializes it in place; a tied one occurs twice."""
+        """Yield each parameter's name and in-place initializer; a tied parameter occurs twice."""
         normal = partial(nn.init.normal_, std=self.args.initializer_range)
         for prefix, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding, ShortConvolution)):
@@ -272,9 +275,9 @@ class BaseArchonModel(nn.Module):
                     yield f"{prefix}.{name}", normal if name.startswith("w") else nn.init.zeros_
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute rotary frequencies on `device`, and move the routers' biases there, in at least float32.
+        """Recompute rotary frequencies and move router biases to `device`, in at least float32.
 
-        A bias on the meta device becomes 0; one that was loaded keeps its values.
+        A bias on the meta device becomes 0; a loaded bias keeps its values.
         """
         for rope in self.ropes:
             rope.init_buffers(device)

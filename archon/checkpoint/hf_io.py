@@ -51,21 +51,25 @@ def load_model(
     lora: str | os.PathLike[str] | None = None,
     text_only: bool = False,
 ) -> BaseArchonModel:
-    """Returns the model of a checkpoint folder, with its weights, as a plain unsharded module on `device`.
+    """Load a checkpoint as a plain unsharded module on `device`.
 
     Args:
-        path: the folder, or a model of transformers in memory, whose weights are copied.
-        dtype: of the parameters; by default the config's (`dtype` or `torch_dtype`), else float32; that of the weights
-            of a model in memory.
+        path: a checkpoint folder, or a transformers model in memory; its weights are copied.
+        device: the device of the weights.
+        dtype: parameter dtype; by default the config's `dtype` or `torch_dtype`, else float32. The default for a model
+            in memory is the dtype of its weights.
         is_critic: build a value head `score` in place of the language-model head.
-        init_score: build a critic from an actor's checkpoint: `score` is drawn from normal(0, initializer_range) by the
-            global random generator, and `lm_head` is not loaded.
+        init_score: build a critic from an actor's checkpoint. `score` is drawn from normal(0, initializer_range) with
+            the global random generator, and `lm_head` is not loaded.
         attn_type: the attention backend, `auto` or a registered name.
-        lora: the folder of an adapter in PEFT's format, which the model's layers add to their products; the weights
-            are then frozen, and the adapter is as wide as they are.
-        text_only: of a model that sees, load the decoder alone; an export carries the tower.
+        lora: folder of a LoRA in PEFT's format, added to linear layers. The base weights are then frozen, and the
+            LoRA has their dtype.
+        text_only: load only the text decoder of a vision-language model; an export passes the vision encoder through.
 
-    Raises CheckpointError, ConfigError or UnknownModelError for a folder that archon cannot load exactly.
+    Raises:
+        CheckpointError: the weights do not match the config.
+        ConfigError: a config field or an argument is not supported.
+        UnknownModelError: no family has the config's `model_type`.
     """
     if init_score and not is_critic:
         raise ConfigError("init_score is True and is_critic False; init_score builds a critic: set is_critic=True")
@@ -106,16 +110,16 @@ def load_model(
 
 
 def _model_config(model: nn.Module) -> dict[str, Any]:
-    """Returns the config of a model of transformers. Raises ConfigError where it is none."""
+    """Return the config of a transformers model; raise ConfigError for other modules."""
     config = as_dict(getattr(model, "config", None))
     if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{type(model).__name__} has no config with a model_type; expected a model of transformers")
+        raise ConfigError(f"{type(model).__name__} has no config with a model_type; expected a transformers model")
     return config
 
 
 @torch.no_grad()
 def _copy_weights(model: BaseArchonModel, adapter: BaseStateDictAdapter, source: nn.Module) -> None:
-    """Copy the weights of a model of transformers. Raises CheckpointError as `BaseStateDictAdapter.from_hf` does."""
+    """Copy the weights of a transformers model; raise CheckpointError for unknown or missing keys."""
     native = adapter.from_hf(source.state_dict())
     for name, tensor in loadable_tensors(model, adapter).items():
         if name in native:
@@ -129,11 +133,9 @@ DIGEST_BYTES = 256
 
 
 def checkpoint_digest(path: str | os.PathLike[str]) -> str:
-    """Returns a hash of a checkpoint's config, its files' headers and the first bytes of each tensor, as 16 hexadecimal
-    digits.
+    """Return a hash (16 hex digits) of a checkpoint's config, file headers and first bytes of each tensor.
 
-    It distinguishes checkpoints of different models, of different weights and of different layouts of files without
-    reading all of them.
+    It distinguishes checkpoints by model, weights and file layout without reading whole files.
     """
     with HFCheckpoint(path) as checkpoint:
         entries = sorted((key, str(e.dtype), e.shape, e.start, e.end) for key, e in checkpoint.entries.items())
@@ -147,7 +149,7 @@ def checkpoint_digest(path: str | os.PathLike[str]) -> str:
 
 
 def materialize(model: nn.Module, device: str | torch.device) -> None:
-    """Allocate the memory of a model built on the meta device. Raises ConfigError where it does not fit `device`."""
+    """Allocate a model built on the meta device; raise ConfigError if it does not fit `device`."""
     try:
         model.to_empty(device=device)
     except RuntimeError as error:  # CUDA's OutOfMemoryError is a RuntimeError too
@@ -171,13 +173,13 @@ def save_model(
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
-    Raises CheckpointError where that config is of another model, where a balancing bias is not 0, and for a model with
-    adapters, which the checkpoint could hold only merged.
+    Raises:
+        CheckpointError: `like` has the config of another model, a balancing bias is not 0, or the model has a LoRA.
     """
     if any(is_lora(name) for name, _ in model.named_parameters()):
         raise CheckpointError(
-            f"{os.fspath(path)}: the model has adapters, which an export of its weights would lose; write them merged "
-            "with archon export --merge, or load the model without them"
+            f"{os.fspath(path)}: the model has a LoRA, which an export of its weights would lose; merge it with "
+            "archon export --merge, or load the model without it"
         )
     hf_config = read_hf_config(like)
     text_only = is_text_decoder(model.args, hf_config["model_type"])
@@ -202,7 +204,7 @@ def save_model(
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of a Hugging Face config (`dtype` or the older `torch_dtype`); float32 where it names none."""
+    """Return the config's `dtype` or the older `torch_dtype`; float32 by default."""
     name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -211,15 +213,17 @@ def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """Returns the tokenizer of a folder, whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
+    """Load a tokenizer with `apply_chat_template(tokenize=True)` returning a plain list of ids.
 
-    transformers 5 returns a mapping there by default, while workflows written for other RL frameworks expect the list.
-    Raises TokenizerError where the folder holds no tokenizer, or one without an end-of-text token.
+    transformers 5 returns a mapping by default, while workflows of other RL frameworks expect a list.
+
+    Raises:
+        TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
-    # Without vocabulary files transformers would build a tokenizer of the config's family with an empty vocabulary.
+    # Without vocabulary files transformers builds a tokenizer with an empty vocabulary.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
         raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
     # Imported here because importing transformers takes seconds.

@@ -97,11 +97,11 @@ class PackedBatch:
         return len(self.lengths)
 
     def loss_labels(self) -> Tensor:
-        """Returns labels [T], -100 where `loss_mask` is 0, so that the head computes only rows that are trained."""
+        """Return labels [T], -100 where `loss_mask` is 0, so that the head computes only rows that are trained."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
     def temperature(self, default: float) -> float | Tensor:
-        """Returns what divides the logits: [T], the field `temperatures` and `default` where it is 0; without such a
+        """Return what divides the logits: [T], the field `temperatures` and `default` where it is 0; without such a
         field `default`."""
         if "temperatures" not in self or "temperatures" in self.per_document:
             return default
@@ -127,7 +127,7 @@ class PackedBatch:
             )
 
     def labeled_rows(self, only_trained: bool) -> Tensor:
-        """Returns the model-order indices of labels, or with `only_trained` of `loss_labels`; int64 on the CPU."""
+        """Return the model-order indices of labels, or with `only_trained` of `loss_labels`; int64 on the CPU."""
         return (self.rows or self._find_rows())[only_trained]
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class PackedBatch:
         return labeled, labeled[self.in_model_order(self["loss_mask"])[labeled] != 0]
 
     def with_images(self, image_format: ImageFormat | None) -> PackedBatch:
-        """Returns the batch, which is on the CPU, for a model that takes such images, with the positions of both.
+        """Return the batch, which is on the CPU, for a model that takes such images, with the positions of both.
 
         Raises BatchError for images where the model sees none, for pictures of another model, and for a document whose
         placeholders are not those of its pictures.
@@ -160,7 +160,7 @@ class PackedBatch:
         return replace(self, positions=torch.cat(positions, dim=1), image_format=image_format)
 
     def without_images(self) -> PackedBatch:
-        """Returns the batch with its placeholders as text, for a forward that scores nothing."""
+        """Return the batch with its placeholders as text, for a forward that scores nothing."""
         positions = self.positions if self.positions.dim() == 1 else self.positions[0]
         return replace(self, images=None, packed_images=None, positions=positions)
 
@@ -170,7 +170,7 @@ class PackedBatch:
         return self.images is not None and any(self.images)
 
     def model_images(self) -> PackedImages | None:
-        """Returns the images of all documents in the model's order, on the CPU; None without one."""
+        """Return the images of all documents in the model's order, on the CPU; None without one."""
         if self.packed_images is not None or self.images is None or not any(self.images):
             return self.packed_images
         assert self.image_format is not None
@@ -183,7 +183,7 @@ class PackedBatch:
         return PackedImages.from_images(tokens, pictures, self.image_format)
 
     def _token_images(self) -> Tensor:
-        """Returns which of all documents' pictures each token stands for, int64 [T]; -1 for text."""
+        """Return which of all documents' pictures each token stands for, int64 [T]; -1 for text."""
         assert self.images is not None and self.image_format is not None
         areas = [height * width for pictures in self.images for height, width in (image.size for image in pictures)]
         numbers = torch.full_like(self.tokens, -1)
@@ -192,18 +192,18 @@ class PackedBatch:
         return numbers
 
     def image_ids(self) -> Tensor:
-        """Returns numbers [T] that are equal for tokens of equal pictures; -1 for text."""
+        """Return numbers [T] that are equal for tokens of equal pictures; -1 for text."""
         assert self.images is not None
         numbers: dict[str, int] = {}
         distinct = [numbers.setdefault(image.digest, len(numbers)) for pictures in self.images for image in pictures]
         return torch.tensor([*distinct, -1])[self._token_images()]
 
     def in_model_order(self, x: Tensor) -> Tensor:
-        """Returns a per-token tensor [T, ...] of this pack in the model's order."""
+        """Return a per-token tensor [T, ...] of this pack in the model's order."""
         return x if self.order is None else x.index_select(0, self.order.rows)
 
     def model_positions(self) -> Tensor:
-        """Returns the positions, [T] or [3, T], in the model's order."""
+        """Return the positions, [T] or [3, T], in the model's order."""
         return self.positions if self.order is None else self.positions.index_select(-1, self.order.rows)
 
     def in_pack_order(self, x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class PackedBatch:
         return x if self.order is None else x.index_select(0, self.order.inverse)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Returns the batch on `device`; copied asynchronously from pinned memory if that is a GPU."""
+        """Return the batch on `device`; copied asynchronously from pinned memory if that is a GPU."""
         if self.tokens.device == device:
             return self
         names = ("tokens", "positions", "labels", "cu_seqlens")
@@ -228,13 +228,13 @@ class PackedBatch:
         )
 
     def sorted_by_length(self) -> PackedBatch:
-        """Returns the batch, which is on the CPU, for a model that computes documents by length."""
+        """Return the batch, which is on the CPU, for a model that computes documents by length."""
         if self.shared is not None:
             return self
         return replace(self, order=TokenReorder.by_length(self.lengths, self.lora_ids))
 
     def with_loras(self, n_loras: int) -> PackedBatch:
-        """Returns the batch, which is on the CPU, for a model with several adapters: `lora` is the index of each
+        """Return the batch, which is on the CPU, for a model with several adapters: `lora` is the index of each
         document's, or `NO_LORA`. Raises BatchError without that field or for an index outside of the adapters."""
         if "lora" not in self.per_document or self["lora"].is_floating_point():
             raise BatchError(
@@ -251,18 +251,18 @@ class PackedBatch:
         return replace(self, lora_ids=tuple(ids))
 
     def with_computed_lora_ids(self) -> PackedBatch:
-        """Returns the batch, which is on the CPU and whose order is settled, with `computed_lora_ids`."""
+        """Return the batch, which is on the CPU and whose order is settled, with `computed_lora_ids`."""
         ids = self.token_lora_ids()
         return replace(
             self, computed_lora_ids=self.in_model_order(ids if self.shared is None else ids[self.shared.rows])
         )
 
     def token_lora_ids(self) -> Tensor:
-        """Returns the index [T] of each token's adapter, on the CPU, in the order of the pack."""
+        """Return the index [T] of each token's adapter, on the CPU, in the order of the pack."""
         return torch.tensor(self.lora_ids).repeat_interleave(torch.tensor(self.lengths))
 
     def by_lora(self) -> Iterator[tuple[int, PackedBatch]]:
-        """Yields the index of each adapter of documents of this pack, and the pack of these documents; `source` has the
+        """Yield the index of each adapter of documents of this pack, and the pack of these documents; `source` has the
         positions of its tokens in this one."""
         assert self.lora_ids is not None
         starts = [0, *accumulate(self.lengths)]
@@ -285,7 +285,7 @@ class TokenReorder:
 
     @classmethod
     def by_length(cls, lengths: Sequence[int], lora_ids: Sequence[int] | None = None) -> TokenReorder | None:
-        """Returns an order by ascending length, in which documents of one length are one batch for attention; None if
+        """Return an order by ascending length, in which documents of one length are one batch for attention; None if
         they are nearly adjacent already.
 
         For the many short documents of reinforcement learning that is a handful of calls instead of hundreds. Documents
@@ -304,13 +304,13 @@ class TokenReorder:
         return cls(tuple(order.tolist()), tuple(sorted_lengths.tolist()), bounds.int(), rows, torch.argsort(rows))
 
     def to(self, device: torch.device) -> TokenReorder:
-        """Returns the order with its tensors on `device`."""
+        """Return the order with its tensors on `device`."""
         tensors = (to_device_async(x, device) for x in (self.cu_seqlens, self.rows, self.inverse))
         return TokenReorder(self.documents, self.lengths, *tensors)
 
 
 def pack(batch: Mapping[str, Any]) -> PackedBatch:
-    """Packs all documents of a padded batch, in their order, and shifts per-token fields.
+    """Pack all documents of a padded batch, in their order, and shifts per-token fields.
 
     `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
     and any other tensors of shape [B, S, ...] (per token) or [B] (per document); of these `routed_experts` [B, S, L, k]
@@ -376,7 +376,7 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
 
 
 def _row_images(images: Any, count: int) -> tuple[tuple[ProcessedImage, ...], ...]:
-    """Returns the pictures of each row. Raises BatchError unless there is a list of them for each."""
+    """Return the pictures of each row. Raises BatchError unless there is a list of them for each."""
     rows = list(images) if isinstance(images, list | tuple) else None
     if rows is None or any(not isinstance(row, list | tuple) for row in rows):
         raise BatchError(f"images is a {type(images).__name__}; expected of each of {count} rows a list of pictures")
@@ -390,7 +390,7 @@ def _row_images(images: Any, count: int) -> tuple[tuple[ProcessedImage, ...], ..
 
 
 def _packed_experts(batch: Mapping[str, Any], source: Tensor) -> Tensor | None:
-    """Returns the experts of the tokens at `source` [T] of the flattened batch, as routers are given them; not shifted,
+    """Return the experts of the tokens at `source` [T] of the flattened batch, as routers are given them; not shifted,
     as they are about reading a token. None where the batch has none."""
     if FIELD not in batch:
         return None
@@ -401,7 +401,7 @@ def _packed_experts(batch: Mapping[str, Any], source: Tensor) -> Tensor | None:
 
 
 def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
-    """Splits a pack between documents into micro-batches of at most `max_tokens` tokens.
+    """Split a pack between documents into micro-batches of at most `max_tokens` tokens.
 
     First-fit decreasing [Johnson 1973]: at most 11/9 of the fewest possible micro-batches (plus a constant), and
     deterministic. Each micro-batch keeps its documents in their original order, and its `source` holds the index of
@@ -431,7 +431,7 @@ def unpack(packed: PackedBatch, values: Tensor, shape: torch.Size | tuple[int, i
 
 
 def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Returns bins of indices whose lengths sum to at most `limit`; indices ascend in a bin, bins by first index."""
+    """Return bins of indices whose lengths sum to at most `limit`; indices ascend in a bin, bins by first index."""
     for index, length in enumerate(lengths):
         if length > limit:
             raise BatchError(
@@ -451,7 +451,7 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> PackedBatch:
-    """Returns the pack of these documents of `packed`, in this order."""
+    """Return the pack of these documents of `packed`, in this order."""
     lengths = [packed.lengths[d] for d in documents]
     index = torch.from_numpy(ranges([starts[d] for d in documents], lengths))
     chosen = torch.tensor(documents)
@@ -475,7 +475,7 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
 
 
 def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns length [B] and first column [B] of each row's document. Raises BatchError for an empty row or a gap."""
+    """Return length [B] and first column [B] of each row's document. Raises BatchError for an empty row or a gap."""
     lengths = mask.sum(1)
     starts = mask.int().argmax(1)
     ends = mask.shape[1] - mask.flip(1).int().argmax(1)

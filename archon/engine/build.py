@@ -1,4 +1,4 @@
-"""From a configuration to a model on its device: built on meta, pruned to a stage, parallelized, loaded."""
+"""Build a model from a configuration: create it on meta, prune it to a stage, parallelize and load it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from archon.schema.config import EngineConfig, LoRASpec
 from archon.schema.errors import ConfigError, LayoutError
 
 FP8_CAPABILITY = (9, 0)
-"""What `scaled_mm` needs for scales of rows; `scaled_grouped_mm` always."""
+"""Compute capability required by `scaled_mm` with row scales and by `scaled_grouped_mm`."""
 
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds a model from its configuration and resolved layout.
+    """Builder of a model from its configuration and resolved layout.
 
-    `loras` has the sizes of each adapter by name; None names the only one of a model without several.
+    Attributes:
+        loras: the matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
     """
 
     config: EngineConfig
@@ -57,12 +58,12 @@ class ModelBuilder:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of the weights: float32 or wider for training, else the computation's."""
+        """The dtype of the weights: float32 or wider for training, else the compute dtype."""
         trained = self.config.optimizer and not self.loras
         return torch.promote_types(self.compute_dtype, torch.float32) if trained else self.compute_dtype
 
     def full_model(self) -> BaseArchonModel:
-        """Returns the model with all layers, unparallelized, on the meta device: weights frozen if it has adapters."""
+        """Return the unparallelized model on the meta device; its base weights are frozen if it has LoRAs."""
         with torch.device("meta"):
             model = self.spec.model_class(self.args).to(self.master_dtype)
             if self.args.image_format is not None and self.config.vision == "frozen":
@@ -72,9 +73,9 @@ class ModelBuilder:
         return model
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
-        """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
+        """Return the materialized model with undefined weights; `remove` prunes it to a pipeline stage."""
         config, blocks = self.config, self.config.fp8_blocks(self.args.n_layers)
-        if config.deterministic or compile_enabled(config.compile, self.device.type):  # which is for a number of them
+        if config.deterministic or compile_enabled(config.compile, self.device.type):  # both fix a thread count
             use_all_threads()
         model = self.full_model()
         remove(model)
@@ -87,7 +88,7 @@ class ModelBuilder:
             reshard_after_forward_policy=config.reshard_after_forward,
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
-            # Families outside of archon need not know of it.
+            # Families outside archon may not accept these options.
             **({"fp8": config.fp8_recipe} if blocks else {}),
             **({"fp8_blocks": blocks} if 0 < len(blocks) < self.args.n_layers else {}),
         )
@@ -98,7 +99,7 @@ class ModelBuilder:
         return model
 
     def build_stages(self, rank: int) -> StagedModel:
-        """Returns the stages of a pipeline's rank, pruned by the family's `pipelining_fn` or by the shared one."""
+        """Return the stages of a pipeline rank, pruned by the family's `pipelining_fn` or by `prune`."""
         plan, remove = self.layout.stages, self.spec.pipelining_fn or prune
         assert plan is not None
         return StagedModel(
@@ -106,11 +107,11 @@ class ModelBuilder:
         )
 
     def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
-        """Initialize the weights that the config wants fresh, all or a new score head; load the others."""
+        """Initialize fresh weights (all of them, or a new score head); load the other weights."""
         gpus = [self.device] if self.device.type == "cuda" else []
         if self.config.init_from_scratch or adapter.init_score:
             with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
-                # DTensor warns that random numbers on CPU meshes may differ between ranks; each rank draws all of them.
+                # DTensor warns that CPU ranks may draw different numbers; here every rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
                 self._init_weights(model, self.full_model().initializers(), adapter.is_tied)
@@ -123,33 +124,34 @@ class ModelBuilder:
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, fills: Iterable[Fill], tied: bool) -> None:
-        """Initialize weights independently of the layout: every rank draws all of them and keeps its parts."""
+        """Initialize weights independently of the layout: every rank draws whole tensors and keeps its shards."""
         shapes = dict(self.full_model().named_parameters(remove_duplicate=False))
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, fill in fills:
             drawn = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
             fill(drawn)
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
-            for parameter in (own[alias].detach() for alias in aliases & own.keys()):
+            for parameter in (parameters[alias].detach() for alias in aliases & parameters.keys()):
                 local_tensor(parameter).copy_(drawn[local_region(parameter)])
 
 
 def lora_specs(config: EngineConfig) -> Mapping[str | None, LoRASpec]:
-    """Returns the adapters that are configured by name; None names the only one of a model without several."""
+    """Return the configured LoRAs by name; the name is None in a model with one LoRA."""
     if config.lora is None:
         return {}
     return {None: config.lora} if config.lora.loras is None else dict(config.lora.loras.items())
 
 
 def balancing_args(config: EngineConfig) -> dict[str, bool]:
-    """Returns the model argument that adds a balancing bias to routers, if the config needs one."""
+    """Return the model argument that adds balancing biases to routers if the config updates them."""
     return {"balance_by_bias": True} if config.router_bias_update_rate else {}
 
 
 def delta_rule(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
-    """Returns the model argument that chooses what computes gated delta nets, if it is not torch.
+    """Return the model argument that selects the gated-delta-net kernel unless it is torch.
 
-    Raises ConfigError for a family without them.
+    Raises:
+        ConfigError: the family has no gated delta net.
     """
     if config.delta_rule == "torch":
         return {}
@@ -162,14 +164,14 @@ def delta_rule(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
 
 
 def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, device: torch.device) -> None:
-    """Raise ConfigError for options that the model or the device does not have."""
+    """Raise ConfigError for options that the model or the device does not support."""
     check_balancing(config, spec, args)
     check_vision(config, spec, args)
     check_fp8(config, args, device)
 
 
 def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError for a load balancing that the model's layers cannot have."""
+    """Raise ConfigError for a load balancing that the model does not support."""
     sparse = [layer.feed_forward for layer in args.layer_specs if layer.feed_forward.n_experts]
     if config.router_bias_update_rate and not sparse:
         raise ConfigError(
@@ -178,63 +180,61 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
         )
     if config.router_aux_loss_coef and not all(network.has_balancing_loss for network in sparse):
         raise ConfigError(
-            f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs routers that choose by a softmax, and those "
-            f"of family {spec.name} choose by a sigmoid, whose scores do not sum to 1; set it to 0, and "
+            f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs softmax routers, and family {spec.name} has "
+            "sigmoid routers with scores that do not sum to 1; set it to 0, and "
             "router_bias_update_rate to balance experts by a bias"
         )
 
 
 def check_vision(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError for a tower that is to be trained and does not exist."""
+    """Raise ConfigError for a trained vision encoder in a text model."""
     if config.vision == "trained" and args.image_format is None:
-        raise ConfigError(
-            f"vision = 'trained' trains the tower of a model that sees, and family {spec.name} has none; leave it out"
-        )
+        raise ConfigError(f"vision = 'trained' trains a vision encoder, and family {spec.name} has none; leave it out")
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
-    """Raise ConfigError for 8-bit products that a GPU does not have, that no block has, or that an image would scale
-    otherwise in another layout."""
+    """Raise ConfigError for FP8 on a GPU without it, or if padding with an image token would change a scale."""
     if not config.fp8_blocks(args.n_layers):
         return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
-            f"fp8 = {config.fp8} needs a GPU of compute capability 9.0 at least, such as an H100, and {device} is a "
+            f"fp8 = {config.fp8} needs a GPU of compute capability 9.0 or higher, such as an H100, and {device} is a "
             f"{torch.cuda.get_device_name(device)}; set fp8 to none"
         )
     layout = parse_layout(config.layout)
     if config.fp8_recipe == "tensorwise" and args.image_format is not None and layout.world_size > layout.dp:
         raise ConfigError(
-            f"fp8 = {config.fp8} pads documents of layout {config.layout} with the first token of a micro-batch, which "
-            "may be that of an image; set fp8 = rowwise, vision = off, or a layout of d and r alone"
+            f"fp8 = {config.fp8} pads documents of layout {config.layout} with the first token of a micro-batch, and "
+            "it may be an image token; set fp8 = rowwise, vision = off, or use a layout of d and r only"
         )
 
 
 def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize]) -> None:
-    """Raise LayoutError for a pipeline's stage without an adapter, which would have nothing to train."""
+    """Raise LayoutError for a pipeline stage without a LoRA matrix, since it has nothing to train."""
     if not loras or layout.stages is None:
         return
-    # layers.3.attention.wq.weight; a tower's matrices are on the first stage
+    # layers.3.attention.wq.weight; the matrices of a vision encoder are on the first stage
     adapted = {0 if name.startswith(VISION_PREFIX) else int(name.split(".")[1]) for name in loras}
     for stage, (first, after) in enumerate(layout.stages.layers):
         if not adapted & {*range(first, after)}:
             raise LayoutError(
-                f"stage {stage} of the pipeline, layers {first} to {after - 1}, has no adapter to train: they are in "
-                f"layers {sorted(adapted)}; name targets in every stage, or use a smaller p"
+                f"stage {stage} of the pipeline, layers {first} to {after - 1}, has no LoRA to train: the LoRA "
+                f"matrices are in layers {sorted(adapted)}; name targets in every stage, or use a smaller p"
             )
 
 
 def lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
-    """Returns the adapters of a fresh configuration, or those of the folder that it names."""
+    """Return the sizes of a fresh LoRA, or the sizes in the folder `config.path`."""
     return resolve_lora_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
 
 
 def require_exportable(config: EngineConfig, name: str) -> None:
-    """Raise ConfigError for a model whose export, at the end of a run, would lack balancing biases or adapters.
+    """Raise ConfigError if the export at the end of a run would lose balancing biases or LoRA matrices.
 
-    A family whose checkpoints store a bias for each router exports those that `router_bias_update_rate` has moved.
+    Some families store router biases in their checkpoints; the others cannot export updated biases.
 
     Args:
+        config: the engine's configuration.
         name: the section of the run's configuration that holds `config`.
     """
     hf_config = read_hf_config(config.path)
@@ -248,14 +248,18 @@ def require_exportable(config: EngineConfig, name: str) -> None:
         moved = expert_biases(spec.model_class(replace(adapter.args, balance_by_bias=True)))
     if moved.keys() - adapter.buffer_shapes.keys():
         raise ConfigError(
-            f"{name}.router_bias_update_rate = {config.router_bias_update_rate:g} moves balancing biases, which the "
-            f"export of a {spec.name} at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef "
-            "to balance experts by a loss"
+            f"{name}.router_bias_update_rate = {config.router_bias_update_rate:g} moves balancing biases, and "
+            f"an exported {spec.name} cannot hold them; set it to 0, and {name}.router_aux_loss_coef to balance "
+            "experts by a loss"
         )
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the named device; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing one."""
+    """Return the named device; `auto` is a GPU if one exists.
+
+    Raises:
+        ConfigError: the name is unknown or the device does not exist.
+    """
     if name == "auto":
         return assign_gpu() if torch.cuda.is_available() else torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name) is None:
@@ -265,7 +269,7 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} was requested, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and torchrun_world_size() > 1:
         if name != "cuda":
-            raise ConfigError(f"device {name!r} is one GPU, and there are several processes; set device to cuda")
+            raise ConfigError(f"device {name!r} names one GPU for several processes; set device to cuda")
         return assign_gpu()
     return device
 

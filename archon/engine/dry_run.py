@@ -1,11 +1,11 @@
-"""A dry run of one rank of a layout: the engine builds its shards and takes a training step with fake tensors, which
-have a shape and no memory, in PyTorch's fake process group, which sends nothing.
+"""Dry run of one rank of a layout with fake tensors and a fake process group.
 
-It runs `ArchonEngine.train_batch` itself. The values that a step *reads* are real or assumed:
+Fake tensors have a shape and no memory; PyTorch's fake process group sends nothing. The dry run builds the shards of
+the rank and calls `ArchonEngine.train_batch`. Values that a step *reads* are real or assumed:
 
-- integers and booleans are real tensors, as are floats made from them: token ids, labels, token indices;
-- other ranks are assumed to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
-- routers choose experts round robin, so that every expert gets equally many tokens;
+- integers and booleans are real tensors, and so are floats made from them: token ids, labels, token indices;
+- all ranks are assumed to hold equal tensors: an all-gather of a real tensor repeats it, a sum multiplies it;
+- routers choose experts round robin, so every expert receives equally many tokens;
 - a number read from a fake tensor (the gradient norm, a metric) is 1.
 """
 
@@ -43,18 +43,23 @@ from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 
 aten = torch.ops.aten
-# Tokens of a document in a fake step: few enough for one call of the attention kernel.
+# Tokens of a document in a fake step: one call of the attention kernel.
 DOCUMENT = 64
-# For a learning-rate schedule that needs an end: more than any warm-up.
+# End of the learning-rate schedule: later than any warm-up.
 TOTAL_STEPS = 10**9
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank of a layout holds and sends. Bytes are those of this rank's shards.
+    """Memory and communication of one rank of a layout.
 
-    `step` are the collectives of one training step: each micro-batch's forward and backward, norm, clipping, metrics.
-    `stages` are the rank's pipeline stages, as (first layer, layer after the last).
+    Attributes:
+        stages: the rank's pipeline stages, as (first layer, layer after the last).
+        parameters: trained parameters in this rank's shards.
+        parameter_bytes: bytes of these shards.
+        gradient_bytes: bytes of their gradients.
+        optimizer_bytes: bytes of their moments.
+        step: collectives of a training step: forward and backward of each micro-batch, norm, clipping and metrics.
     """
 
     rank: int
@@ -67,23 +72,25 @@ class RankReport:
 
 
 def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> RankReport:
-    """Returns what rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
+    """Return the memory and communication of a rank in a step on `micro_batches` of `tokens` each.
 
-    Reads only config.json, allocates no weights, and runs in a process of its own. Raises LayoutError for a rank beyond
-    the layout's, and the engine's own errors.
+    It reads only config.json, allocates no weights and runs in a separate process.
+
+    Raises:
+        LayoutError: the layout has no such rank.
     """
     layout = parse_layout(config.layout)
     if not 0 <= rank < layout.world_size:
         raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
     if config.optimizer is None:
         raise ConfigError("a dry run takes a training step, and optimizer is null; leave it out")
-    # torch caches meshes for the life of a process, and this one may have a process group already.
+    # torch caches meshes for the life of a process, and this process may already have a process group.
     with ProcessPoolExecutor(1, forkserver_context(), replace_environment, (dict(os.environ),)) as process:
         return process.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
 def dry_run_config(config: EngineConfig, tokens: int) -> EngineConfig:
-    """Returns the config of a fake step of micro-batches of `tokens`."""
+    """Return the config of a fake step of micro-batches of `tokens`."""
     return config.model_copy(
         update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
     )
@@ -101,7 +108,7 @@ def fake_step(
     micro_batches: int,
     watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
 ) -> tuple[ArchonEngine, CollectiveRecorder]:
-    """Take a fake step within `watch(engine)`, in this process, which must not have a process group yet."""
+    """Take a fake step inside `watch(engine)` in this process, which must have no process group."""
     dims = parse_layout(config.layout).dims()
     if dims.world_size > 1:
         join_fake_group(rank, dims.world_size)
@@ -120,47 +127,49 @@ def fake_step(
 
 
 def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBatch:
-    """Returns documents that fill `micro_batches` of `tokens` exactly, of DOCUMENT tokens and one of the rest, every
-    token trained. Attention within a document sends nothing, so that their length does not matter."""
-    rest = [tokens % DOCUMENT] if tokens % DOCUMENT else []
-    lengths = torch.tensor(([DOCUMENT] * (tokens // DOCUMENT) + rest) * micro_batches)
+    """Return documents of DOCUMENT tokens that fill `micro_batches` of `tokens`; every token is trained.
+
+    Attention within a document sends nothing, so document lengths do not matter.
+    """
+    last = [tokens % DOCUMENT] if tokens % DOCUMENT else []
+    lengths = torch.tensor(([DOCUMENT] * (tokens // DOCUMENT) + last) * micro_batches)
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     ids = torch.arange(mask.numel()).view(mask.shape) % vocab_size
     return pack({"input_ids": ids * mask, "attention_mask": mask, "loss_mask": mask.long()})
 
 
 def rank_report(engine: ArchonEngine, rank: int, step: Mapping[CollectiveType, CollectiveStats]) -> RankReport:
-    """Returns what an engine that has taken a step holds on this rank."""
-    own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
+    """Return the report of an engine after a step."""
+    shards = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
     assert engine.optimizer is not None
     state = [local_tensor(x) for per in engine.optimizer.state.values() for x in per.values() if isinstance(x, Tensor)]
-    parameter_bytes = sum(x.nbytes for x in own)
+    parameter_bytes = sum(x.nbytes for x in shards)
     stages: tuple[tuple[int, int], ...] = ((0, engine.args.n_layers),)
     if isinstance(engine.model, StagedModel):
         stages = tuple(engine.model.plan.layers[number] for number in engine.model.numbers)
     moment_bytes = sum(x.nbytes for x in state if x.dim())  # a step count is a scalar
-    parameters, collectives = sum(x.numel() for x in own), dict(sorted(step.items()))
+    parameters, collectives = sum(x.numel() for x in shards), dict(sorted(step.items()))
     return RankReport(rank, stages, parameters, parameter_bytes, parameter_bytes, moment_bytes, collectives)
 
 
 def _round_robin(router: Router, args: Any, output: Any) -> Any:
-    """Choose expert (t k + j) modulo the number of experts as the j-th of token t's k experts."""
+    """Choose expert (t k + j) mod E as the j-th of token t's k experts."""
     weights, experts, stats = output
     choices = torch.arange(experts.numel()).view(experts.shape) % router.gate.weight.shape[0]
     return weights, choices, stats
 
 
 _MESSAGE = b"{}"
-"""What a control plane receives: another stage's metrics, which are none."""
+"""Message received by a control plane: the empty metrics of another stage."""
 
 
 class FakeExecution(CollectiveRecorder):
-    """Runs operators of real tensors, below a FakeTensorMode that takes the others; counts collectives."""
+    """Dispatch mode below FakeTensorMode that runs operators of real tensors and counts collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._fused_adamw_.default:
-            return None  # it sends nothing, and flattening its thousands of arguments takes longer than the whole step
+            return None  # no communication; flattening its thousands of arguments takes longer than the whole step
         if DTensor in types:
             return NotImplemented  # dispatched again with its local tensors
         self.record(func, args)
@@ -183,7 +192,7 @@ class FakeExecution(CollectiveRecorder):
 
 
 def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a factory function makes a real tensor: of integers, or on the meta device (no memory)."""
+    """Return whether a factory function makes a real tensor: integers, or on the meta device."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is not None and device.type == "meta":
         return True
@@ -193,7 +202,7 @@ def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _fake_collective(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a collective of a real tensor among ranks that all hold the same."""
+    """Return the result of a collective among ranks with equal tensors."""
     if func.namespace == "c10d":
         result = func(*args, **kwargs)  # sends nothing
         if func._opname == "allgather_":
@@ -211,15 +220,15 @@ def _fake_collective(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
     if kind == "all_reduce":
         return x * size if args[1] == "sum" else x.clone()
     if kind == "all_to_all":
-        # Every rank is assumed to send this one what it sends itself.
+        # Every rank is assumed to send equal parts.
         x = x.split(args[2])[collective_group(args).rank()]
     elif kind != "all_gather":
-        raise RuntimeError(f"the result of {func} cannot be predicted: it sends values, and a fake group sends none")
+        raise RuntimeError(f"the result of {func} is unknown: a fake process group sends no values")
     return x.repeat(size, *[1] * (x.dim() - 1))
 
 
 def _grouped_shape(left: Tensor, right: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns an empty result of a grouped product; torch's own shape function supports only bfloat16."""
+    """Return an empty result of a grouped matmul; torch's shape function supports only bfloat16."""
     if right.dim() == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])

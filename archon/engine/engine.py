@@ -129,7 +129,7 @@ class ArchonEngine:
         """Calls of `train_batch` so far."""
         self.saver = Saver()
         self.stall_watch = StallWatchdog(None)
-        """Writes every rank's stacks to its `folder` when a step takes longer than `config.stall_s`."""
+        """Write every rank's stacks to its `folder` when a step takes longer than `config.stall_s`."""
         self._loaded_from: str | os.PathLike[str] | None = None if config.init_from_scratch else config.path
         """The Hugging Face checkpoint of the weights, from which an export copies what the model does not compute."""
         self._digest: tuple[str, str] | None = None
@@ -142,7 +142,7 @@ class ArchonEngine:
     if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raises ConfigError for what `initialize` makes, before it was called."""
+            """Raise ConfigError for what `initialize` makes, before it was called."""
             if name in type(self).__annotations__:
                 raise ConfigError(f"the engine has no {name} yet; call initialize() first")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -252,7 +252,7 @@ class ArchonEngine:
             share_frozen(self.model, owner.model)
 
     def meta_model(self) -> BaseArchonModel:
-        """Returns the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
+        """Return the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
         return self._builder.full_model()
 
     @property
@@ -263,7 +263,7 @@ class ArchonEngine:
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Takes one optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+        """Take one optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `tokens_computed` (fewer where documents begin
         alike), `micro_batches`, `loss_weight` (the denominator), `skipped` (1 when the gradient was not finite: then no
@@ -318,7 +318,7 @@ class ArchonEngine:
         *,
         full: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Computes the gradients of `train_batch`, before clipping; no weight changes. Every rank calls it.
+        """Compute the gradients of `train_batch`, before clipping; no weight changes. Every rank calls it.
 
         Returns the gradients of the parameters in this rank's pipeline stages by name, tied ones once, in the masters'
         dtype: whole tensors, gathered from the ranks that share them, or with `full=False` this rank's, as DTensors
@@ -379,7 +379,7 @@ class ArchonEngine:
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Returns `loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
+        """Return `loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
         packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
         self.model.eval()
@@ -390,7 +390,7 @@ class ArchonEngine:
         return metrics | {"loss_weight": batch_loss.denominator}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
-        """Returns log p of each token at `temperature`, or a critic's value before it: [B, S]; [T] of a `PackedBatch`.
+        """Return log p of each token at `temperature`, or a critic's value before it: [B, S]; [T] of a `PackedBatch`.
 
         `only_trained` scores only the tokens that `loss_mask` marks, 0 elsewhere, for less work in the head.
         """
@@ -399,7 +399,7 @@ class ArchonEngine:
     def forward_with_entropy(
         self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `forward_batch` does, and the entropy (nats) of the distribution of each token."""
+        """Return what `forward_batch` does, and the entropy (nats) of the distribution of each token."""
         if self.config.is_critic:
             raise ConfigError("a critic has no entropy; call forward_batch")
         logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
@@ -407,7 +407,7 @@ class ArchonEngine:
 
     @contextmanager
     def without_lora(self) -> Iterator[None]:
-        """Makes the engine score with the frozen weights alone, until the end of the block."""
+        """Make the engine score with the frozen weights alone, until the end of the block."""
         with disable_lora(self.model):
             yield
 
@@ -425,7 +425,7 @@ class ArchonEngine:
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
+        """Yield (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
         balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each.
 
         An adapter is added to the copies of its matrices that are yielded; several are not. With `dtype`, in which
@@ -441,7 +441,7 @@ class ArchonEngine:
         yield from merge_lora_weights(weights, dict(self.lora_weights()), self.lora)
 
     def lora_weights(self, lora_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters.
+        """Yield (native name, whole tensor) of every adapter's a and b; none for a model without adapters.
 
         Of several adapters one that is `lora_name` is yielded with the names that it has where it is the only one.
         """
@@ -482,7 +482,7 @@ class ArchonEngine:
         return self._weight_gatherer.base(bucket_bytes)
 
     def hf_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor) for exports in `dtype`, see `weights`; by default gathered one by one.
+        """Yield (Hugging Face name, tensor) for exports in `dtype`, see `weights`; by default gathered one by one.
 
         Raises CheckpointError on every rank where a balancing bias that the family's checkpoints lack is not 0."""
         require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
@@ -606,7 +606,7 @@ class ArchonEngine:
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
+        """Return everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
 
         Each rank has its own part of sharded tensors. They are not copies, as in PyTorch: store or copy them before the
         next step.
@@ -656,7 +656,7 @@ class ArchonEngine:
         set_rng_state(read_all(rng))
 
     def _known_names(self) -> list[str]:
-        """Returns the names in a state of the whole model; none where this rank holds all layers."""
+        """Return the names in a state of the whole model; none where this rank holds all layers."""
         if isinstance(self.model, BaseArchonModel):
             return []
         return list(model_state(self._builder.full_model()))
@@ -695,7 +695,7 @@ class ArchonEngine:
                 parameter.grad = None
 
     def _gradient_norms(self, loras: Sequence[str]) -> dict[str, Tensor]:
-        """Returns `grad_norm`, that of the whole model's gradient, and `NAME/grad_norm` of several `loras`: scalars
+        """Return `grad_norm`, that of the whole model's gradient, and `NAME/grad_norm` of several `loras`: scalars
         on the device, the same on every rank."""
         if loras:  # nothing else is trained
             norms = gradient_norms([self.loras[name].parameters for name in loras], self.ranks.pp)

@@ -1,6 +1,6 @@
-"""Processes forked from a server that has imported the engine once: a start takes milliseconds instead of seconds.
+"""Processes forked from a server with a preloaded engine; they start in milliseconds.
 
-Unlike a fork of this process, they inherit no threads, process groups or caches of it.
+Unlike a fork of this process, they inherit none of its threads, process groups or caches.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 
 PRELOADED_MODULES = ["archon.engine.engine", "torch.distributed.fsdp", "torch.distributed.tensor"]
-"""The modules that the server imports, if it is not running yet."""
+"""Modules that the server imports when it starts."""
 
 
 def forkserver_context() -> ForkServerContext:
-    """Returns the context that starts such processes, its server running; they call `replace_environment` first."""
+    """Return a multiprocessing context with a running server; processes call `replace_environment` first."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
-    # Before Python 3.12.4 the server does not inherit sys.path, and skips what it cannot import without a word.
+    # Before Python 3.12.4 the server does not inherit sys.path and silently skips failed imports.
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.curdir for entry in sys.path)
     try:
@@ -32,6 +32,6 @@ def forkserver_context() -> ForkServerContext:
 
 
 def replace_environment(environment: dict[str, str]) -> None:
-    """Replace this process's environment, which is that of the server's start, by that of the process that asks."""
+    """Replace the environment inherited from the server by `environment`."""
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""The weights of a model in any layout as whole tensors. Every rank must consume what these methods yield."""
+"""Whole weight tensors of a model in any layout; every rank must consume the iterators."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from archon.parallel.pipeline import StagedModel
 
 @dataclass(frozen=True)
 class WeightGatherer:
-    """Gathers the weights of a model.
+    """Gatherer of a model's weights.
 
     Attributes:
-        build: what made the model, and tells the ranks of a pipeline what the others hold.
-        stored: the native names of the parameters in the model's checkpoint, in its order.
+        build: builder of the model; it lists the parameters of other pipeline stages.
+        stored: native names of the checkpoint's parameters, in checkpoint order.
         stages: the ranks of the pipeline.
     """
 
@@ -33,26 +33,26 @@ class WeightGatherer:
     stages: Group
 
     def base(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """See `ArchonEngine.base_weights`."""
-        own = {name: parameter for name, parameter in self.model.named_parameters() if not is_lora(name)}
+        """Yield the base weights; see `ArchonEngine.base_weights`."""
+        local = {name: parameter for name, parameter in self.model.named_parameters() if not is_lora(name)}
         biases = expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
-            yield from full_tensors(own.items(), bucket_bytes)
+            yield from full_tensors(local.items(), bucket_bytes)
             yield from biases.items()
             return
-        whole, device = self.build.full_model(), self.build.device
-        parameters = dict(whole.named_parameters())
-        # A tied head is not stored; it is the embedding.
+        full_model, device = self.build.full_model(), self.build.device
+        parameters = dict(full_model.named_parameters())
+        # A tied head is not stored, since it is the embedding.
         like = {name: parameters[name] for name in self.stored}
-        yield from full_tensors_across_stages(own, like, self.stages, device, bucket_bytes)
+        yield from full_tensors_across_stages(local, like, self.stages, device, bucket_bytes)
         wide = torch.promote_types(self.build.master_dtype, torch.float32)
-        all_biases = {name: bias.to(wide) for name, bias in expert_biases(whole).items()}
+        all_biases = {name: bias.to(wide) for name, bias in expert_biases(full_model).items()}
         yield from full_tensors_across_stages(biases, all_biases, self.stages, device, bucket_bytes)
 
-    def lora_weights(self, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (native name, whole tensor) of every adapter's a and b whose name is chosen."""
-        own = {name: parameter for name, parameter in self.model.named_parameters() if chosen(name)}
+    def lora_weights(self, is_selected: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (native name, whole tensor) of the selected LoRA matrices a and b."""
+        local = {name: parameter for name, parameter in self.model.named_parameters() if is_selected(name)}
         if not isinstance(self.model, StagedModel):
-            return full_tensors(own.items())
-        like = {name: p for name, p in self.build.full_model().named_parameters() if chosen(name)}
-        return full_tensors_across_stages(own, like, self.stages, self.build.device, BUCKET_BYTES)
+            return full_tensors(local.items())
+        like = {name: p for name, p in self.build.full_model().named_parameters() if is_selected(name)}
+        return full_tensors_across_stages(local, like, self.stages, self.build.device, BUCKET_BYTES)

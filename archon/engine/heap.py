@@ -1,8 +1,8 @@
-"""Returns unused heap memory to the system, which grows when every batch has another shape.
+"""Return unused heap memory to the system; the heap grows if every batch has another shape.
 
-glibc returns only free memory at its heap's end, and tensors of many sizes leave holes before it. And oneDNN, which
-multiplies matrices on a CPU, caches up to a thousand primitives by shape, in bfloat16 about half a mebibyte each, and
-PyTorch as many for each thread.
+glibc returns only free memory at the end of its heap, and tensors of many sizes leave holes before it. In addition,
+oneDNN's CPU matmuls cache up to a thousand primitives by shape (about 0.5 MiB each in bfloat16), and PyTorch as many
+for each thread.
 """
 
 from __future__ import annotations
@@ -13,38 +13,41 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-# A process may hold GROWTH times what its steps need, plus EXTRA_BYTES, before its heap is trimmed. A check takes some
-# microseconds, trimming tens of milliseconds, and faulting in the pages of a large step again hundreds.
+# The heap is trimmed above GROWTH times the bytes that steps need, plus EXTRA_BYTES. A check takes microseconds,
+# trimming takes tens of milliseconds, and page faults of the next large step take hundreds of milliseconds.
 GROWTH, EXTRA_BYTES = 1.25, 64 << 20
 
-# The bytes that may be held now; and by kind of work, the bytes held before its last trim, until its next step.
+# The current limit in bytes, and by kind of work the bytes before its last trim, until its next step.
 _trim_threshold = 0.0
 _bytes_before_trim: dict[str, int] = {}
 
 
 def trim_heap_if_grown(work: str) -> bool:
-    """Return the heap's free pages to the system if this process holds a quarter more than its steps need.
+    """Trim the heap if this process holds a quarter more memory than its steps need.
 
-    Called after a step of `work`; no effect without glibc. A step needs what is held both after the step that trimmed
-    the heap and after the next one of the same work. Returns whether the heap was trimmed.
+    Call it after each step of a kind of `work`. A step needs the smaller of two sizes: before the last trim and after
+    the next step of the same work. There is no effect without glibc.
+
+    Returns:
+        Whether the heap was trimmed.
     """
     global _trim_threshold
     trim = _malloc_trim()
     if trim is None:
         return False
-    held = _resident_bytes()
+    resident = _resident_bytes()
     before = _bytes_before_trim.pop(work, None)
     if before is not None:
-        _trim_threshold = max(_trim_threshold, _threshold_for(min(held, before)))
-    if held <= _trim_threshold:
+        _trim_threshold = max(_trim_threshold, _threshold_for(min(resident, before)))
+    if resident <= _trim_threshold:
         return False
     trim(0)
-    _trim_threshold, _bytes_before_trim[work] = _threshold_for(_resident_bytes()), held
+    _trim_threshold, _bytes_before_trim[work] = _threshold_for(_resident_bytes()), resident
     return True
 
 
-def _threshold_for(held: int) -> float:
-    return GROWTH * held + EXTRA_BYTES
+def _threshold_for(resident: int) -> float:
+    return GROWTH * resident + EXTRA_BYTES
 
 
 def _resident_bytes() -> int:
@@ -53,7 +56,7 @@ def _resident_bytes() -> int:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Returns glibc's function on Linux; None elsewhere."""
+    """Return glibc's malloc_trim, or None if it is not available."""
     try:
         _resident_bytes()
         function = ctypes.CDLL(None).malloc_trim

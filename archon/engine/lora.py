@@ -1,15 +1,15 @@
-"""Several adapters over one base, each trained as if it were alone.
+"""Multi-LoRA: several LoRAs over one base, each trained as if it were alone.
 
-`lora.loras` names them, each with its own rank, alpha, targets, first values, optimizer and schedule. A batch says
-in its field `lora` [B] which one each document has: an index into these names, or -1 for the base alone. All
-documents run through the model together, and then each adapter is on its own:
+`lora.loras` configures each LoRA by name: rank, alpha, targets, initial values, optimizer and schedule. The batch field
+`lora` [B] selects the LoRA of each document: an index into these names, or -1 for the base model. All documents run
+through the model together, and every LoRA is trained separately:
 
-- its loss is that of its documents, divided by their loss weight;
-- its gradient is clipped by its own norm, and skipped by itself where that is not finite;
-- it has its own moments, and its schedule counts its own steps: one without a document in a batch takes no step, not
-  even of weight decay.
+- its loss sums its own documents and divides by their loss weight;
+- its gradient is clipped by its own norm, and its step is skipped if that norm is not finite;
+- it has its own moments, and its schedule counts its own steps. A LoRA without a document in a batch takes no step and
+  no weight decay.
 
-Metrics of an adapter are named NAME/loss, NAME/grad_norm and so on.
+The metrics of a LoRA are named NAME/loss, NAME/grad_norm and so on.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from archon.schema.errors import ConfigError
 
 
 class LoRATrainer:
-    """One of several adapters: its parameters, and what trains them.
+    """Parameters, optimizer and schedule of one LoRA of a multi-LoRA model.
 
     Attributes:
-        sizes: by the native name of the matrix.
-        names: of all its parameters in the whole model, each with the one that it has where its adapter is the only
-            one.
-        parameters: those of this rank.
-        steps: batches so far with documents of it.
+        sizes: LoRA sizes by native matrix name.
+        names: parameter name in this model to its name in a model with only this LoRA.
+        parameters: this rank's parameters of the LoRA.
+        steps: the number of batches with documents of this LoRA.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class LoRATrainer:
         total_steps: int | None,
     ) -> None:
         assert config.lora is not None and config.lora.loras is not None
-        own = config.lora.loras[name]
+        lora_config = config.lora.loras[name]
         self.name, self.sizes, self.steps = name, sizes, 0
         self.names = single_lora_names(sizes, name)
         self.parameters = [p for parameter, p in model.named_parameters() if parameter in self.names]
         self.optimizer: Optimizer | None = None
         self.schedule: LRSchedule | None = None
-        self.config, scheduler, total_steps = lora_optimization(own, config, total_steps)
+        self.config, scheduler, total_steps = lora_optimization(lora_config, config, total_steps)
         if self.config is not None:
             self.optimizer = build_optimizer(model, self.config, self.names)
             self.schedule = LRSchedule(self.optimizer, self.config.lr, scheduler, total_steps)
@@ -65,13 +64,14 @@ class LoRATrainer:
 
     @property
     def skipped_steps(self) -> int:
-        """The steps so far that changed nothing, because the adapter's gradient was not finite."""
+        """The number of steps skipped because the gradient of the LoRA was not finite."""
         return self._skips.total
 
     def step(self, norm: float) -> dict[str, float]:
-        """Take an optimizer step on the gradients, of this norm. Returns `NAME/lr` and `NAME/skipped`.
+        """Take an optimizer step on gradients of this norm; return `NAME/lr` and `NAME/skipped`.
 
-        Raises UserError after too many steps in a row whose gradient was not finite.
+        Raises:
+            UserError: too many consecutive gradients were not finite.
         """
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
         finite = abs(norm) < float("inf")
@@ -83,7 +83,7 @@ class LoRATrainer:
         return {f"{self.name}/lr": self.schedule.lr, f"{self.name}/skipped": float(not finite)}
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Returns moments, schedule and counts; not copies."""
+        """Return moments, schedule and step counts, without copying."""
         state: dict[str, Any] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         if self.optimizer is not None and self.schedule is not None:
             state["optimizer"] = optimizer_state(model, self.optimizer)
@@ -91,7 +91,7 @@ class LoRATrainer:
         return state
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Any], known: Collection[str]) -> None:
-        """Undo `state_dict`; `known` are the names that a pipeline's other ranks hold."""
+        """Load a `state_dict`; `known` are the parameter names of the whole pipeline."""
         self.steps, self._skips.total = int(state["steps"]), int(state["skipped_steps"])
         if self.optimizer is not None and self.schedule is not None:
             moments: Mapping[str, Mapping[str, Any | Shard | LazyTensor]] = state["optimizer"]
@@ -100,11 +100,11 @@ class LoRATrainer:
 
 
 def lora_optimization(
-    own: NamedLoRAConfig, config: EngineConfig, total_steps: int | None
+    lora: NamedLoRAConfig, config: EngineConfig, total_steps: int | None
 ) -> tuple[OptimizerConfig | None, SchedulerConfig, int | None]:
-    """Returns an adapter's optimizer, schedule and its end: the model's where it has none of its own."""
-    optimizer = config.optimizer if own.optimizer is None else own.optimizer
-    return optimizer, own.scheduler or config.scheduler, own.total_steps or total_steps
+    """Return the optimizer, schedule and total steps of a LoRA; the engine's are the defaults."""
+    optimizer = config.optimizer if lora.optimizer is None else lora.optimizer
+    return optimizer, lora.scheduler or config.scheduler, lora.total_steps or total_steps
 
 
 def check_multi_lora(
@@ -113,22 +113,24 @@ def check_multi_lora(
     total_steps: int | None,
     sizes: Mapping[str | None, Mapping[str, LoRASize]],
 ) -> None:
-    """Raise ConfigError for blocks that are compiled, adapters of a vision tower, whose rows are patches and no tokens,
-    and for a schedule that cannot be."""
+    """Raise ConfigError for compiled blocks, LoRAs of a vision encoder, and invalid schedules.
+
+    A vision encoder's rows are patches, and patches belong to no document.
+    """
     if config.lora is None or config.lora.loras is None:
         return
     if layout.compiled:
         raise ConfigError(
-            "lora.loras has several adapters, whose documents are grouped anew in every batch, and blocks that are "
-            "compiled cannot do that yet; set compile to false"
+            "lora.loras groups documents by LoRA in every batch, and compiled blocks do not support that; set compile "
+            "to false"
         )
     for name, matrices in sizes.items():
         if any(matrix.startswith(VISION_PREFIX) for matrix in matrices):
             raise ConfigError(
-                f"lora.loras.{name}.targets names modules of the vision tower, which one adapter alone can have; "
-                "leave them out, or train this adapter by itself"
+                f"lora.loras.{name}.targets names modules of the vision encoder, and multi-LoRA does not support them; "
+                "leave them out, or train this LoRA alone"
             )
-    for own in config.lora.loras.values():
-        optimizer, scheduler, end = lora_optimization(own, config, total_steps)
+    for lora in config.lora.loras.values():
+        optimizer, scheduler, end = lora_optimization(lora, config, total_steps)
         if optimizer is not None:
             check_schedule(scheduler, end)

@@ -24,17 +24,19 @@ require_private_apis("gradient clipping", PRIVATE_APIS)
 
 logger = logging.getLogger(__name__)
 
-# Elements whose squares a CPU may sum in float32: torch adds them sequentially, and the norm of 26 million is 0.1 % too
-# small.
+# Elements summed in one float32 chunk on a CPU: torch adds sequentially, and a norm of 26M elements is 0.1 % too small.
 NORM_CHUNK = 2**14
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, names: Collection[str] | None = None) -> AdamW:
-    """Returns AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only, of a model's
-    parameters or of those with `names`.
+    """Return AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
 
-    It runs one fused kernel a group: on a CPU in a fifth of the time of the plain loop and a tenth of `foreach`, which
-    passes through memory once an operation.
+    One fused kernel updates each group. On a CPU it takes a fifth of the plain loop's time and a tenth of `foreach`.
+
+    Args:
+        model: the model.
+        config: learning rate, betas, epsilon and weight decay.
+        names: the trained parameters; all by default.
     """
     decayed, plain = decay_groups(model)
     if names is not None:
@@ -43,7 +45,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, names: Collection
     groups: dict[Any, dict[str, Any]] = {}
     for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
         for parameter in parameters:
-            # One kernel takes parameters of one mesh, and experts have a mesh of their own.
+            # A fused kernel takes parameters of one mesh, and experts have a separate mesh.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             group = groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})
             group["params"].append(parameter)
@@ -52,9 +54,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, names: Collection
 
 
 def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the trainable parameters with weight decay, and those without: norms, biases, embeddings.
+    """Return the trainable parameters with weight decay, and without: norms, biases, embeddings.
 
-    A tied output matrix is the embedding, so it is not decayed. Each parameter appears once.
+    A tied output matrix is the embedding and is not decayed. Each parameter appears once.
     """
     embeddings = {
         id(module.weight)
@@ -70,21 +72,20 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = None) -> Tensor:
-    """Returns the Euclidean norm of the whole model's gradient, a float64 scalar, the same on every rank.
+    """Return the Euclidean norm of the whole model's gradient: float64 scalar, equal on every rank.
 
-    The squares of a gradient are summed over the ranks that hold its shards, which differ for experts and dense
-    weights, and not over replicas. `stages` are the ranks of a pipeline.
+    Squares are summed over the ranks that shard a gradient, and not over replicas. Experts and dense weights have
+    different ranks. `stages` are the ranks of a pipeline.
     """
     return gradient_norms([parameters], stages)[0]
 
 
 @torch.no_grad()
 def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | None = None) -> Tensor:
-    """Returns the `gradient_norm` of each of several lists of parameters, float64 [n], with as many collectives as for
-    one."""
+    """Return the `gradient_norm` of n lists of parameters, float64 [n], with the collectives of one."""
     grads = [(owner, p.grad) for owner, parameters in enumerate(owners) for p in parameters if p.grad is not None]
     # 1. Collect the gradients sharded over the same ranks. Ranks are the key, not group names: a rank with two groups
-    # of the same ranks would otherwise start one collective more than the others, and hang.
+    # of the same ranks would otherwise start an extra collective and hang.
     ranks_of = cache(lambda group: group.ranks)
     by_ranks: dict[tuple[tuple[int, ...], ...], tuple[list[Group], list[list[Tensor]]]] = {}
     for owner, grad in grads:
@@ -104,12 +105,12 @@ def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | Non
 
 
 def _chunks(grad: Tensor) -> Sequence[Tensor]:
-    """Returns a gradient in parts of as many elements as are summed at once."""
+    """Split a CPU gradient into chunks of `NORM_CHUNK` elements."""
     return grad.flatten().split(NORM_CHUNK) if grad.is_cpu and grad.numel() > NORM_CHUNK else (grad,)
 
 
 def _shard_groups(grad: Tensor) -> tuple[Group, ...]:
-    """Returns the groups over which a gradient is sharded."""
+    """Return the groups over which a gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
@@ -119,7 +120,7 @@ def _shard_groups(grad: Tensor) -> tuple[Group, ...]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float | None) -> None:
-    """Scale every gradient by max_norm / norm if the whole model's `norm` exceeds `max_norm` [Pascanu et al. 2013]."""
+    """Scale gradients by max_norm / norm if `norm` exceeds `max_norm` [Pascanu et al. 2013]."""
     if max_norm is None or norm <= max_norm:
         return
     grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
@@ -127,14 +128,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
 
 
 class SkippedSteps:
-    """Counts the steps skipped because their gradient was not finite, and stops a run after too many in a row."""
+    """Counter of steps with non-finite gradients; stops a run after too many in a row."""
 
     def __init__(self) -> None:
         self.total = 0
         self._in_a_row = 0
 
     def count(self, skipped: bool, step: int, max_in_a_row: int) -> None:
-        """Record step number `step`. Raises UserError if it is the `max_in_a_row`-th skipped one in a row."""
+        """Record step number `step`; raise UserError after `max_in_a_row` consecutive skips."""
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return
@@ -148,9 +149,9 @@ class SkippedSteps:
 
 
 def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:
-    """Returns the share of the peak learning rate that optimizer step `step` (from 0) uses.
+    """Return the fraction of the peak learning rate at optimizer step `step` (from 0).
 
-    Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1, so no step is wasted at 0. Afterwards,
+    Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1; no step has rate 0. Afterwards,
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
     (1 - r) (1 + cos πp) / 2 [Loshchilov & Hutter 2017].
     """
@@ -166,11 +167,11 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
 
 
 def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
-    """Raises ConfigError for a decaying schedule without an end, or without a step between warm-up and end."""
+    """Raise ConfigError for a decaying schedule without an end or without a decay step."""
     if config.kind == "constant":
         return
     if total_steps is None:
-        raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; give it to initialize(total_steps=…)")
+        raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; pass it to initialize(total_steps=…)")
     if config.warmup_steps >= total_steps:
         raise ConfigError(
             f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
@@ -179,7 +180,7 @@ def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
 
 
 class LRSchedule:
-    """Sets the learning rate of an optimizer by `learning_rate_factor`; call `step` after each optimizer step."""
+    """Learning-rate schedule of an optimizer; call `step` after each optimizer step."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
         check_schedule(config, total_steps)
@@ -192,17 +193,20 @@ class LRSchedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate that the next optimizer step uses."""
+        """The learning rate of the next optimizer step."""
         return self._peak_lr * learning_rate_factor(self._position, self._total_steps, self._config)
 
     def step(self) -> None:
+        """Advance to the next optimizer step."""
         self._position += 1
         self._apply()
 
     def state_dict(self) -> dict[str, int]:
+        """Return the position of the schedule."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict` and set the learning rate."""
         self._position = int(state["position"])
         self._apply()
 

@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a batch through pipeline stages, with the interface of `train_step.MicroBatchRunner`."""
+"""Run the micro-batches of a batch through pipeline stages, with the interface of `train_step.MicroBatchRunner`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from archon.parallel.torch_groups import default_group, shared_group
 
 
 class PipelineRunner:
-    """Runs micro-batches through a pipeline; its last stage applies the loss.
+    """Run micro-batches through a pipeline; its last stage applies the loss.
 
     All micro-batches of a batch are padded to the longest, since stages send tensors of one shape. A schedule that
     needs more micro-batches than there are is given idle ones, which are not scored.
@@ -154,7 +154,7 @@ class PipelineRunner:
 
 
 def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group | None:
-    """Returns the ranks of a pipeline that hold the embedding and the head of a tied model; None for an untied one."""
+    """Return the ranks of a pipeline that hold the embedding and the head of a tied model; None for an untied one."""
     args: Any = model.stages[0].args
     if not args.tie_word_embeddings or args.is_critic:
         return None

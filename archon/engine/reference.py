@@ -1,4 +1,4 @@
-"""The reference model of a KL term or of DPO: an engine of its own, or the base of the trained one."""
+"""Reference model of a KL term or of DPO: a separate engine, or the frozen base of the trained one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from archon.schema.config import EngineConfig, derive_reference
 
 
 class FrozenBase:
-    """The base of an engine with adapters as a model that is only evaluated: the same weights, adapters off."""
+    """The frozen base of an engine with a LoRA, as an evaluation-only model."""
 
     def __init__(self, engine: ArchonEngine) -> None:
         self.engine = engine
         self.ranks, self.device = engine.ranks, engine.device
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
-        """See `ArchonEngine.forward_batch`."""
+        """Return the scores of the base model; see `ArchonEngine.forward_batch`."""
         with self.engine.without_lora():
             return self.engine.forward_batch(batch, temperature, only_trained=only_trained)
 
@@ -26,10 +26,10 @@ Reference = ArchonEngine | FrozenBase
 
 
 def open_reference(engine: ArchonEngine, config: EngineConfig) -> Reference:
-    """Returns the reference of an initialized `engine` that `config` describes.
+    """Return the reference model of an initialized engine.
 
-    It is the engine's base, without a second copy of the weights, where the engine has adapters and the reference
-    differs from it in nothing else; otherwise an engine of its own, which is loaded.
+    An engine with a LoRA serves as its own reference with the LoRA disabled, if `config` differs in nothing else. No
+    second copy of the weights is loaded then. Otherwise a separate engine is initialized.
     """
     if engine.lora and config == derive_reference(engine.config, {}, "ref"):
         return FrozenBase(engine)

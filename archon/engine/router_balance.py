@@ -1,5 +1,7 @@
-"""What routers did in a batch: their load, by which biases rise below the mean and else fall (Wang et al. 2024,
-arXiv:2408.15664), and how many tokens used the experts that they were given."""
+"""Router statistics of a batch: expert load, balancing biases and replayed experts.
+
+Balancing biases follow the load without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from archon.parallel.ranks import Ranks
 
 
 class RouterLoad:
-    """How often the routers of one model, or of one pipeline stage, chose each expert since `clear`.
+    """Expert counts of one model or pipeline stage since `clear`.
 
-    `replay` is None or float64 [3], sums over the layers of the forwards that were given experts: tokens, those with
-    given experts, and those of them for which the router would have chosen others.
+    Attributes:
+        replay: float64 [3], summed over MoE layers of forwards with `routed_experts`: tokens, replayed tokens, and
+            replayed tokens for which the router prefers other experts. None without such a forward.
     """
 
     def __init__(self, model: BaseArchonModel) -> None:
@@ -27,10 +30,11 @@ class RouterLoad:
         self.replay: Tensor | None = None
 
     def clear(self) -> None:
+        """Reset all counts."""
         self._counts = self.replay = None
 
     def add(self) -> None:
-        """Count the choices of the model's last forward, without padding. Not called for recomputed forwards."""
+        """Add the expert choices of the last forward, without padding or recomputation."""
         if not self.model.router_stats:
             return
         counts = torch.stack([stats.counts.detach() for stats in self.model.router_stats]).double()
@@ -46,22 +50,21 @@ class RouterLoad:
 
     @torch.no_grad()
     def update_biases(self, rate: float, ranks: Ranks) -> None:
-        """Add rate * sign(mean count - count) to the biases, in place and the same on every rank of these layers."""
+        """Add rate * sign(mean count - count) to the biases, in place and equally on every rank."""
         if self._counts is None:
             return
         counts = self._counts
         for group in (ranks.dp, ranks.cp, ranks.tp):
             counts = all_reduce(counts, group)
-        for bias, own in zip(expert_biases(self.model).values(), counts, strict=True):
-            bias += rate * torch.sign(own.mean() - own)
+        for bias, layer_counts in zip(expert_biases(self.model).values(), counts, strict=True):
+            bias += rate * torch.sign(layer_counts.mean() - layer_counts)
 
 
 def replay_metrics(loads: Sequence[RouterLoad], ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
-    """Returns what the routers of all ranks, which all call it, did with given experts, as scalars on the device.
+    """Return the replay metrics of all ranks as scalars on the device; every rank calls it.
 
-    `router_replay/share` is the share of tokens that were given their experts, `router_replay/changed` the share of
-    those for which a router would have chosen others, both over all layers with experts; NaN where no forward was given
-    any.
+    `router_replay/share` is the fraction of tokens with replayed experts. `router_replay/changed` is the fraction of
+    replayed tokens for which the router prefers other experts. Both average over MoE layers and are NaN without replay.
     """
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for load in loads:

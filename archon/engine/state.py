@@ -1,4 +1,4 @@
-"""The state of a training run as nested dictionaries of tensors and plain values, which can be saved without pickle."""
+"""Training state as nested dictionaries of tensors and plain values, saved without pickle."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUMPY_STATE = ("kind", "keys", "position", "has_gauss", "cached")
 
 
 def local_shard(tensor: Tensor) -> Tensor | Shard:
-    """Returns this rank's part of a parameter or a moment, with its region of the whole; not a copy."""
+    """Return this rank's shard of a parameter or moment, with its region; not a copy."""
     region = local_region(tensor)
     local = local_tensor(tensor.detach())
     return local if region == full_region(tensor.shape) else Shard(local, tuple(tensor.shape), region)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor | Shard]:
-    """Returns this rank's part of parameters, tied ones once as the embedding, and of balancing biases; not copies."""
+    """Return this rank's shards of parameters and balancing biases; tied weights appear as the embedding."""
     return {_source(model, name): local_shard(tensor) for name, tensor in _tensors(model).items()}
 
 
@@ -44,27 +44,33 @@ def load_model_state(
     *,
     any_dtype: bool = False,
 ) -> None:
-    """Copy this rank's part of each tensor into the parameter of the same name. Raises CheckpointError unless names and
-    shapes are exactly the model's, and dtypes too unless `any_dtype`.
+    """Copy this rank's shard of each tensor into the parameter of the same name.
 
-    `known` are the names that a pipeline's other ranks hold.
+    Args:
+        model: the initialized model.
+        state: tensors by name, from a layout of any kind.
+        known: the parameter names of the whole pipeline.
+        any_dtype: convert dtypes in place of refusing them.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ from the model's.
     """
-    own = _tensors(model)
-    sources = {name: _source(model, name) for name in own}
+    tensors = _tensors(model)
+    sources = {name: _source(model, name) for name in tensors}
     _check_names("parameters", {*sources.values()}, state, known)
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         value = state[sources[name]]
         if tuple(tensor.shape) != tuple(value.shape) or (_dtype(value) != tensor.dtype and not any_dtype):
             raise CheckpointError(
                 f"parameter {name!r} is {_dtype(value)} {tuple(value.shape)} in the checkpoint, "
                 f"expected {tensor.dtype} {tuple(tensor.shape)}; it belongs to another model or dtype"
             )
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         local_tensor(tensor).copy_(select_region(state[sources[name]], local_region(tensor), f"parameter {name!r}"))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Shard]]:
-    """Returns moments and step count by parameter name, not copies; empty before the first step."""
+    """Return moments and step counts by parameter name, without copying; empty before the first step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         _source(model, names[id(parameter)]): {key: local_shard(value) for key, value in values.items()}
@@ -79,42 +85,42 @@ def load_optimizer_state(
     state: Mapping[str, Mapping[str, Tensor | Shard | LazyTensor]],
     known: Collection[str] = (),
 ) -> None:
-    """Copy moments and step counts to the parameters of the same names; an empty state resets the optimizer."""
-    own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = {name: p for name, p in model.named_parameters() if id(p) in own_ids}
+    """Copy moments and step counts to parameters by name; an empty state resets the optimizer."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in trained}
     optimizer.state.clear()
     if not state:
         return
     sources = {name: _source(model, name) for name in parameters}
     _check_names("optimizer entries", {*sources.values()}, state, known)
     for name, parameter in parameters.items():
-        own: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for key, value in state[sources[name]].items():
-            what = f"optimizer entry {name!r}.{key}"
+            entry = f"optimizer entry {name!r}.{key}"
             if key == "step":
-                step = select_region(value, full_region(value.shape), what)
-                own[key] = step.detach().to(local_tensor(parameter).device, copy=True)
+                step = select_region(value, full_region(value.shape), entry)
+                moments[key] = step.detach().to(local_tensor(parameter).device, copy=True)
                 continue
             if tuple(value.shape) != tuple(parameter.shape):
                 raise CheckpointError(
-                    f"{what} is {tuple(value.shape)} in the checkpoint, "
+                    f"{entry} is {tuple(value.shape)} in the checkpoint, "
                     f"expected {tuple(parameter.shape)}; it belongs to another model"
                 )
-            own[key] = torch.empty_like(parameter)
-            local_tensor(own[key]).copy_(select_region(value, local_region(parameter), what))
-        optimizer.state[parameter] = own
+            moments[key] = torch.empty_like(parameter)
+            local_tensor(moments[key]).copy_(select_region(value, local_region(parameter), entry))
+        optimizer.state[parameter] = moments
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model's state by name: of a model with adapters those that are not frozen."""
+    """Return the tensors of a model's state by name; frozen weights below a LoRA are left out."""
     parameters = dict(model.named_parameters())
     has_lora = any(map(is_lora, parameters))
-    held = {name: p.detach() for name, p in parameters.items() if p.requires_grad or not has_lora}
-    return held if has_lora else held | expert_biases(model)
+    tensors = {name: p.detach() for name, p in parameters.items() if p.requires_grad or not has_lora}
+    return tensors if has_lora else tensors | expert_biases(model)
 
 
 def _source(model: nn.Module, name: str) -> str:
-    """Returns a tensor's name in a state: a tied head in a pipeline's last stage is a copy of the embedding."""
+    """Return a tensor's name in a state; a tied head on a pipeline's last stage is the embedding."""
     tied = isinstance(model, StagedModel) and any(getattr(module, "tied", False) for module in model.modules())
     return EMBEDDING if tied and name == "output.weight" else name
 
@@ -124,26 +130,26 @@ def _dtype(value: Tensor | Shard | LazyTensor) -> torch.dtype:
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the state of the random generators of Python, NumPy if imported, torch and this process's GPUs."""
+    """Return the random state of Python, NumPy (if imported), torch and this process's GPUs."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": list(words), "gauss": gauss}}
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = dict(zip(NUMPY_STATE, (kind, keys.tolist(), *rest), strict=True))
+        kind, keys, *position = sys.modules["numpy"].random.get_state()
+        state["numpy"] = dict(zip(NUMPY_STATE, (kind, keys.tolist(), *position), strict=True))
     state["torch"] = torch.get_rng_state()
     state["cuda"] = [torch.cuda.get_rng_state(device) for device in _devices()]
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo `rng_state`. A generator that is not in the state is left unchanged."""
+    """Restore an `rng_state`; generators outside the state are left unchanged."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
         import numpy as np
 
-        kind, keys, *rest = (state["numpy"][name] for name in NUMPY_STATE)
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        kind, keys, *position = (state["numpy"][name] for name in NUMPY_STATE)
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))
     torch.set_rng_state(state["torch"].cpu())
     devices = _devices()
     if len(state["cuda"]) == len(devices):
@@ -152,25 +158,25 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _devices() -> list[int]:
-    """Returns the GPUs that this process draws random numbers on."""
+    """Return the GPUs with random generators of this process."""
     if not torch.cuda.is_available():
         return []
     several = dist.is_initialized() and dist.get_world_size() > 1
     return [torch.cuda.current_device()] if several else [*range(torch.cuda.device_count())]
 
 
-def _check_names(what: str, expected: Collection[str], actual: Collection[str], known: Collection[str]) -> None:
+def _check_names(kind: str, expected: Collection[str], actual: Collection[str], known: Collection[str]) -> None:
     missing, extra = sorted({*expected} - {*actual}), sorted({*actual} - {*expected, *known})
     if missing or extra:
-        lacks = [f"lacks {', '.join(missing[:3])}"] if missing else []
-        differences = [*lacks, f"has {', '.join(extra[:3])} in addition"] if extra else lacks
+        difference = [f"lacks {', '.join(missing[:3])}"] if missing else []
+        difference += [f"has {', '.join(extra[:3])} in addition"] if extra else []
         if all(name.endswith("expert_bias") for name in missing + extra):
-            where, advice = ("this engine", "0") if missing else ("the checkpoint", "the rate it was trained with")
+            holder, advice = ("this engine", "0") if missing else ("the checkpoint", "the rate of its run")
             raise CheckpointError(
-                f"only {where} has the routers' balancing biases ({(missing + extra)[0]}, …); set "
+                f"only {holder} has the routers' balancing biases ({(missing + extra)[0]}, …); set "
                 f"router_bias_update_rate to {advice}"
             )
         raise CheckpointError(
-            f"the checkpoint's {what} are not this model's: it {' and '.join(differences)}; "
+            f"the checkpoint's {kind} are not this model's: it {' and '.join(difference)}; "
             "was it written for another model?"
         )

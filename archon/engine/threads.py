@@ -1,8 +1,8 @@
-"""Computes on a CPU with as many threads as other programs leave processors for.
+"""Limit CPU compute threads to the processors that other programs leave free.
 
-OpenMP's threads wait for each other after every product, and spin while they wait: where other programs keep one of
-them off its processor, the rest burn theirs. On two processors next to two busy programs, fine-tuning a small model
-takes four times as long as alone with two threads, and less than twice as long with one.
+OpenMP threads spin at a barrier after every matmul. If another program delays one thread, all others burn CPU time. On
+two processors with two background CPU loops, fine-tuning a small model with two threads takes four times as long as
+without the loops; with one thread it takes less than twice as long.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
-"""At least, from one look at what else runs to the next."""
+"""Minimum seconds between CPU load checks."""
 
 
 class Load(NamedTuple):
-    """What a process's processors have done since the machine began.
+    """CPU time of a process and of its processors since boot.
 
     Attributes:
-        processors: on how many it may run.
-        busy: seconds in which they were, in total.
-        process: seconds of the process.
+        processors: number of processors in the process's affinity mask.
+        busy: total busy seconds of these processors.
+        process: CPU seconds of the process.
     """
 
     processors: int
@@ -38,61 +38,61 @@ class Load(NamedTuple):
 
 
 def adjust_threads() -> None:
-    """Lets the calling thread compute with as many of torch's threads as there are processors free for them.
+    """Set the calling thread's torch thread count to the number of free processors.
 
-    At least one, and at most as many as torch had at the first call. What else runs is looked up at a call, every 2 s
-    at most, and the larger number of two looks holds: many programs only start. No effect where the environment has
-    `OMP_NUM_THREADS`, after `torch.set_num_threads` or `use_all_threads`, nor elsewhere than on Linux.
+    The count is between one and torch's count at the first call. Calls measure the load at most every 2 s and use the
+    larger of the last two counts, since many programs are busy only while they start. There is no effect with
+    `OMP_NUM_THREADS` in the environment, after `torch.set_num_threads` or `use_all_threads`, or outside Linux.
     """
     _PROCESS.adjust()
 
 
 def use_all_threads() -> None:
-    """Lets this process compute with all of torch's threads from now on, whatever else runs."""
+    """Use all torch threads in this process from now on, regardless of the load."""
     _PROCESS.use_all()
 
 
 class ThreadController:
-    """The number of threads of a process.
+    """Controller of a process's thread count.
 
     Args:
-        measure_load: returns the load now. Raises OSError, ValueError or AttributeError where nothing tells it.
+        measure_load: returns the current load; raises OSError, ValueError or AttributeError if it is unknown.
         clock: returns the time in seconds.
     """
 
     def __init__(self, measure_load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
         self._measure_load, self._clock = measure_load, clock
         self._lock = threading.Lock()
-        self._set = threading.local()  # .count: the number that this class has given the thread
-        self._max_threads = self._count = self._free = 0  # 0: not asked yet
+        self._set = threading.local()  # .count: the thread's count set by this class
+        self._max_threads = self._count = self._free = 0  # 0: not initialized
         self._can_measure = True
-        self._is_overridden = False  # by somebody else
+        self._is_overridden = False  # by other code
         self._last, self._last_load = 0.0, Load(0, 0.0, 0.0)
 
     def adjust(self) -> None:
-        """Same as `adjust_threads`."""
+        """Set the calling thread's count; see `adjust_threads`."""
         with self._lock:
             if self._is_overridden:
                 return
-            found = torch.get_num_threads()
+            threads = torch.get_num_threads()
             if not self._max_threads:
-                self._initialize(found)
-            elif found != getattr(self._set, "count", found) or found > self._max_threads:
+                self._initialize(threads)
+            elif threads != getattr(self._set, "count", threads) or threads > self._max_threads:
                 self._is_overridden = True
             elif self._can_measure and self._clock() - self._last >= SECONDS:
                 self._update_load()
             if not self._is_overridden:
-                self._set_threads(found)
+                self._set_threads(threads)
 
     def use_all(self) -> None:
-        """Same as `use_all_threads`."""
+        """Use all threads; see `use_all_threads`."""
         with self._lock:
             self._can_measure, self._count = False, self._max_threads
             if self._max_threads and not self._is_overridden:
                 self._set_threads(torch.get_num_threads())
 
-    def _set_threads(self, found: int) -> None:
-        if found != self._count:
+    def _set_threads(self, threads: int) -> None:
+        if threads != self._count:
             torch.set_num_threads(self._count)
         self._set.count = self._count
 
@@ -105,35 +105,42 @@ class ThreadController:
             self._can_measure = False
 
     def _update_load(self) -> None:
-        then, before, free_before = self._last, self._last_load, self._free
+        last, last_load, last_free = self._last, self._last_load, self._free
         try:
             now, load = self._clock(), self._measure_load()
         except (OSError, ValueError):
             return
-        others = max(0.0, (load.busy - before.busy) - (load.process - before.process)) / (now - then)
+        background = max(0.0, (load.busy - last_load.busy) - (load.process - last_load.process)) / (now - last)
         self._last, self._last_load = now, load
-        self._free = min(max(round(load.processors - others), 1), self._max_threads)
-        count = max(free_before, self._free)
+        self._free = min(max(round(load.processors - background), 1), self._max_threads)
+        count = max(last_free, self._free)
         if count != self._count:
-            logger.info("%d threads instead of %d: others use %.1f processors", count, self._count, others)
+            logger.info(
+                "using %d threads instead of %d: other programs use %.1f processors", count, self._count, background
+            )
             self._count = count
 
 
 def process_load() -> Load:
-    """Returns the load of this process's processors, without what runs niced unless it is so itself: that gives way.
+    """Return the load of this process's processors.
 
-    Raises OSError or ValueError where /proc/stat does not tell, AttributeError elsewhere than on Linux.
+    Niced programs yield to this process, so their time counts only if this process is niced too.
+
+    Raises:
+        OSError: /proc/stat cannot be read.
+        ValueError: /proc/stat lacks a processor.
+        AttributeError: the system is not Linux.
     """
-    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    processors, niced, ticks = len(mine), os.getpriority(os.PRIO_PROCESS, 0) > 0, 0
+    affinity = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    processors, niced, ticks = len(affinity), os.getpriority(os.PRIO_PROCESS, 0) > 0, 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *columns = line.split()
-        if name in mine:
-            mine.remove(name)
+        if name in affinity:
+            affinity.remove(name)
             user, nice, system, _idle, _waiting, interrupts, soft, *_ = map(int, columns)
             ticks += user + system + interrupts + soft + niced * nice
-    if mine:
-        raise ValueError(f"/proc/stat has no {' '.join(sorted(mine))}")
+    if affinity:
+        raise ValueError(f"/proc/stat has no {' '.join(sorted(affinity))}")
     process = os.times()
     return Load(processors, ticks / os.sysconf("SC_CLK_TCK"), process.user + process.system)
 

@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a batch forward and backward, with one denominator for all, and sums their metrics."""
+"""Run the micro-batches of a batch forward and backward, with one denominator for all, and sums their metrics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MetricSums:
 
     @classmethod
     def empty(cls, loss: BatchLoss, device: torch.device) -> MetricSums:
-        """Returns empty sums of a batch."""
+        """Return empty sums of a batch."""
         sums = cls(device)
         for lora_share in (loss.per_lora or {}).values():
             sums.losses[f"{lora_share.name}/loss"] = torch.zeros_like(sums.loss)
@@ -85,7 +85,7 @@ class MetricSums:
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
     def read(self, ranks: Ranks, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
-        """Returns the sum over data-parallel ranks of the loss and every scalar, sum / count of every metric, and the
+        """Return the sum over data-parallel ranks of the loss and every scalar, sum / count of every metric, and the
         scalars that are `replicated`, in one transfer from the device. A metric whose count is 0 is left out."""
         scalars = {"loss": self.loss, **self.losses, **scalars}
         if self.losses:
@@ -116,7 +116,7 @@ class MetricSums:
 
 
 def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
-    """Raises RuntimeError on every rank where data-parallel ranks have metrics of different names."""
+    """Raise RuntimeError on every rank where data-parallel ranks have metrics of different names."""
     if ranks.dp.size == 1:
         return
     digest = float(zlib.crc32(" ".join(names).encode()))
@@ -139,7 +139,7 @@ def micro_batches(
     n_loras: int | None = None,
     image_format: ImageFormat | None = None,
 ) -> tuple[PackedBatch, list[PackedBatch]]:
-    """Returns the whole batch as one pack, and its micro-batches, at least one.
+    """Return the whole batch as one pack, and its micro-batches, at least one.
 
     `share_prefixes` searches each for common prefixes, and where it finds some the documents' last tokens, which
     predict none, are not computed either, unless `every_token` counts, as for the load of experts and a critic's
@@ -180,7 +180,7 @@ def _with_shared_prefixes(mb: PackedBatch, vocab_size: int, every_token: bool) -
 
 
 def _sharing_keys(mb: PackedBatch, vocab_size: int) -> Tensor:
-    """Returns numbers [T] that are equal for tokens that can be computed once: also of those that show the same
+    """Return numbers [T] that are equal for tokens that can be computed once: also of those that show the same
     picture, and of those that use given experts."""
     columns = [_token_keys(mb, vocab_size).unsqueeze(1)]
     if mb.has_images:
@@ -191,7 +191,7 @@ def _sharing_keys(mb: PackedBatch, vocab_size: int) -> Tensor:
 
 
 def _token_keys(mb: PackedBatch, vocab_size: int) -> Tensor:
-    """Returns numbers [T] that are equal for equal tokens of documents of one adapter."""
+    """Return numbers [T] that are equal for equal tokens of documents of one adapter."""
     return mb.tokens if mb.lora_ids is None else mb.tokens + vocab_size * (mb.token_lora_ids() + 1)
 
 
@@ -202,7 +202,7 @@ def lora_totals(
     ranks: Ranks,
     device: torch.device,
 ) -> dict[int, LoRATotals]:
-    """Returns what each adapter has in the micro-batches of all ranks, by its index among `names`; those without a
+    """Return what each adapter has in the micro-batches of all ranks, by its index among `names`; those without a
     document are left out. Raises BatchError for an adapter whose documents have nothing to train."""
     totals = torch.zeros(2, len(names), dtype=torch.float64)
     for mb in parts:
@@ -228,7 +228,7 @@ def lora_totals(
 def total_weight(
     parts: Sequence[PackedBatch], loss_weight_fn: LossWeightFn, ranks: Ranks, device: torch.device
 ) -> float:
-    """Returns the loss weight of all micro-batches of all ranks. Raises BatchError for 0."""
+    """Return the loss weight of all micro-batches of all ranks. Raises BatchError for 0."""
     total = float(sum(loss_weight_fn(mb) for mb in parts))
     if ranks.dp.size > 1:
         total = float(all_reduce(torch.tensor(total, dtype=torch.float64, device=device), ranks.dp))
@@ -248,12 +248,12 @@ class ContextSharding:
     """Whether padding repeats the first token of the pack, see `archon.parallel.context`."""
 
     def shard(self, mb: PackedBatch, device: torch.device, min_tokens: int = 0) -> SequenceShard:
-        """Returns this rank's share of the tokens that are computed of a pack, with at least `min_tokens` on each
+        """Return this rank's share of the tokens that are computed of a pack, with at least `min_tokens` on each
         rank."""
         return SequenceShard(self._plan(mb, min_tokens), self.ranks.cp, self.ranks.tp, device)
 
     def scored(self, mb: PackedBatch, shard: SequenceShard) -> TokenShard | None:
-        """Returns which tokens this rank scores: those that it computes, or whose common beginning it does; None for
+        """Return which tokens this rank scores: those that it computes, or whose common beginning it does; None for
         all."""
         if mb.shared is None:
             return shard
@@ -262,7 +262,7 @@ class ContextSharding:
         return TokenShard.by_owner(mb.shared.gather_index.cpu() // len(shard.index), self.ranks.cp, shard.index.device)
 
     def rows(self, mb: PackedBatch) -> int:
-        """Returns the number of tokens on each context-parallel rank, padding included."""
+        """Return the number of tokens on each context-parallel rank, padding included."""
         return sum(stop - start for _, start, stop in self._plan(mb, 0).chunks[0])
 
     def _plan(self, mb: PackedBatch, min_tokens: int) -> ContextPlan:
@@ -272,7 +272,7 @@ class ContextSharding:
         return padded.repeating_first() if self.repeats_first else padded
 
     def attention(self, shard: SequenceShard) -> ContextParallelAttention | PackedAttention:
-        """Returns the attention metadata of this rank's share of documents that share nothing."""
+        """Return the attention metadata of this rank's share of documents that share nothing."""
         if self.ranks.cp.size > 1:
             attention = GatheredAttention if self.kind == "allgather" else UlyssesAttention
             return attention(shard, self.attn_type)
@@ -283,7 +283,7 @@ class ContextSharding:
     def prefix_attention(
         self, shared: SharedPrefixes, shard: SequenceShard, scored: TokenShard | None
     ) -> UlyssesAttention | PrefixAttention:
-        """Returns the same of documents with shared prefixes, of which this rank scores `scored`."""
+        """Return the same of documents with shared prefixes, of which this rank scores `scored`."""
         prefixes = PrefixAttention(shared.padded(shard.padding), self.attn_type)
         attention = prefixes if scored is None else UlyssesAttention(shard, self.attn_type, prefixes)
         attention.valid_mask = shard.take(shared.counts()).chunk(self.ranks.tp.size)[self.ranks.tp.rank]
@@ -295,7 +295,7 @@ class ContextSharding:
 
 @dataclass(frozen=True)
 class MicroBatchRunner:
-    """Runs micro-batches through a model, forward and backward, on this rank's share of their tokens.
+    """Run micro-batches through a model, forward and backward, on this rank's share of their tokens.
 
     A pipeline stage is given the previous stage's hidden states as `input`, and micro-batches are padded to
     `min_tokens` tokens a context-parallel rank.
@@ -325,7 +325,7 @@ class MicroBatchRunner:
         loss_weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """Runs the model's forward on a micro-batch that is on the device. Returns the outputs of all its tokens, in
+        """Run the model's forward on a micro-batch that is on the device. Returns the outputs of all its tokens, in
         pack order, on every rank. `rows`, on the CPU, are the labeled ones, in the model's order."""
         labels, loss_weights = (None if x is None else mb.in_model_order(x) for x in (labels, loss_weights))
         of_tokens = mb.temperature(temperature)
@@ -344,7 +344,7 @@ class MicroBatchRunner:
         return gather(out)
 
     def hidden(self, mb: PackedBatch) -> Tensor:
-        """Returns the output of a stage without a head: [T / cp / tp, dim] of the padded micro-batch."""
+        """Return the output of a stage without a head: [T / cp / tp, dim] of the padded micro-batch."""
         return _tensor(self._run(mb, None, None, None)[0])
 
     def _run(
@@ -355,7 +355,7 @@ class MicroBatchRunner:
         rows: Tensor | None,
         **head: Any,
     ) -> tuple[Tensor | TokenScores | WeightedLoss, TokenShard | None]:
-        """Runs the model on this rank's share of the tokens. Returns its output, and which tokens it is of, None for
+        """Run the model on this rank's share of the tokens. Returns its output, and which tokens it is of, None for
         all."""
         documents = mb.order or mb
         tokens, positions = mb.in_model_order(mb.tokens), mb.model_positions()
@@ -396,7 +396,7 @@ class MicroBatchRunner:
         return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), scored
 
     def _images(self, mb: PackedBatch, shard: SequenceShard | None) -> PackedImages | None:
-        """Returns the images of this rank's tokens on the device; None on a stage without embeddings, and where no rank
+        """Return the images of this rank's tokens on the device; None on a stage without embeddings, and where no rank
         has an image. Where only others have, the tower runs on nothing."""
         if self.input is not None:
             return None
@@ -411,7 +411,7 @@ class MicroBatchRunner:
         return images.to(self.device)
 
     def with_vision_flags(self, parts: Sequence[PackedBatch], rounds: int) -> list[PackedBatch]:
-        """Returns `rounds` micro-batches: this rank's, and then idle ones without images. Each knows whether a rank has
+        """Return `rounds` micro-batches: this rank's, and then idle ones without images. Each knows whether a rank has
         an image in its round, on which the data-parallel ranks agree here, once for a batch."""
         idle = [parts[0].without_images()] * (rounds - len(parts))
         batches = [*parts, *idle]
@@ -421,7 +421,7 @@ class MicroBatchRunner:
         return [replace(mb, runs_vision_encoder=runs) for mb, runs in zip(batches, found, strict=True)]
 
     def loss(self, mb: PackedBatch, loss: BatchLoss, sums: MetricSums, *, fuse: bool = True) -> Tensor:
-        """Returns the term of a micro-batch on the device in the batch's loss, with gradient; adds it and the metrics
+        """Return the term of a micro-batch on the device in the batch's loss, with gradient; adds it and the metrics
         to `sums`.
 
         Tokens whose `loss_mask` is 0 are not scored: their logprob and entropy are 0. `fuse` allows a fused loss, which
@@ -520,7 +520,7 @@ class MicroBatchRunner:
         return sums
 
     def run_idle(self, mb: PackedBatch) -> Tensor:
-        """Runs a forward that scores nothing. Returns a loss with zero gradients, for the collectives of a real one."""
+        """Run a forward that scores nothing. Returns a loss with zero gradients, for the collectives of a real one."""
         if self.is_critic:
             out = _tensor(self.call(mb))
         else:
@@ -532,7 +532,7 @@ class MicroBatchRunner:
 
     @torch.no_grad()
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
-        """Returns the sums of this rank's micro-batches, without gradient."""
+        """Return the sums of this rank's micro-batches, without gradient."""
         sums = MetricSums.empty(loss, self.device)
         with self._forward_only(parts) as own:
             for mb in own:
@@ -543,7 +543,7 @@ class MicroBatchRunner:
     def scores(
         self, parts: Sequence[PackedBatch], temperature: float, entropy: bool, only_trained: bool
     ) -> list[list[Tensor]]:
-        """Returns logprobs [T] and, with `entropy`, entropies [T] of each micro-batch's tokens, or of those that
+        """Return logprobs [T] and, with `entropy`, entropies [T] of each micro-batch's tokens, or of those that
         `loss_mask` marks; of a critic, values."""
         with self._forward_only(parts) as own:
             return [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in own]
@@ -559,7 +559,7 @@ class MicroBatchRunner:
 
     @contextmanager
     def _forward_only(self, parts: Sequence[PackedBatch]) -> Iterator[Sequence[PackedBatch]]:
-        """Yields `parts` for forwards without backward; then runs idle ones until every rank has run as many, and frees
+        """Yield `parts` for forwards without backward; then runs idle ones until every rank has run as many, and frees
         the gathered weights.
 
         The ranks exchange their numbers before the first forward: later, some would still be gathering weights.
@@ -588,7 +588,7 @@ def _tensor(output: Tensor | TokenScores | WeightedLoss) -> Tensor:
 
 
 def _source(part: PackedBatch, device: torch.device) -> Tensor:
-    """Returns the positions of a part's tokens in the micro-batch that it is of, on the device."""
+    """Return the positions of a part's tokens in the micro-batch that it is of, on the device."""
     assert part.source is not None
     return to_device_async(part.source, device)
 

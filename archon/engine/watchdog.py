@@ -1,4 +1,4 @@
-"""Writes the stacks of every rank when a step takes too long on one of them."""
+"""Stall watchdog: write the stacks of every rank when a step takes too long on one rank."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ import torch.distributed as dist
 from archon.parallel.torch_groups import run_store
 
 POLL_S = 1.0
-"""Seconds between a rank's looks at whether another has reported a stall."""
+"""Seconds between checks for stalls reported by other ranks."""
 
 logger = logging.getLogger(__name__)
 
 
 class StallWatchdog:
-    """Writes stacks to rankN.txt in a folder: this rank's when its own block takes longer than `seconds`, and those of
-    all ranks then, the one that is busy or asleep elsewhere included.
+    """Watchdog that writes the stacks of all ranks to rankN.txt when a block takes too long.
 
-    A block that takes too long is dumped by faulthandler, which needs neither the GIL nor memory, so that a rank that
-    hangs in a kernel or a collective is dumped too; the run continues. The rank also reports the stall in the store of
-    the run, where a thread of each rank looks every `POLL_S` seconds. That thread needs the GIL: a rank that holds it
-    outside of a block is the only one that leaves no stacks.
+    faulthandler dumps the slow rank. It needs neither the GIL nor memory, so it also dumps a rank that hangs in a
+    kernel or a collective; the run continues. The slow rank reports the stall in the run's store. A thread of every rank
+    polls the store each `POLL_S` seconds and dumps its rank too. This thread needs the GIL: a rank that holds the
+    GIL outside a block writes no stacks.
 
-    Ranks make their watches in the same order. `seconds` None watches nothing. A process has one block at a time; one
-    inside another is part of it.
+    Every rank must create its watchdogs in the same order. A nested block belongs to the outer one.
+
+    Args:
+        seconds: maximum duration of a block; None disables the watchdog.
     """
 
     _numbers = count()
@@ -44,7 +45,7 @@ class StallWatchdog:
         self.rank = 0
         self._inside = False
         self._deadline = math.inf
-        """When this rank reports a stall, by time.monotonic()."""
+        """The time.monotonic() at which this rank reports a stall."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -61,7 +62,7 @@ class StallWatchdog:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Watch the block. Raises OSError where the folder cannot be written."""
+        """Watch the block; raise OSError if the folder is not writable."""
         if self.seconds is None or self._inside:
             yield
             return
@@ -79,13 +80,13 @@ class StallWatchdog:
                     self.path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Stop the thread that looks for reports; a process that exits while it runs may crash."""
+        """Stop the polling thread; exiting while it runs may crash the process."""
         self._ended.set()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout=2 * POLL_S)
 
     def _watch_reports(self) -> None:
-        """Report this rank's stall and write its stacks at each report, until `end` or the run's store is gone."""
+        """Report this rank's stall and write its stacks at each report, until `end`."""
         stalls = 0
         try:
             while not self._ended.wait(POLL_S):
@@ -96,20 +97,20 @@ class StallWatchdog:
                     self._write(int(self._reports.get(key)))
                     stalls += 1
         except (dist.DistError, RuntimeError):
-            return  # the process of the store has ended, and the run with it
+            return  # the store's process has ended, and so has the run
 
     def _write(self, reporter: int) -> None:
-        """Append this rank's stacks to its file, unless its own block did so."""
+        """Append this rank's stacks to its file unless faulthandler already did."""
         with self._lock:
             written, self._deadline = time.monotonic() > self._deadline, math.inf
             if written:
                 return
             faulthandler.cancel_dump_traceback_later()
-            where = "is in a step of its own" if self._inside else "is between steps"
+            state = "is in a step" if self._inside else "is between steps"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as file:
-                    file.write(f"rank {reporter} takes longer than {self.seconds:g} s; rank {self.rank} {where}\n")
+                    file.write(f"rank {reporter} takes longer than {self.seconds:g} s; rank {self.rank} {state}\n")
                     file.flush()
                     faulthandler.dump_traceback(file)
             except OSError as error:

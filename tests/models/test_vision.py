@@ -410,7 +410,7 @@ def test_images_for_a_model_of_text_are_refused(model_type: str) -> None:
     ours = text.model_class(text.model_args_class.from_hf_config(their_config(random_fields(0, model_type))))
     images = PackedImages(torch.zeros(1, 12), ((1, 1),), torch.zeros(1, dtype=torch.int64))
     bounds = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(BatchError, match="TextModel sees no images"):
+    with pytest.raises(BatchError, match="TextModel accepts no images"):
         ours(torch.tensor([1, 2]), torch.arange(2), bounds, 2, images=images)
     with pytest.raises(ValueError, match=r"positions have shape \(3, 2\), but this model's have one coordinate"):
         ours.hidden_states(torch.tensor([1, 2]), torch.zeros(3, 2, dtype=torch.int64), PackedAttention(bounds, 2))

@@ -95,8 +95,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Adam's step count begins anew after a resume",
         "archon/engine/state.py",
-        "own[key] = step.detach().to(local_tensor(parameter).device, copy=True)",
-        "own[key] = torch.zeros_like(step)",
+        "moments[key] = step.detach().to(local_tensor(parameter).device, copy=True)",
+        "moments[key] = torch.zeros_like(step)",
         ("tests/engine/test_engine_state.py",),
     ),
     Mutant(

@@ -117,22 +117,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an adapter's own schedule is ignored",
         "archon/engine/lora.py",
-        "own.scheduler or config.scheduler",
+        "lora.scheduler or config.scheduler",
         "config.scheduler",
         ("tests/lora/test_many.py::test_each_adapter_is_trained_as_if_alone[dense-two-cross-entropy]",),
     ),
     Mutant(
         "an adapter's own end of the schedule is ignored",
         "archon/engine/lora.py",
-        "own.total_steps or total_steps",
+        "lora.total_steps or total_steps",
         "total_steps",
         ("tests/lora/test_many.py::test_each_adapter_is_trained_as_if_alone[dense-two-cross-entropy]",),
     ),
     Mutant(
         "an adapter's own optimizer is ignored",
         "archon/engine/lora.py",
-        "config.optimizer if own.optimizer is None else own.optimizer",
-        "config.optimizer or own.optimizer",
+        "config.optimizer if lora.optimizer is None else lora.optimizer",
+        "config.optimizer or lora.optimizer",
         ("tests/lora/test_many.py::test_each_adapter_is_trained_as_if_alone[dense-two-cross-entropy]",),
     ),
     Mutant(
