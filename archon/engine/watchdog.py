@@ -27,9 +27,9 @@ class StallWatchdog:
     """Watchdog that writes the stacks of all ranks to rankN.txt when a block takes too long.
 
     faulthandler dumps the slow rank. It needs neither the GIL nor memory, so it also dumps a rank that hangs in a
-    kernel or a collective; the run continues. The slow rank reports the stall in the run's store. A thread of every rank
-    polls the store each `POLL_S` seconds and dumps its rank too. This thread needs the GIL: a rank that holds the
-    GIL outside a block writes no stacks.
+    kernel or a collective; the run continues. The slow rank reports the stall in the run's store. A thread of every
+    rank polls the store each `POLL_S` seconds and dumps its rank too. This thread needs the GIL: a rank that holds
+    the GIL outside a block writes no stacks.
 
     Every rank must create its watchdogs in the same order. A nested block belongs to the outer one.
 
