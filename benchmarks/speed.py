@@ -91,9 +91,9 @@ def use_plain_layers(engine: Any) -> None:
 
 def keep_document_order(engine: Any) -> None:
     """Keep documents in the order of the batch instead of sorting them by length."""
-    from archon.engine.batch import PackedBatch
+    from archon.engine.plan import TokenOrder
 
-    PackedBatch.sorted_by_length = lambda self: self  # type: ignore[method-assign]
+    TokenOrder.by_length = TokenOrder.of_pack  # type: ignore[method-assign]
 
 
 def disable_fused_loss(engine: Any) -> None:

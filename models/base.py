@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
@@ -23,7 +25,7 @@ from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
 from archon.schema.errors import BatchError
 
-__all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
+__all__ = ["BaseArchonModel", "BaseModelArgs", "ModelInputs", "TransformerBlock"]
 
 
 class TransformerBlock(nn.Module):
@@ -67,9 +69,28 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
-def drop_none(**inputs: Any) -> dict[str, Any]:
-    """Drop None inputs, so that a family's `hidden_states` accepts only the inputs it uses."""
-    return {name: value for name, value in inputs.items() if value is not None}
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """Inputs of the layers for T packed tokens.
+
+    Attributes:
+        tokens: int [T]; hidden states [T, dim] on a pipeline stage without embeddings.
+        positions: int [T], position within the document; [3, T] (time, row, column) in a vision-language model.
+        attention: attention between the tokens.
+        images: the images of the tokens; None without images.
+        routed_experts: int [N, L, k], the experts to replay for N tokens (see `AttentionMeta.valid_mask`) in all L MoE
+            layers of the model; negative entries let the router choose.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    attention: AttentionMeta
+    images: PackedImages | None = None
+    routed_experts: Tensor | None = None
+
+
+# FSDP finds the tensors of a forward's arguments by pytree.
+register_dataclass(ModelInputs)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -134,10 +155,10 @@ class BaseArchonModel(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
+        tokens: Tensor | ModelInputs,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
         tree_attn_meta: AttentionMeta | None = None,
         *,
         labels: Tensor | None = None,
@@ -151,7 +172,8 @@ class BaseArchonModel(nn.Module):
         """Run packed documents through the model.
 
         Args:
-            tokens: int [T] or [1, T]; hidden states [T, dim] on a pipeline stage without embeddings.
+            tokens: int [T] or [1, T]; hidden states [T, dim] on a pipeline stage without embeddings. `ModelInputs`
+                replace all arguments except the head's.
             positions: int [T] or [1, T], position within the document; in a vision-language model [3, T] or [1, 3, T],
                 the time, row and column of each token.
             cu_seqlens: int32 [B + 1], document boundaries from 0 to T.
@@ -170,36 +192,48 @@ class BaseArchonModel(nn.Module):
             The output of `LMHead.forward`, the values [T] of a critic, or the hidden states [T, dim] of a stage without
             a head; with a leading dimension of 1 if tokens have one.
         """
+        # The engine passes `ModelInputs`. FSDP gathers the weights of norm and head in this method alone.
+        head: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "rows": label_rows}
+        if isinstance(tokens, ModelInputs):
+            return self._scores(tokens, labels, loss_weights, head)
+        assert positions is not None
         has_axes = any(rope.spec.sections for rope in self.ropes) and positions.shape[-2:-1] == (3,)
-        batched = positions.dim() == (3 if has_axes else 2)
-        if batched:
+        is_batched = positions.dim() == (3 if has_axes else 2)
+        if is_batched:
             if positions.shape[0] != 1:
                 raise ValueError(f"positions have shape {tuple(positions.shape)}; packed batches are [T] or [1, T]")
-            tokens, positions = tokens.squeeze(0), positions.squeeze(0)
-            labels = None if labels is None else labels.squeeze(0)
-            loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
-            routed_experts = None if routed_experts is None else routed_experts.squeeze(0)
-        attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        optional = drop_none(images=images, routed_experts=routed_experts)
-        out: Any = self.hidden_states(tokens, positions, attention, **optional)
-        if self.score is not None:
-            weight = self.score.weight  # wider than the compute dtype if LoRAs are trained
-            values = self.score(out.to(weight.dtype)).squeeze(-1)
-            if self.score.tp is not None:
-                values = all_gather_replicated(values, self.score.tp)
-            values = _rows(values, attention.token_rows)
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
-            out = values
-        elif self.output is not None and labels is None:
-            out = _rows(self.output(out), attention.token_rows)  # a linear layer, like a generator's packed head
-        elif self.output is not None:
-            options: dict[str, Any] = {"entropy": entropy, "weights": loss_weights, "rows": label_rows}
-            out = self.output(out, labels, temperature, **options, token_rows=attention.token_rows)
-        if not batched:
+            tokens, positions, labels, loss_weights, routed_experts = (
+                None if x is None else x.squeeze(0) for x in (tokens, positions, labels, loss_weights, routed_experts)
+            )
+        attention = tree_attn_meta
+        if attention is None:
+            assert cu_seqlens is not None and max_seqlen is not None
+            attention = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
+        inputs = ModelInputs(tokens, positions, attention, images, routed_experts)  # type: ignore[arg-type]
+        out = self._scores(inputs, labels, loss_weights, head)
+        if not is_batched:
             return out
         if isinstance(out, Tensor):
             return out.unsqueeze(0)
-        return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
+        return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)  # type: ignore[return-value]
+
+    def _scores(
+        self, inputs: ModelInputs, labels: Tensor | None, loss_weights: Tensor | None, head: Mapping[str, Any]
+    ) -> Tensor | TokenScores | WeightedLoss:
+        """Return the output of the head, or the hidden states of a stage without a head."""
+        hidden, token_rows = self.hidden_states(inputs), inputs.attention.token_rows
+        if self.score is not None:
+            weight = self.score.weight  # wider than the compute dtype if LoRAs are trained
+            values = self.score(hidden.to(weight.dtype)).squeeze(-1)
+            if self.score.tp is not None:
+                values = all_gather_replicated(values, self.score.tp)
+            values = _rows(values, token_rows)
+            return values.to(torch.promote_types(values.dtype, torch.float32))
+        if self.output is None:
+            return hidden
+        if labels is None:
+            return _rows(self.output(hidden), token_rows)  # a linear layer, like a generator's packed head
+        return self.output(hidden, labels, weights=loss_weights, token_rows=token_rows, **head)
 
     def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """Encode image patches [P, F]; see `ImageFeatures.features`.
@@ -209,23 +243,16 @@ class BaseArchonModel(nn.Module):
         """
         raise BatchError(f"{self.model_class.__name__} accepts no images; expected a text batch")
 
-    def hidden_states(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attention: AttentionMeta,
-        images: PackedImages | None = None,
-        routed_experts: Tensor | None = None,
-    ) -> Tensor:
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return hidden states [T, dim], after the final norm if this stage has it.
 
-        `tokens` are ids [T], or hidden states [T, dim] of the previous stage. With `attention.gather_index` [N] the
-        result is [N, dim].
+        With `attention.gather_index` [N] the result is [N, dim].
         """
-        features = None if images is None else images.encode(self.encode_images)
-        hidden = tokens
+        attention, positions, routed_experts = inputs.attention, inputs.positions, inputs.routed_experts
+        features = None if inputs.images is None else inputs.images.encode(self.encode_images)
+        hidden = inputs.tokens
         if self.tok_embeddings is not None:
-            hidden = self.tok_embeddings(tokens)
+            hidden = self.tok_embeddings(hidden)
             hidden = hidden if features is None else features.embed(hidden)
             if (factor := self.args.embedding_multiplier) != 1:
                 hidden = hidden * (hidden.new_full((), factor) if self.args.embedding_multiplier_is_rounded else factor)

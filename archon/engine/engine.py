@@ -48,6 +48,7 @@ from archon.engine.optim import (
     gradient_norms,
 )
 from archon.engine.pipeline_step import PipelineRunner
+from archon.engine.plan import Batch, ForwardPlanner, MicroBatch, micro_batches
 from archon.engine.router_balance import RouterLoad, replay_metrics
 from archon.engine.state import (
     load_model_state,
@@ -58,15 +59,7 @@ from archon.engine.state import (
     set_rng_state,
 )
 from archon.engine.threads import adjust_threads
-from archon.engine.train_step import (
-    Batch,
-    BatchLoss,
-    ContextSharding,
-    MicroBatchRunner,
-    lora_totals,
-    micro_batches,
-    total_weight,
-)
+from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, total_weight
 from archon.engine.watchdog import StallWatchdog
 from archon.models import get_model_spec
 from archon.models.args.base import BaseModelArgs
@@ -186,8 +179,15 @@ class ArchonEngine:
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         self.ranks = Ranks.from_dims(dims)
-        tokens = ContextSharding(
-            self.ranks, self.layout.context_parallel, config.attn_type, config.fp8_recipe == "tensorwise"
+        planner = ForwardPlanner(
+            self.ranks,
+            self.device,
+            self.layout.context_parallel,
+            config.attn_type,
+            is_critic=config.is_critic,
+            repeats_first=config.fp8_recipe == "tensorwise",
+            lora_names=lora_names,
+            image_format=args.image_format,
         )
         self.spec, self.args = spec, args
         shareable = backend.supports_prefixed and args.shares_prefixes
@@ -201,19 +201,11 @@ class ArchonEngine:
         if dims.pp_enabled:
             self.model = staged = build.build_stages(self.ranks.pp.rank)
             pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute_dtype, args.dim)
-            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline, lora_names)
+            self._runner = PipelineRunner(staged, planner, pipeline)
         else:
             self.model = build.build_model()
             load = RouterLoad(self.model)
-            self._runner = MicroBatchRunner(
-                self.model,
-                self.device,
-                tokens,
-                config.is_critic,
-                load,
-                config.router_aux_loss_coef,
-                lora_names=lora_names,
-            )
+            self._runner = MicroBatchRunner(self.model, planner, load, config.router_aux_loss_coef)
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
             if not config.init_from_scratch:
@@ -336,7 +328,6 @@ class ArchonEngine:
         """Accumulate the batch's gradients in the parameters. Returns the metrics before the optimizer's step."""
         packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
-        shares = batch_loss.per_lora or {}
         if not self.model.training:
             self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
@@ -347,34 +338,34 @@ class ArchonEngine:
         sums = self._runner.accumulate(parts, batch_loss, reduce_every)
         self._failed_mid_step = False
         with phase("optimizer"):
-            norms = self._gradient_norms([share.name for share in shares.values()])
+            norms = self._gradient_norms([group.name for group in batch_loss.lora_groups])
         replay = replay_metrics(self._runner.loads, self.ranks, self.device) if self.args.expert_layers else {}
         counts = {"tokens": packed.n_tokens, "tokens_computed": sum(mb.n_computed_tokens for mb in parts)}
         scalars = {name: torch.tensor(count) for name, count in counts.items()}
         metrics = self._runner.read(sums, norms | replay, **scalars)
         if replay and math.isnan(metrics["router_replay/share"]):
             metrics = {name: value for name, value in metrics.items() if name not in replay}
-        for share in shares.values():
-            metrics |= {f"{share.name}/tokens": share.tokens, f"{share.name}/loss_weight": share.weight}
+        for group in batch_loss.lora_groups:
+            metrics |= {f"{group.name}/tokens": group.tokens, f"{group.name}/loss_weight": group.weight}
         return metrics | {"micro_batches": float(len(parts)), "loss_weight": batch_loss.denominator}
 
     def _batch_loss(
-        self, parts: list[PackedBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+        self, parts: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> BatchLoss:
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         if not self.loras:
-            return BatchLoss(loss_fn, loss_weight_fn, weight, temperature)
+            return BatchLoss(loss_fn, loss_weight_fn, temperature, weight, {None: LossGroup(weight)})
 
         def require_loras() -> None:
-            if any(NO_LORA in (mb.lora_ids or ()) for mb in parts):
+            if any(NO_LORA in (mb.documents.lora_ids or ()) for mb in parts):
                 raise BatchError(
                     f"a document has adapter {NO_LORA}, the base alone, whose weights are frozen, so that it has no "
                     "loss; leave it out of the batch"
                 )
 
         self.ranks.require_on_all(require_loras, self.device)
-        shares = lora_totals(parts, self._lora_names, loss_weight_fn, self.ranks, self.device)
-        return BatchLoss(loss_fn, loss_weight_fn, weight, temperature, shares)
+        groups = lora_groups(parts, self._lora_names, loss_weight_fn, self.ranks, self.device)
+        return BatchLoss(loss_fn, loss_weight_fn, temperature, weight, groups)
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
@@ -385,8 +376,8 @@ class ArchonEngine:
         self.model.eval()
         sums = self._runner.evaluate(parts, batch_loss)
         metrics = self._runner.read(sums, {}, tokens=torch.tensor(packed.n_tokens))
-        for share in (batch_loss.per_lora or {}).values():
-            metrics[f"{share.name}/loss_weight"] = share.weight
+        for group in batch_loss.lora_groups:
+            metrics[f"{group.name}/loss_weight"] = group.weight
         return metrics | {"loss_weight": batch_loss.denominator}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
@@ -718,11 +709,11 @@ class ArchonEngine:
             raise ConfigError(f"layout {self.config.layout}: a pipeline's rank holds only a part of the model's layers")
         return self.model
 
-    def _split(self, batch: Batch, temperature: float = 1.0) -> tuple[Any, list[Any]]:
+    def _split(self, batch: Batch, temperature: float = 1.0) -> tuple[PackedBatch, list[MicroBatch]]:
         if self.device.type == "cpu":
             adjust_threads()
 
-        def prepare() -> tuple[Any, list[Any]]:
+        def prepare() -> tuple[PackedBatch, list[MicroBatch]]:
             self._check_usable()
             packed, parts = micro_batches(
                 batch,
@@ -747,7 +738,7 @@ class ArchonEngine:
         packed, parts = self._split(batch, temperature)
         self.model.eval()
         results = self._runner.scores(parts, temperature, entropy, only_trained)
-        columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
+        columns = [merge(packed, [mb.documents for mb in parts], column).cpu() for column in zip(*results, strict=True)]
         if isinstance(batch, PackedBatch):
             return columns
         return [unpack(packed, column, batch["input_ids"].shape) for column in columns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
-from archon.engine.train_step import Batch
+from archon.engine.plan import Batch
 from archon.schema.config import EngineConfig, derive_reference
 
 

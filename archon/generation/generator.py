@@ -27,7 +27,7 @@ from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
 from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.decode.paged_cache import PagedCache
-from archon.models.base import BaseArchonModel, drop_none
+from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.vision.images import ProcessedImage
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError, RolloutError
@@ -341,7 +341,7 @@ class Generator:
         spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
         meta.lora_mapping = self.lora_manager.rows([(sequence.lora, count) for sequence, count in spans], rows)
         ids, images = to_device_async(torch.tensor(tokens), self.device), self.image_cache.packed(image_chunks)
-        hidden = self.model.hidden_states(ids, meta.positions, meta, **drop_none(images=images))
+        hidden = self.model.hidden_states(ModelInputs(ids, meta.positions, meta, images))
 
         if self.recorder is not None:
             read = [*zip(range(len(decode)), decode, strict=True), *zip(duplicate_rows, duplicates, strict=True)]

@@ -8,7 +8,7 @@ import torch
 
 from archon.generation.images import PromptImages
 from archon.models.attention.meta import PackedAttention
-from archon.models.base import BaseArchonModel, drop_none
+from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.lora.mapping import LoRAMapping
 from archon.models.vision.images import PackedImages
 from archon.parallel.transfer import to_device_async
@@ -54,7 +54,7 @@ def score_prompt(
         image = model.args.image_format
         assert image is not None
         images = PackedImages.from_images(torch.tensor(tokens), prompt_images.images, image).to(device)
-    hidden = model.hidden_states(ids, positions, attention, **drop_none(images=images))[:-1]
+    hidden = model.hidden_states(ModelInputs(ids, positions, attention, images))[:-1]
     assert model.output is not None, "an engine generates with an actor"
     block = max(1, _MAX_LOGITS // model.args.vocab_size)
     for rows, labels in zip(hidden.split(block), ids[1:].split(block), strict=True):

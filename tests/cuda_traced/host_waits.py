@@ -5,7 +5,7 @@ from __future__ import annotations
 HOST_WAITS: dict[str, str] = {
     "archon.models.layers.rope.RotaryEmbedding.init_buffers": "when a model is built",
     "archon.engine.build.ModelBuilder._init_weights": "when a model is built",
-    "archon.engine.train_step.MetricSums.read": "at the end of a step, for the norm of its gradient and its metrics",
+    "archon.engine.metrics.MetricSums.read": "at the end of a step, for the norm of its gradient and its metrics",
     "archon.engine.engine.ArchonEngine._score": "after the last forward, for the scores",
     "archon.models.layers.delta_rule._fla_delta_rule": "once in a forward, where fla copies its table of chunks",
     "archon.generation.replica._digest": "in a push of weights, for the fingerprint of each",

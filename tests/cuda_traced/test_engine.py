@@ -90,7 +90,7 @@ MODELS = {
     "latent": family_config("deepseek_v3", vocab_size=VOCAB),
     "delta net": family_config("qwen3_5_text", vocab_size=VOCAB),
 }
-READ_ONCE = {"archon.engine.train_step.MetricSums.read": 1}
+READ_ONCE = {"archon.engine.metrics.MetricSums.read": 1}
 models = pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import archon.engine.optim
-from archon.engine.batch import PackedBatch
 from archon.engine.pipeline_step import PipelineRunner
+from archon.engine.plan import ForwardPlan
 from archon.engine.train_step import MicroBatchRunner, total_weight
+from archon.models.layers.head import IGNORE_INDEX
 from archon.models.layers.moe import MoE
 from archon.parallel import comm
 from archon.parallel.comm import Group
@@ -80,8 +81,9 @@ def _denominator_of_each_rank(case: Case) -> Iterator[None]:
 
 
 def _idle_micro_batches_scored(case: Case) -> Any:
-    def mistaken(self: MicroBatchRunner, mb: PackedBatch) -> Tensor:
-        scores: Any = self.call(mb, mb.loss_labels(), entropy=False)
+    def mistaken(self: MicroBatchRunner, plan: ForwardPlan, hidden: Tensor | None = None) -> Tensor:
+        labels = plan.head_input(plan.documents.loss_labels(), IGNORE_INDEX)
+        scores: Any = self.forward(replace(plan, labels=labels, label_rows=None), hidden=hidden)
         return scores.logprobs.sum() * 1e-3
 
     return mock.patch.object(MicroBatchRunner, "run_idle", mistaken)

@@ -19,7 +19,7 @@ from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.pipeline_step import PipelineRunner
-from archon.engine.train_step import micro_batches
+from archon.engine.plan import micro_batches
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group
@@ -192,9 +192,9 @@ def router_counts(folder: str, case: Case) -> tuple[dict[str, list[float]], dict
     engine = engine_of(case, folder)
     rows = batch(MIXED, seed=3)
     parts = engine._split(rows)[1]
-    tokens = engine._runner.tokens
-    most = max(tokens.rows(mb) for mb in parts)
-    reordered = any(mb.order is not None and tokens.rows(mb) < most for mb in parts)
+    planner = engine._runner.planner
+    most = max(planner.rows(mb) for mb in parts)
+    reordered = any(mb.order.rows is not None and planner.rows(mb) < most for mb in parts)
     engine.train_batch(rows, loss_of(case), loss_token_count)
     counts = {}
     for load in engine._runner.loads:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
+from archon.engine.plan import TokenOrder
 from archon.tools.check.rank_pool import Pool
 from tests.distributed import matrix
 from tests.distributed.cases import Case, batch, engine_config
@@ -41,16 +42,16 @@ def short_documents(step: int) -> dict[str, Tensor]:
 def run_sorted(case: Case, folder: str) -> dict[str, float]:
     """On every rank: the case on short documents, of which some micro-batch was sorted."""
     seen: list[bool] = []
-    sort = PackedBatch.sorted_by_length
+    sort = TokenOrder.by_length
 
-    def noted(self: PackedBatch) -> PackedBatch:
-        found = sort(self)
-        seen.append(found.order is not None)
-        return found
+    def noted(documents: PackedBatch) -> TokenOrder:
+        order = sort(documents)
+        seen.append(order.rows is not None)
+        return order
 
     with (
         mock.patch("tests.distributed.matrix.data_of", short_documents),
-        mock.patch.object(PackedBatch, "sorted_by_length", noted),
+        mock.patch.object(TokenOrder, "by_length", noted),
     ):
         differences = matrix.run_case(case, folder)
     assert any(seen)
@@ -59,7 +60,7 @@ def run_sorted(case: Case, folder: str) -> dict[str, float]:
 
 def run_left_in_the_models_order(case: Case, folder: str) -> dict[str, float]:
     """As above, with the mistake of not bringing results back."""
-    with mock.patch.object(PackedBatch, "in_pack_order", lambda self, x: x):
+    with mock.patch.object(TokenOrder, "in_pack_order", lambda self, x: x):
         return run_sorted(case, folder)
 
 
@@ -74,7 +75,7 @@ def unsorted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]
             folders[key] = tmp_path_factory.mktemp("unsorted")
             with (
                 mock.patch("tests.distributed.matrix.data_of", short_documents),
-                mock.patch.object(PackedBatch, "sorted_by_length", lambda self: self),
+                mock.patch.object(TokenOrder, "by_length", TokenOrder.of_pack),
             ):
                 matrix.run_reference(case, folders[key])
         return folders[key]
@@ -101,7 +102,7 @@ def test_scores_come_back_in_the_order_of_the_batch(unsorted: Callable[[Case], P
     engine = ArchonEngine(engine_config(case, f"{unsorted(case)}/checkpoint", "d1"))
     engine.initialize()
     data = short_documents(0)
-    assert any(mb.order is not None for mb in engine._split(data)[1])
+    assert any(mb.order.rows is not None for mb in engine._split(data)[1])
     together = engine.forward_batch(data)
     for row in range(len(LENGTHS)):
         alone = engine.forward_batch({name: x[row : row + 1] for name, x in data.items()})

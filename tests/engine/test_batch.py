@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archon.engine.batch import PackedBatch, first_fit_decreasing, merge, pack, split, unpack
+from archon.engine.plan import ForwardPlanner, MicroBatch, TokenOrder
 from archon.models.layers.head import IGNORE_INDEX
+from archon.parallel.ranks import Ranks
 from archon.schema.errors import BatchError
 from tests.engine.tiny import documents, padded
 
@@ -142,24 +144,25 @@ def test_a_packed_batch_splits_like_a_padded_one() -> None:
 @settings(max_examples=50, deadline=None)
 def test_the_model_is_given_documents_by_length_and_nothing_else_moves(lengths: list[int]) -> None:
     _, batch = make(lengths)
-    packed = pack(batch)
+    packed, planner = pack(batch), ForwardPlanner(Ranks(), torch.device("cpu"), "allgather", "sdpa")
 
-    mb = packed.sorted_by_length()
+    order = TokenOrder.by_length(packed)
+    trained, labeled = (planner.plan(MicroBatch(packed, order), scored) for scored in ("trained", "labeled"))
 
     runs = len(list(itertools.groupby(lengths)))
-    assert (mb.order is None) == (runs <= 2 * len(set(lengths)))
+    assert (order.rows is None) == (runs <= 2 * len(set(lengths)))
     for name in ("tokens", "positions", "labels", "cu_seqlens", "lengths"):
-        assert torch.equal(torch.as_tensor(getattr(mb, name)), torch.as_tensor(getattr(packed, name)))
-    assert torch.equal(mb.in_pack_order(mb.in_model_order(mb.tokens)), packed.tokens)
-    trained = mb.in_model_order(mb.loss_labels()) != IGNORE_INDEX
-    assert mb.labeled_rows(only_trained=True).tolist() == trained.nonzero().squeeze(1).tolist()
-    assert (mb.in_model_order(mb.labels)[mb.labeled_rows(only_trained=False)] != IGNORE_INDEX).all()
-    if mb.order is not None:
-        assert mb.order.lengths == tuple(sorted(lengths))
-        assert mb.order.cu_seqlens.tolist() == [0, *itertools.accumulate(sorted(lengths))]
-        assert mb.in_model_order(mb.positions).tolist() == [t for n in sorted(lengths) for t in range(n)]
-        documents = sorted(packed.tokens.split(lengths), key=len)
-        assert torch.equal(mb.in_model_order(mb.tokens), torch.cat(documents))
+        assert torch.equal(torch.as_tensor(getattr(trained.documents, name)), torch.as_tensor(getattr(packed, name)))
+    assert torch.equal(order.in_pack_order(order.computed(packed.tokens)), packed.tokens)
+    rows = (order.scored(packed.loss_labels()) != IGNORE_INDEX).nonzero().squeeze(1)
+    assert trained.label_rows is not None and trained.label_rows.tolist() == rows.tolist()
+    assert labeled.labels is not None and (labeled.labels[labeled.label_rows] != IGNORE_INDEX).all()
+    if order.rows is not None:
+        inputs = trained.model_inputs()
+        assert order.lengths == tuple(sorted(lengths))
+        assert order.cu_seqlens.tolist() == [0, *itertools.accumulate(sorted(lengths))]
+        assert inputs.positions.tolist() == [t for n in sorted(lengths) for t in range(n)]
+        assert torch.equal(inputs.tokens, torch.cat(sorted(packed.tokens.split(lengths), key=len)))
 
 
 def test_untrained_tokens_are_not_scored() -> None:
@@ -196,7 +199,7 @@ def change(name: str, value: object) -> dict[str, object]:
         (change("attention_mask", torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])), "row 0 of attention_mask has a gap"),
         (change("rewards", torch.ones(3)), r"'rewards' is float32 \(3,\); expected \(2, 4\).*or \(2,\)"),
         (change("advantages", torch.ones(2, 3)), r"'advantages' is float32 \(2, 3\)"),
-        (change("labels", torch.ones(2, 4)), "'labels' is made by archon"),
+        (change("labels", torch.ones(2, 4)), "derives field 'labels'"),
         (change("input_ids", torch.zeros(2, 0, dtype=torch.long)), "S >= 1, got int64 \\(2, 0\\)"),
         (change("texts", ["a", "b"]), "'texts' is a list; expected a tensor"),
     ],

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from archon.engine import train_step
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
+from archon.engine.plan import ForwardPlanner
 from tests.engine.tiny import make_engine, sft_batch
 
 aten = torch.ops.aten
@@ -53,11 +53,15 @@ def test_the_host_waits_once_a_step(
 ) -> None:
     engine = make_engine(tmp_path, hf=hf, optimizer={"lr": 1e-3})
     accumulate, tolist = train_step.MicroBatchRunner.accumulate, Tensor.tolist
+    plan = ForwardPlanner.plan
     waits, reads, step = Waits(), list[tuple[int, ...]](), ExitStack()
 
+    def unwatched(*args: Any, **options: Any) -> Any:
+        # A plan is made on the CPU, before its tensors go to a GPU.
+        with _disable_current_modes():
+            return plan(*args, **options)
+
     def watched(forward: Any, parts: Any, *rest: Any) -> Any:
-        # As of batches that have gone to a GPU, whose rows are found on the way.
-        parts = [replace(mb, rows=(mb.labeled_rows(False), mb.labeled_rows(True))) for mb in parts]
         step.enter_context(waits)
         reads.clear()  # what the host read of its own batch
         return accumulate(forward, parts, *rest)
@@ -67,6 +71,7 @@ def test_the_host_waits_once_a_step(
         return tolist(tensor)
 
     monkeypatch.setattr(train_step.MicroBatchRunner, "accumulate", watched)
+    monkeypatch.setattr(ForwardPlanner, "plan", unwatched)
     monkeypatch.setattr(Tensor, "tolist", read)
     with step:
         metrics = engine.train_batch(sft_batch(), loss_fn, loss_token_count)

@@ -128,7 +128,7 @@ def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, VisionL
     towers = [dict(m.visual.named_parameters()) for m in (before, after)]
     assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
     assert not torch.equal(before.layers["0"].feed_forward.w1.weight, after.layers["0"].feed_forward.w1.weight)
-    with pytest.raises(BatchError, match="the batch has images, and this model sees none"):
+    with pytest.raises(BatchError, match="the batch has images, and this is a text model"):
         engine.forward_batch(image_rows([1], model.args.image_format))
 
 
@@ -139,9 +139,9 @@ def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, V
     small = ProcessedImage(torch.zeros(4, 5), (1, 2, 2))
     for images, message in [
         ([batch["images"][0], []], "document 1 of the batch: .* placeholder tokens .* for 0 images"),
-        ([batch["images"][0]], "images has 1 lists of pictures; expected one for each of 2 rows"),
-        ([[7], []], "images of row 0 has a int; expected pictures"),
-        (torch.zeros(2), "images is a Tensor; expected of each of 2 rows"),
+        ([batch["images"][0]], "images has 1 lists of images; expected one for each of 2 rows"),
+        ([[7], []], "images of row 0 has a int; expected images"),
+        (torch.zeros(2), "images is a Tensor; expected a list of images for each of 2 rows"),
         ([[small], []], "patches have 5 numbers, and this model's have 96"),
     ]:
         with pytest.raises(BatchError, match=message):

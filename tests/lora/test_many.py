@@ -318,9 +318,9 @@ def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"lora": torch.tensor([0, 2])}, "adapter 2 of a document is none of the model's; expected 0 to 1"),
-        ({"lora": None}, "does not say which of the model's adapters each document has"),
-        ({"lora": torch.tensor([0.0, 1.0])}, "does not say which of the model's adapters each document has"),
+        ({"lora": torch.tensor([0, 2])}, "unknown LoRA index 2; expected 0 to 1"),
+        ({"lora": None}, "selects no LoRA for its documents"),
+        ({"lora": torch.tensor([0.0, 1.0])}, "selects no LoRA for its documents"),
         ({"lora": torch.tensor([0, -1])}, "adapter -1, the base alone, whose weights are frozen"),
         (
             {"loss_mask": torch.tensor([[1.0] * 14, [0.0] * 14])},

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, M
 
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
+from archon.models.base import ModelInputs
 from archon.models.vision.images import Grid, PackedImages, multimodal_positions
 from archon.models.vision.language_model import VisionLanguageModel, VisionLanguageModelArgs
 from archon.schema.errors import BatchError, ConfigError
@@ -413,7 +414,9 @@ def test_images_for_a_model_of_text_are_refused(model_type: str) -> None:
     with pytest.raises(BatchError, match="TextModel accepts no images"):
         ours(torch.tensor([1, 2]), torch.arange(2), bounds, 2, images=images)
     with pytest.raises(ValueError, match=r"positions have shape \(3, 2\), but this model's have one coordinate"):
-        ours.hidden_states(torch.tensor([1, 2]), torch.zeros(3, 2, dtype=torch.int64), PackedAttention(bounds, 2))
+        ours.hidden_states(
+            ModelInputs(torch.tensor([1, 2]), torch.zeros(3, 2, dtype=torch.int64), PackedAttention(bounds, 2))
+        )
 
 
 @of_each_family

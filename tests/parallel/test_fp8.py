@@ -12,7 +12,7 @@ import torch
 from archon.engine.batch import pack
 from archon.engine.build import check_fp8
 from archon.engine.dry_run import dry_run
-from archon.engine.train_step import ContextSharding
+from archon.engine.plan import ForwardPlanner, MicroBatch, TokenOrder
 from archon.models import get_model_spec
 from archon.parallel.comm import Group
 from archon.parallel.context import ContextPlan, SequenceShard, contiguous_plan, zigzag_plan
@@ -105,9 +105,9 @@ def test_padding_repeats_the_first_token(
 def test_micro_batches_are_padded_with_their_first_token_where_they_have_one_scale(repeats: bool) -> None:
     mb = pack(sft_batch())
     assert mb.tokens[0] != 0
-    split = ContextSharding(Ranks(), "allgather", "sdpa", repeats)
-    share = split.shard(mb, torch.device("cpu"), min_tokens=len(mb.tokens) + 5)
-    padding = share.take_inputs(mb.tokens)[len(mb.tokens) :]
+    planner = ForwardPlanner(Ranks(), torch.device("cpu"), "allgather", "sdpa", repeats_first=repeats)
+    plan = planner.plan(MicroBatch(mb, TokenOrder.of_pack(mb)), "trained", min_tokens=len(mb.tokens) + 5)
+    padding = plan.model_inputs().tokens[len(mb.tokens) :]
     assert padding.tolist() == 5 * [int(mb.tokens[0]) if repeats else 0]
 
 

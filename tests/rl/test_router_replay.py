@@ -12,8 +12,8 @@ from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.plan import micro_batches
 from archon.engine.reference import open_reference
-from archon.engine.train_step import micro_batches
 from archon.models.layers.routed_experts import to_replay, unknown_expert_id
 from archon.rl import RLTrainer
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -224,7 +224,7 @@ def test_documents_share_the_computation_of_tokens_that_used_the_same_experts_al
 
     def computed(**experts: Tensor) -> int:
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **experts}
-        shared = micro_batches(batch, 1000, 50, share_prefixes=True)[1][0].shared
+        shared = micro_batches(batch, 1000, 50, share_prefixes=True)[1][0].order.prefixes
         assert shared is not None
         return shared.rows.numel()
 

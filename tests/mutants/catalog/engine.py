@@ -8,28 +8,28 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the marks of padding are not reordered with the documents",
-        "archon/engine/train_step.py",
-        "        packed.valid_mask = shard.valid_mask\n",
-        "        packed.valid_mask = None if shard.valid_mask is None else shard.valid_mask.roll(1)\n",
+        "archon/engine/plan.py",
+        "            packed.valid_mask = shard.valid_mask\n",
+        "            packed.valid_mask = None if shard.valid_mask is None else shard.valid_mask.roll(1)\n",
         (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
     ),
     Mutant(
         "the balancing loss of a micro-batch is weighted by their number, not by its tokens",
         "archon/engine/train_step.py",
-        "fraction = float(loss.weight_fn(parts[index])) / loss.denominator",
+        "fraction = float(loss.weight_fn(mb.documents)) / loss.denominator",
         "fraction = 1.0 / len(parts)",
         (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
     ),
     Mutant(
         "metrics of a batch are those of its last micro-batch",
-        "archon/engine/train_step.py",
+        "archon/engine/metrics.py",
         "self.sums[name] = self.sums.get(name, 0) + total.detach().double()",
         "self.sums[name] = total.detach().double()",
         ("tests/engine/test_gradients.py",),
     ),
     Mutant(
         "metrics are means of the ranks' means",
-        "archon/engine/train_step.py",
+        "archon/engine/metrics.py",
         "tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]",
         "self.sums = {name: x / self.counts[name].clamp(min=1) for name, x in self.sums.items()}\n"
         "        self.counts = {name: (x > 0).double() for name, x in self.counts.items()}\n"
@@ -39,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the loss that ranks of a context group report is a rank's own",
         "archon/engine/train_step.py",
-        "loss = out.loss if shard is None else all_reduce_replicated(out.loss, self.ranks.cp)",
+        "loss = out.loss if plan.score_shard is None else all_reduce_replicated(out.loss, self.ranks.cp)",
         "loss = out.loss",
         (f"{MATRIX}[tied-d2c2-float64-loss=fused]",),
     ),
@@ -129,9 +129,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scores stay in the order of the lengths",
-        "archon/engine/batch.py",
-        "self.order is None else x.index_select(0, self.order.inverse)",
-        "self.order is None else x.index_select(0, self.order.rows)",
+        "archon/engine/plan.py",
+        "return x if self.inverse is None else x.index_select(0, self.inverse)",
+        "return x if self.inverse is None else x.index_select(0, self.rows)",
         ("tests/engine/test_batch.py",),
     ),
     Mutant(

@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding has values of its own, which change a scale",
-        "archon/engine/train_step.py",
+        "archon/engine/plan.py",
         "return padded.repeating_first() if self.repeats_first else padded",
         "return padded",
         (PADDED,),

@@ -23,8 +23,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a critic's values keep the compute dtype",
         "models/base.py",
-        "values = values.to(torch.promote_types(values.dtype, torch.float32))",
-        "values = values.to(values.dtype)",
+        "return values.to(torch.promote_types(values.dtype, torch.float32))",
+        "return values",
         ("tests/models/test_model.py",),
     ),
     Mutant(

@@ -75,9 +75,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "each rank runs the tower for its own images alone",
-        "archon/engine/train_step.py",
-        "found = self.ranks.all_reduce_any([mb.has_images for mb in batches], self.device)",
-        "found = [mb.has_images for mb in batches]",
+        "archon/engine/plan.py",
+        "return self.ranks.all_reduce_any(has_images, self.device)",
+        "return has_images",
         (f"{FURTHER_MATRIX}[seeing-d2-float64-vision=trained]",),
     ),
     Mutant(

@@ -117,8 +117,8 @@ MISTAKES = [
         "hidden states shifted over the boundaries of documents",
         "class Model(llama.LlamaModel):\n",
         (
-            "    def hidden_states(self, tokens, positions, attention):\n"
-            "        hidden = super().hidden_states(tokens, positions, attention)\n"
+            "    def hidden_states(self, inputs):\n"
+            "        hidden = super().hidden_states(inputs)\n"
             "        return hidden + 0.1 * hidden.roll(1, 0)\n\n"
         ),
         "isolation",
@@ -128,8 +128,8 @@ MISTAKES = [
         "a mixer that the cache does not know of",
         "class Model(llama.LlamaModel):\n",
         (
-            "    def hidden_states(self, tokens, positions, attention):\n"
-            "        hidden = super().hidden_states(tokens, positions, attention)\n"
+            "    def hidden_states(self, inputs):\n"
+            "        hidden = super().hidden_states(inputs)\n"
             "        return hidden + hidden.cumsum(0)\n\n"
         ),
         "generation",
