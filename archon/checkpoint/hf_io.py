@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,41 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import add_lora, is_lora
-from archon.models.spec import is_text_decoder
+from archon.models.spec import ModelSpec, is_text_decoder
 from archon.parallel.gather import full_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """Family of a checkpoint, with its config parsed once.
+
+    Attributes:
+        hf_config: the parsed `config.json`.
+        spec: the model family.
+        adapter: maps the checkpoint's tensors to parameters; `adapter.args` are the model arguments and
+            `adapter.quantization` the quantization of the config.
+    """
+
+    hf_config: dict[str, Any]
+    spec: ModelSpec
+    adapter: BaseStateDictAdapter
+
+
+def load_spec(
+    path: str | os.PathLike[str] | nn.Module,
+    *,
+    is_critic: bool = False,
+    init_score: bool = False,
+    text_only: bool = False,
+) -> CheckpointSpec:
+    """Read and parse the config of a checkpoint folder or of a transformers model; see `load_model`."""
+    is_folder = not isinstance(path, nn.Module)
+    hf_config = read_hf_config(path) if is_folder else _model_config(path)
+    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
+    assets = str(path) if is_folder else None
+    adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
+    return CheckpointSpec(hf_config, spec, adapter)
 
 
 def load_model(
@@ -73,12 +105,10 @@ def load_model(
     """
     if init_score and not is_critic:
         raise ConfigError("init_score is True and is_critic False; init_score builds a critic: set is_critic=True")
-    if isinstance(path, nn.Module):
-        hf_config, assets = _model_config(path), None
-        dtype = dtype or next(path.parameters()).dtype
-    else:
-        hf_config, assets = read_hf_config(path), str(path)
-        dtype = dtype or config_dtype(hf_config)
+    # 1. Parse the config once, and check the arguments before memory is allocated.
+    loaded = load_spec(path, is_critic=is_critic, init_score=init_score, text_only=text_only)
+    if dtype is None:
+        dtype = next(path.parameters()).dtype if isinstance(path, nn.Module) else config_dtype(loaded.hf_config)
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; expected torch.float64, float32, float16 or bfloat16")
     try:
@@ -86,24 +116,24 @@ def load_model(
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
-    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
-    args = spec.model_args_class.from_hf_config(hf_config, is_critic=is_critic, attn_type=attn_type)
-    adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
+    adapter = loaded.adapter
     sizes = {} if lora is None else read_sizes(lora, adapter)
+    # 2. Build the model on the meta device, then allocate its memory.
     with torch.device("meta"):
-        model = spec.model_class(args).to(dtype)
+        model = loaded.spec.model_class(replace(adapter.args, attn_type=attn_type)).to(dtype)
         if sizes:
             add_lora(model, sizes, dtype)
     materialize(model, device)
     model.tie_weights()
     model.init_buffers(device)
+    # 3. Load the weights.
     if isinstance(path, nn.Module):
         _copy_weights(model, adapter, path)
     else:
         load_hf_weights(model, adapter, path)
     if init_score:
         assert model.score is not None
-        nn.init.normal_(model.score.weight, std=args.initializer_range)
+        nn.init.normal_(model.score.weight, std=adapter.args.initializer_range)
     if lora is not None:
         load_lora(lora, model, adapter, sizes)
     return model
@@ -181,26 +211,22 @@ def save_model(
             f"{os.fspath(path)}: the model has a LoRA, which an export of its weights would lose; merge it with "
             "archon export --merge, or load the model without it"
         )
-    hf_config = read_hf_config(like)
-    text_only = is_text_decoder(model.args, hf_config["model_type"])
-    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
+    text_only = is_text_decoder(model.args, read_hf_config(like)["model_type"])
+    loaded = load_spec(like, is_critic=model.args.is_critic, text_only=text_only)
     saved_args = asdict(model.args)
     if "balance_by_bias" in saved_args:
         saved_args["balance_by_bias"] = False  # biases of 0 change nothing
-    like_args = asdict(
-        spec.model_args_class.from_hf_config(hf_config, model.args.is_critic, attn_type=model.args.attn_type)
-    )
+    like_args = asdict(replace(loaded.adapter.args, attn_type=model.args.attn_type))
     for name in [*saved_args, *like_args]:
         if saved_args.get(name) != like_args.get(name):
             raise CheckpointError(
                 f"{like}: its config has {name}={like_args.get(name)!r}, the model to save {saved_args.get(name)!r}; "
                 "`like` must be a checkpoint of the same model"
             )
-    adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
-    require_zero_expert_biases(model, adapter)
-    weights = adapter.export(full_tensors(loadable_tensors(model, adapter).items()))
+    require_zero_expert_biases(model, loaded.adapter)
+    weights = loaded.adapter.export(full_tensors(loadable_tensors(model, loaded.adapter).items()))
     limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-    save_hf(path, weights, hf_config, like=like, passthrough=passthrough, text_only=text_only, **limits)
+    save_hf(path, weights, loaded.hf_config, like=like, passthrough=passthrough, text_only=text_only, **limits)
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:

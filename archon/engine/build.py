@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from archon.checkpoint.hf_io import materialize
-from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
+from archon.checkpoint.hf_io import load_spec, materialize
+from archon.checkpoint.hf_reader import load_hf_weights
 from archon.checkpoint.peft.reader import read_sizes
 from archon.checkpoint.peft.writer import require_writable
 from archon.engine.threads import use_all_threads
@@ -22,7 +22,7 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import Fill, add_lora, initializers
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
-from archon.models.spec import ModelSpec, get_model_spec
+from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
 from archon.parallel.fsdp import local_region, local_tensor
 from archon.parallel.layout import parse_layout
@@ -237,9 +237,8 @@ def require_exportable(config: EngineConfig, name: str) -> None:
         config: the engine's configuration.
         name: the section of the run's configuration that holds `config`.
     """
-    hf_config = read_hf_config(config.path)
-    spec = get_model_spec(hf_config["model_type"], text_only=config.vision == "off")
-    adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
+    loaded = load_spec(config.path, is_critic=config.is_critic, text_only=config.vision == "off")
+    spec, adapter = loaded.spec, loaded.adapter
     for shape in lora_specs(config).values():
         require_writable(adapter, lora_sizes(adapter, shape), shape.export_experts)
     if not config.router_bias_update_rate:

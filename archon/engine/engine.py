@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_distributed
-from archon.checkpoint.hf_io import checkpoint_digest
-from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
+from archon.checkpoint.hf_io import checkpoint_digest, load_spec
+from archon.checkpoint.hf_reader import load_hf_weights
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
 from archon.checkpoint.peft.reader import load_lora, read_sizes
 from archon.checkpoint.peft.writer import save_lora
@@ -61,7 +61,6 @@ from archon.engine.state import (
 from archon.engine.threads import adjust_threads
 from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, total_weight
 from archon.engine.watchdog import StallWatchdog
-from archon.models import get_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
@@ -147,23 +146,21 @@ class ArchonEngine:
         """
         config = self.config
         self.device = resolve_device(config.device)
-        hf_config = read_hf_config(config.path)
-        spec = get_model_spec(hf_config["model_type"], text_only=config.vision == "off")
-        args = spec.model_args_class.from_hf_config(
-            hf_config,
+        loaded = load_spec(
+            config.path,
             is_critic=config.is_critic,
-            attn_type=config.attn_type,
-            **balancing_args(config),
-            **delta_rule(config, spec),
+            init_score=bool(config.init_score),
+            text_only=config.vision == "off",
+        )
+        spec, self.adapter = loaded.spec, loaded.adapter
+        args = replace(
+            self.adapter.args, attn_type=config.attn_type, **balancing_args(config), **delta_rule(config, spec)
         )
         check_model(config, spec, args, self.device)
         self.layout = resolve_layout(
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
         dims = self.parallel_dims
-        self.adapter = spec.state_dict_adapter_class(
-            hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
-        )
         sizes = {name: lora_sizes(self.adapter, shape) for name, shape in lora_specs(config).items()}
         for own in sizes.values():
             check_stages(self.layout, own)

@@ -168,7 +168,7 @@ def stages_cut_by_the_family(folder: str, case: Case) -> tuple[list[int], list[s
         prune(model, plan, stage)
 
     spec = replace(get_model_spec("qwen3"), pipelining_fn=cut)
-    with mock.patch("archon.engine.engine.get_model_spec", return_value=spec):
+    with mock.patch("archon.checkpoint.hf_io.get_model_spec", return_value=spec):
         engine = engine_of(case, folder)
     return asked, sorted({name.split(".")[1] for name, _ in engine.model.named_parameters() if "layers." in name})
 

@@ -324,7 +324,7 @@ def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_p
         ({"lora": torch.tensor([0, -1])}, "adapter -1, the base alone, whose weights are frozen"),
         (
             {"loss_mask": torch.tensor([[1.0] * 14, [0.0] * 14])},
-            "the documents of adapter 'judge' have nothing to train",
+            "the documents of LoRA 'judge' have nothing to train",
         ),
     ],
 )
@@ -354,7 +354,7 @@ def test_what_several_adapters_cannot_be_is_refused(options: dict[str, Any], com
 
 
 def test_what_only_the_model_can_tell_is_refused(bases: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="blocks that are compiled cannot do that yet; set compile to false"):
+    with pytest.raises(ConfigError, match="compiled blocks do not support that; set compile to false"):
         engine_of(bases["dense"], {"loras": TWO}, compile=True)
     for name in ("train", "training"):
         with pytest.raises(ConfigError, match=f"an adapter cannot be named '{name}', which PyTorch's modules use"):

@@ -171,7 +171,7 @@ def record_with(*experts: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     ("experts", "message"),
     [
         (torch.zeros(4, 6, 2, 2, dtype=torch.int64), "int64; expected uint8"),
-        (torch.zeros(4, 5, 2, 2, dtype=torch.uint8), "is uint8 (4, 5, 2, 2); expected (4, 6) by layers"),
+        (torch.zeros(4, 5, 2, 2, dtype=torch.uint8), "is uint8 (4, 5, 2, 2); expected (4, 6, layers"),
         (torch.zeros(4, 6, 3, 2, dtype=torch.uint8), "has [3, 2] numbers a token; this model has 2 layers"),
         (torch.full((4, 6, 2, 2), 8, dtype=torch.uint8), "names expert 8; this model has 8"),
         (record_with(1, 8), "names expert 8; this model has 8"),
