@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ def disable_fused_loss(engine: Any) -> None:
 def disable_prefix_sharing(engine: Any) -> None:
     """Compute a shared prompt once for each of its answers."""
     if engine is not None:
-        engine._share_prefixes = False
+        engine._built = replace(engine.built, share_prefixes=False)
 
 
 def decode_with_trained_weights(engine: Any) -> None:
@@ -142,7 +143,7 @@ def join_projections(engine: Any) -> None:
         first.joint = partial(linear, weight=first.joint_weight)
         for layer in layers:
             layer.weight = None
-    engine.optimizer = build_optimizer(engine.model, engine.config.optimizer)
+    engine._built = replace(engine.built, optimizer=build_optimizer(engine.model, engine.config.optimizer))
 
 
 CASES = {

@@ -192,12 +192,12 @@ def router_counts(folder: str, case: Case) -> tuple[dict[str, list[float]], dict
     engine = engine_of(case, folder)
     rows = batch(MIXED, seed=3)
     parts = engine._split(rows)[1]
-    planner = engine._runner.planner
+    planner = engine.built.runner.planner
     most = max(planner.rows(mb) for mb in parts)
     reordered = any(mb.order.rows is not None and planner.rows(mb) < most for mb in parts)
     engine.train_batch(rows, loss_of(case), loss_token_count)
     counts = {}
-    for load in engine._runner.loads:
+    for load in engine.built.runner.loads:
         assert load._counts is not None
         counts.update(zip(expert_biases(load.model), load._counts.tolist(), strict=True))
     return counts, {name: x for name, x in engine.weights() if name.endswith("expert_bias")}, reordered

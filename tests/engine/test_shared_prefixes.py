@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def test_routers_count_a_beginning_for_each_document(tmp_path: Path) -> None:
     found = [engine.train_batch(answers(), CrossEntropyLoss(), loss_token_count) for engine in engines]
     assert found[0].pop("tokens_computed") < 0.8 * found[1].pop("tokens_computed")
     assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)
-    counts = [load._counts for engine in engines for load in engine._runner.loads]
+    counts = [load._counts for engine in engines for load in engine.built.runner.loads]
     assert counts[0] is not None and counts[0].equal(counts[1])
     biases = [list(expert_biases(engine.model).values()) for engine in engines]
     assert biases[0] and all(one.equal(other) and one.any() for one, other in zip(*biases, strict=True))

@@ -140,7 +140,7 @@ def test_a_critic_that_trained_all_weights_is_not_resumed_with_adapters(checkpoi
 def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> None:
     data = {"path": "python:tests.lora.tiny.pairs"}
     critic = engine_of(base, is_critic=True, init_score=True)
-    with pytest.raises(ConfigError, match="holds adapters and no value head"):
+    with pytest.raises(ConfigError, match="holds LoRAs and no value head"):
         critic.save(tmp_path, format="peft")
     several = {"path": base, "lora": {"loras": {"one": {}}}}
     with pytest.raises(ConfigError, match=r"one value head, and lora\.loras names several"):

@@ -307,11 +307,11 @@ def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_p
     fresh = engine_of(bases["dense"], {"loras": TWO}, dtype="float32")
     fresh.load_lora("judge", tmp_path / "one")
     assert all(torch.equal(x, dict(engine.lora_weights("judge"))[name]) for name, x in fresh.lora_weights("judge"))
-    with pytest.raises(CheckpointError, match=r"other matrices, ranks or alphas than adapter 'poet'"):
+    with pytest.raises(CheckpointError, match=r"other matrices, ranks or alphas than LoRA 'poet'"):
         fresh.load_lora("poet", tmp_path / "one")
-    with pytest.raises(ConfigError, match="there is no adapter 'nobody'; this model has poet, judge"):
+    with pytest.raises(ConfigError, match="unknown LoRA 'nobody'; this model has poet, judge"):
         fresh.save(tmp_path / "none", format="peft", lora="nobody")
-    with pytest.raises(ConfigError, match="merges an adapter into the weights, and this model has 2"):
+    with pytest.raises(ConfigError, match="merges a LoRA into the weights, and this model has 2"):
         fresh.save(tmp_path / "merged")
 
 
@@ -321,7 +321,7 @@ def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_p
         ({"lora": torch.tensor([0, 2])}, "unknown LoRA index 2; expected 0 to 1"),
         ({"lora": None}, "selects no LoRA for its documents"),
         ({"lora": torch.tensor([0.0, 1.0])}, "selects no LoRA for its documents"),
-        ({"lora": torch.tensor([0, -1])}, "adapter -1, the base alone, whose weights are frozen"),
+        ({"lora": torch.tensor([0, -1])}, "LoRA index -1, the base model, and its weights are frozen"),
         (
             {"loss_mask": torch.tensor([[1.0] * 14, [0.0] * 14])},
             "the documents of LoRA 'judge' have nothing to train",

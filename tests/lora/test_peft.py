@@ -292,7 +292,7 @@ def test_senseless_adapters_are_refused(adapter: tuple[Path, Path], lora: dict[s
 
 
 def test_a_model_without_adapters_has_none_to_export(adapter: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="format='peft' writes adapters, and this model has none"):
+    with pytest.raises(ConfigError, match="format='peft' writes LoRAs, and this model has none"):
         engine_of(adapter[0]).save(tmp_path / "adapter", "peft")
 
 

@@ -165,7 +165,7 @@ def test_the_base_is_not_read_again_at_every_save(
         read.append(path)
         return checkpoint_digest(path)
 
-    monkeypatch.setattr("archon.engine.engine.checkpoint_digest", digest)
+    monkeypatch.setattr("archon.engine.engine_io.checkpoint_digest", digest)
     for _ in range(3):
         engine.save(tmp_path, format="native")
     engine.load(bases[1])

@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "common beginnings are computed once, with the rounded sum of their gradients",
-        "archon/engine/engine.py",
+        "archon/engine/initialize.py",
         'and not gathers_keys and config.fp8 == "none"',
         "and not gathers_keys",
         (f"{LAYERS}::test_documents_that_begin_alike_are_computed_one_by_one",),

@@ -70,8 +70,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a checkpoint of adapters fits every base",
-        "archon/engine/engine.py",
-        '"adapters": sizes, "base": self._base_digest}',
+        "archon/engine/engine_io.py",
+        '"adapters": sizes, "base": self._digest[1]}',
         '"adapters": sizes}',
         (f"{TRAINING}::test_a_checkpoint_of_another_base_or_size_is_refused",),
     ),

@@ -114,7 +114,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a resumed run begins with a fresh LoRA",
-        "archon/engine/engine.py",
+        "archon/engine/engine_io.py",
         """        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
         """        if not self.lora:
@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "resumed RL generates with a fresh LoRA",
-        "archon/engine/engine.py",
+        "archon/engine/engine_io.py",
         """        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
         """        if not any(map(is_lora, state["model"])):
@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a resumed run of multi-LoRA begins with fresh LoRAs",
-        "archon/engine/engine.py",
+        "archon/engine/engine_io.py",
         """        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer""",
         """        if not self.loras:
@@ -144,9 +144,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a resumed run of multi-LoRA begins with fresh optimizers",
-        "archon/engine/engine.py",
-        '            own.load_state_dict(self.model, state["adapters"][name], self._known_names())\n',
-        '            own.steps = int(state["adapters"][name]["steps"])\n',
+        "archon/engine/engine_io.py",
+        '            lora.load_state_dict(self.model, state["adapters"][name], self._known_names())\n',
+        '            lora.steps = int(state["adapters"][name]["steps"])\n',
         (f"{SFT_ADAPTERS}::test_a_run_of_several_adapters_resumes_bitwise",),
     ),
     Mutant(

@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a pipeline sends a router's bias in the parameters' dtype",
         "archon/engine/full_weights.py",
-        "wide = torch.promote_types(self.build.master_dtype, torch.float32)",
-        "wide = self.build.master_dtype",
+        "wide = torch.promote_types(built.builder.master_dtype, torch.float32)",
+        "wide = built.builder.master_dtype",
         ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
 )

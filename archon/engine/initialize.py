@@ -1,0 +1,175 @@
+"""Build everything that an initialized engine holds: model, optimizers, layout and the runner of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.optim import Optimizer
+
+from archon.checkpoint.hf_io import checkpoint_digest, load_spec
+from archon.checkpoint.peft.reader import load_lora
+from archon.engine.build import (
+    ModelBuilder,
+    balancing_args,
+    check_model,
+    check_stages,
+    delta_rule,
+    lora_sizes,
+    lora_specs,
+    resolve_device,
+    use_deterministic_algorithms,
+)
+from archon.engine.lora import LoRATrainer, check_multi_lora
+from archon.engine.optim import LRSchedule, build_optimizer, check_schedule
+from archon.engine.pipeline_step import PipelineRunner
+from archon.engine.plan import ForwardPlanner
+from archon.engine.router_balance import RouterLoad
+from archon.engine.train_step import MicroBatchRunner
+from archon.models.args.base import BaseModelArgs
+from archon.models.attention.registry import resolve_backend, supports_gathered
+from archon.models.base import BaseArchonModel
+from archon.models.hf.state_dict import BaseStateDictAdapter
+from archon.models.layers.delta_rule import require_delta_rule
+from archon.models.lora.targets import LoRASize
+from archon.models.spec import ModelSpec
+from archon.parallel.control_plane import ControlPlane
+from archon.parallel.fsdp import is_sharded
+from archon.parallel.pipeline import StagedModel
+from archon.parallel.pipeline_schedule import Pipeline
+from archon.parallel.process_group import join_process_group, limit_collectives
+from archon.parallel.ranks import Ranks
+from archon.parallel.resolve import ResolvedLayout, resolve_layout
+from archon.schema.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """Everything that `ArchonEngine.initialize` builds.
+
+    Attributes:
+        spec: the model family.
+        args: the model arguments.
+        adapter: maps checkpoint tensors to parameters.
+        device: the device of the computation.
+        layout: the resolved layout.
+        ranks: the ranks of the layout's dimensions.
+        model: the model, or this rank's stages of a pipeline.
+        builder: the builder of the model.
+        lora_sizes: matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
+        loras: the trainers of a multi-LoRA model by name.
+        optimizer: the optimizer; None without one and in a multi-LoRA model.
+        scheduler: the learning-rate schedule of `optimizer`.
+        runner: runs the micro-batches of a batch.
+        share_prefixes: whether documents share the computation of prefixes.
+        sort_documents: whether the model computes documents by length.
+        is_sharded: whether a parameter of the model is sharded.
+    """
+
+    spec: ModelSpec
+    args: BaseModelArgs
+    adapter: BaseStateDictAdapter
+    device: torch.device
+    layout: ResolvedLayout
+    ranks: Ranks
+    model: BaseArchonModel | StagedModel
+    builder: ModelBuilder
+    lora_sizes: Mapping[str | None, dict[str, LoRASize]]
+    loras: dict[str, LoRATrainer]
+    optimizer: Optimizer | None
+    scheduler: LRSchedule | None
+    runner: MicroBatchRunner | PipelineRunner
+    share_prefixes: bool
+    sort_documents: bool
+    is_sharded: bool
+
+
+def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
+    """Check a configuration before memory is allocated; then build, parallelize and load the model."""
+    # 1. Resolve device, model family and layout, and check that they fit together.
+    device = resolve_device(config.device)
+    loaded = load_spec(
+        config.path, is_critic=config.is_critic, init_score=bool(config.init_score), text_only=config.vision == "off"
+    )
+    spec, adapter = loaded.spec, loaded.adapter
+    args = replace(adapter.args, attn_type=config.attn_type, **balancing_args(config), **delta_rule(config, spec))
+    check_model(config, spec, args, device)
+    layout = resolve_layout(config, args.sizes, device.type, supports_gathered=supports_gathered(config.attn_type))
+    dims = layout.dims
+    sizes = {name: lora_sizes(adapter, shape) for name, shape in lora_specs(config).items()}
+    for matrices in sizes.values():
+        check_stages(layout, matrices)
+    lora_names = tuple(name for name in sizes if name is not None)
+    check_multi_lora(config, layout, total_steps, sizes)
+    builder = ModelBuilder(config, spec, args, layout, device, sizes)
+    backend = resolve_backend(config.attn_type, device, builder.compute_dtype)
+    require_delta_rule(config.delta_rule, device, builder.compute_dtype)
+    if config.optimizer and not lora_names:
+        check_schedule(config.scheduler, total_steps)
+
+    # 2. Join the other ranks.
+    join_process_group(dims.world_size, device.type, config.timeout_s)
+    if config.deterministic:
+        use_deterministic_algorithms(device)
+    ranks = Ranks.from_dims(dims)
+
+    # 3. Build the model on the meta device, shard it and allocate its memory.
+    planner = ForwardPlanner(
+        ranks,
+        device,
+        layout.context_parallel,
+        config.attn_type,
+        is_critic=config.is_critic,
+        repeats_first=config.fp8_recipe == "tensorwise",
+        lora_names=lora_names,
+        image_format=args.image_format,
+    )
+    model: BaseArchonModel | StagedModel
+    runner: MicroBatchRunner | PipelineRunner
+    if dims.pp_enabled:
+        model = staged = builder.build_stages(ranks.pp.rank)
+        pipeline = Pipeline(staged, ranks.pp, device, builder.compute_dtype, args.dim)
+        runner = PipelineRunner(staged, planner, pipeline)
+    else:
+        model = whole = builder.build_model()
+        runner = MicroBatchRunner(whole, planner, RouterLoad(whole), config.router_aux_loss_coef)
+    if dims.world_size > 1:
+        limit_collectives(config.timeout_s)
+        if not config.init_from_scratch:
+            ControlPlane.world().require_same(config.path, checkpoint_digest(config.path))
+
+    # 4. Load the weights. A dry run has no weights to read, and only the sizes of the folder's LoRAs.
+    builder.load_weights(model, adapter)
+    for name, shape in lora_specs(config).items():
+        if shape.path is not None and not config.init_from_scratch:
+            load_lora(shape.path, model, adapter, sizes[name], name)
+
+    # 5. Make the optimizers. Each LoRA of a multi-LoRA model has its own.
+    loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
+    optimizer = scheduler = None
+    if config.optimizer is not None and not loras:
+        optimizer = build_optimizer(model, config.optimizer)
+        scheduler = LRSchedule(optimizer, config.optimizer.lr, config.scheduler, total_steps)
+
+    # Gathered keys are the keys of whole documents, and a rounded sum of gradients is not the sum of rounded gradients.
+    gathers_keys = dims.cp_enabled and layout.context_parallel == "allgather"
+    can_share = backend.supports_prefixed and args.shares_prefixes and not gathers_keys and config.fp8 == "none"
+    return BuiltEngine(
+        spec,
+        args,
+        adapter,
+        device,
+        layout,
+        ranks,
+        model,
+        builder,
+        sizes,
+        loras,
+        optimizer,
+        scheduler,
+        runner,
+        config.share_prefixes and can_share,
+        backend.prefers_equal_lengths,
+        is_sharded(model),
+    )
