@@ -202,20 +202,21 @@ class BaseArchonModel(nn.Module):
         if is_batched:
             if positions.shape[0] != 1:
                 raise ValueError(f"positions have shape {tuple(positions.shape)}; packed batches are [T] or [1, T]")
-            tokens, positions, labels, loss_weights, routed_experts = (
-                None if x is None else x.squeeze(0) for x in (tokens, positions, labels, loss_weights, routed_experts)
+            tokens, positions = tokens.squeeze(0), positions.squeeze(0)
+            labels, loss_weights, routed_experts = (
+                None if x is None else x.squeeze(0) for x in (labels, loss_weights, routed_experts)
             )
         attention = tree_attn_meta
         if attention is None:
             assert cu_seqlens is not None and max_seqlen is not None
             attention = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        inputs = ModelInputs(tokens, positions, attention, images, routed_experts)  # type: ignore[arg-type]
-        out = self._scores(inputs, labels, loss_weights, head)
+        inputs = ModelInputs(tokens, positions, attention, images, routed_experts)
+        out: Any = self._scores(inputs, labels, loss_weights, head)
         if not is_batched:
             return out
         if isinstance(out, Tensor):
             return out.unsqueeze(0)
-        return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)  # type: ignore[return-value]
+        return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
     def _scores(
         self, inputs: ModelInputs, labels: Tensor | None, loss_weights: Tensor | None, head: Mapping[str, Any]

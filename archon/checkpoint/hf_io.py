@@ -65,10 +65,9 @@ def load_spec(
     text_only: bool = False,
 ) -> CheckpointSpec:
     """Read and parse the config of a checkpoint folder or of a transformers model; see `load_model`."""
-    is_folder = not isinstance(path, nn.Module)
-    hf_config = read_hf_config(path) if is_folder else _model_config(path)
+    hf_config = _model_config(path) if isinstance(path, nn.Module) else read_hf_config(path)
     spec = get_model_spec(hf_config["model_type"], text_only=text_only)
-    assets = str(path) if is_folder else None
+    assets = None if isinstance(path, nn.Module) else str(path)
     adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
     return CheckpointSpec(hf_config, spec, adapter)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -142,36 +143,25 @@ def lora_specs(config: EngineConfig) -> Mapping[str | None, LoRASpec]:
     return {None: config.lora} if config.lora.loras is None else dict(config.lora.loras.items())
 
 
-def balancing_args(config: EngineConfig) -> dict[str, bool]:
-    """Return the model argument that adds balancing biases to routers if the config updates them."""
-    return {"balance_by_bias": True} if config.router_bias_update_rate else {}
-
-
-def delta_rule(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
-    """Return the model argument that selects the gated-delta-net kernel unless it is torch.
+def model_options(config: EngineConfig, spec: ModelSpec) -> dict[str, Any]:
+    """Return the model arguments that the engine's configuration sets.
 
     Raises:
-        ConfigError: the family has no gated delta net.
+        ConfigError: `delta_rule` selects a kernel, and the family has no gated delta net.
     """
+    options: dict[str, Any] = {"attn_type": config.attn_type, "balance_by_bias": bool(config.router_bias_update_rate)}
     if config.delta_rule == "torch":
-        return {}
+        return options
     if not hasattr(spec.model_args_class, "delta_rule"):
         raise ConfigError(
             f"delta_rule = {config.delta_rule!r} computes gated delta nets, and family {spec.name} has none; set it to "
             "torch"
         )
-    return {"delta_rule": config.delta_rule}
+    return options | {"delta_rule": config.delta_rule}
 
 
 def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, device: torch.device) -> None:
     """Raise ConfigError for options that the model or the device does not support."""
-    check_balancing(config, spec, args)
-    check_vision(config, spec, args)
-    check_fp8(config, args, device)
-
-
-def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError for a load balancing that the model does not support."""
     sparse = [layer.feed_forward for layer in args.layer_specs if layer.feed_forward.n_experts]
     if config.router_bias_update_rate and not sparse:
         raise ConfigError(
@@ -181,15 +171,12 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
     if config.router_aux_loss_coef and not all(network.has_balancing_loss for network in sparse):
         raise ConfigError(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs softmax routers, and family {spec.name} has "
-            "sigmoid routers with scores that do not sum to 1; set it to 0, and "
-            "router_bias_update_rate to balance experts by a bias"
+            "sigmoid routers with scores that do not sum to 1; set it to 0, and router_bias_update_rate to balance "
+            "experts by a bias"
         )
-
-
-def check_vision(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError for a trained vision encoder in a text model."""
     if config.vision == "trained" and args.image_format is None:
         raise ConfigError(f"vision = 'trained' trains a vision encoder, and family {spec.name} has none; leave it out")
+    check_fp8(config, args, device)
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:

@@ -12,12 +12,11 @@ from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.peft.reader import load_lora
 from archon.engine.build import (
     ModelBuilder,
-    balancing_args,
     check_model,
     check_stages,
-    delta_rule,
     lora_sizes,
     lora_specs,
+    model_options,
     resolve_device,
     use_deterministic_algorithms,
 )
@@ -93,7 +92,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         config.path, is_critic=config.is_critic, init_score=bool(config.init_score), text_only=config.vision == "off"
     )
     spec, adapter = loaded.spec, loaded.adapter
-    args = replace(adapter.args, attn_type=config.attn_type, **balancing_args(config), **delta_rule(config, spec))
+    args = replace(adapter.args, **model_options(config, spec))
     check_model(config, spec, args, device)
     layout = resolve_layout(config, args.sizes, device.type, supports_gathered=supports_gathered(config.attn_type))
     dims = layout.dims

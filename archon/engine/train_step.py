@@ -253,10 +253,10 @@ class MicroBatchRunner:
             return fused.loss
         entropy = not self.planner.is_critic and getattr(fn, "needs_entropy", True)
         scores = self.forward(plan, loss.temperature, entropy=entropy, hidden=hidden)
-        logprobs, entropies = (scores.logprobs, scores.entropy) if isinstance(scores, TokenScores) else (scores, None)
+        values, entropies = scores if isinstance(scores, TokenScores) else (_tensor(scores), None)
         total: Tensor | None = None
         for group, part, rows in groups:
-            result = fn(logprobs[rows], None if entropies is None else entropies[rows], part)
+            result = fn(values[rows], None if entropies is None else entropies[rows], part)
             value, metrics = result if isinstance(result, tuple) else (result, {})
             value = value / group.weight
             sums.add(metrics, group.prefix)
