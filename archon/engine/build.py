@@ -180,7 +180,7 @@ def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, devi
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
-    """Raise ConfigError for FP8 on a GPU without it, or if padding with an image token would change a scale."""
+    """Raise ConfigError for FP8 on a GPU without it, or if padding with an image changes a scale."""
     if not config.fp8_blocks(args.n_layers):
         return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:

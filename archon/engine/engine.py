@@ -203,7 +203,7 @@ class ArchonEngine(EngineIO):
                 parameter.grad = None
 
     def _gradient_norms(self, loras: Sequence[str]) -> dict[str, Tensor]:
-        """Return `grad_norm` and the `NAME/grad_norm` of `loras`, as scalars on the device, equal on every rank."""
+        """Return `grad_norm` and the `NAME/grad_norm` of `loras` as scalars on the device."""
         if loras:  # only LoRAs are trained
             norms = gradient_norms([self.loras[name].parameters for name in loras], self.ranks.pp)
             lora_norms = {f"{name}/grad_norm": norm for name, norm in zip(loras, norms.unbind(), strict=True)}

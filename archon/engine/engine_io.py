@@ -1,4 +1,4 @@
-"""The initialized state of an engine, and its input and output: weights, exports, checkpoints and offloading."""
+"""Initialized state of an engine, and its weights, exports, checkpoints and offloading."""
 
 from __future__ import annotations
 

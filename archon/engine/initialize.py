@@ -1,4 +1,4 @@
-"""Build everything that an initialized engine holds: model, optimizers, layout and the runner of its steps."""
+"""Build the state of an initialized engine: model, optimizers, layout and the runner of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a forward: micro-batches, the order in which the model computes their tokens, and each rank's shard.
+"""Plan of a forward: micro-batches, the compute order of their tokens, and each rank's shard.
 
 A token of a micro-batch has an index in the *pack*, in the *compute order* (documents by length, or shared prefixes
 once) and in this rank's *shard* of the compute order. `ForwardPlan` maps between the three.

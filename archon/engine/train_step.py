@@ -162,6 +162,7 @@ class MicroBatchRunner:
                 # 1. Plan the forward.
                 plan = self.planner.plan(mb, "none" if is_idle else "trained", runs_vision_encoder)
                 value = self.run_idle(plan) if is_idle else self.loss(plan, loss, sums)
+                del plan  # frees inputs that the backward pass does not need
             if not is_idle:
                 if not value.requires_grad:
                     raise ConfigError(f"{_name(loss.fn)} returned a loss without gradient; was it detached?")
@@ -220,7 +221,7 @@ class MicroBatchRunner:
     def loss(
         self, plan: ForwardPlan, loss: BatchLoss, sums: MetricSums, *, hidden: Tensor | None = None, fuse: bool = True
     ) -> Tensor:
-        """Return a micro-batch's term of the batch's loss, with gradient, and add it and its metrics to `sums`.
+        """Return a micro-batch's term of the batch's loss; add it and its metrics to `sums`.
 
         Tokens outside `loss_mask` are not scored: their logprob and entropy are 0. `fuse` allows a fused loss, which
         cannot be differentiated in parts.
@@ -275,7 +276,7 @@ class MicroBatchRunner:
     def score(
         self, plan: ForwardPlan, temperature: float, entropy: bool, *, hidden: Tensor | None = None
     ) -> list[Tensor]:
-        """Return logprobs [T] and, with `entropy`, entropies [T] of a micro-batch's tokens, or a critic's values."""
+        """Return logprobs [T] and, with `entropy`, entropies [T]; or a critic's values [T]."""
         out = self.forward(plan, temperature, entropy=entropy, hidden=hidden)
         if not isinstance(out, TokenScores):
             return [_tensor(out)]
