@@ -67,20 +67,20 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_transformers(seed: in
     reference, model, adapter = build_pair(config, seed=seed)
     tokens, positions, cu_seqlens, longest = pack([37], config.vocab_size, seed)
     model(tokens, positions, cu_seqlens, longest)
-    ours = load_balancing_loss(model.router_stats)
+    archon_loss = load_balancing_loss(model.router_stats)
     out = reference(input_ids=tokens.unsqueeze(0), use_cache=False, output_router_logits=True)
-    theirs = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
-    assert relative_error(ours, theirs) <= PARITY_FP32
-    ours.backward()
-    theirs.backward()
-    for parameter in (*model.parameters(), *reference.parameters()):  # what is behind the last router has none
+    reference_loss = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
+    assert relative_error(archon_loss, reference_loss) <= PARITY_FP32
+    archon_loss.backward()
+    reference_loss.backward()
+    for parameter in (*model.parameters(), *reference.parameters()):  # modules after the last router have none
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    wanted = adapter.from_hf(checkpoint_tensors(reference, gradients=True))
-    found = {name: p.grad for name, p in model.named_parameters()}
-    scale = max(float(gradient.abs().max()) for gradient in wanted.values())
-    for name, gradient in wanted.items():
-        assert float((found[name] - gradient).abs().max()) <= PARITY_FP32 * scale, name
-    assert any(wanted[name].abs().max() > 0 for name in wanted if "router" in name)
+    reference_grads = adapter.from_hf(checkpoint_tensors(reference, gradients=True))
+    archon_grads = {name: p.grad for name, p in model.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in reference_grads.values())
+    for name, gradient in reference_grads.items():
+        assert float((archon_grads[name] - gradient).abs().max()) <= PARITY_FP32 * scale, name
+    assert any(reference_grads[name].abs().max() > 0 for name in reference_grads if "router" in name)
 
 
 def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> 
     tokens = pack([29], config.vocab_size, 2)[0]
     data = {name: torch.ones(1, 29, dtype=torch.int64) for name in ("attention_mask", "loss_mask")}
     data["input_ids"] = tokens.unsqueeze(0)
-    found, read = whole_gradients(engine, data, SFT)
+    archon_grads, read = whole_gradients(engine, data, SFT)
     assert read["loss_weight"] == 28.0
     out = reference(input_ids=tokens.unsqueeze(0), use_cache=False, output_router_logits=True)
     entropy = torch.nn.functional.cross_entropy(out.logits[0, :-1], tokens[1:])
@@ -109,7 +109,7 @@ def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> 
     assert read["router_aux_loss"] == pytest.approx(float(aux.detach()), rel=PARITY_FP32)
     (entropy + 0.3 * aux).backward()
     for name, gradient in adapter.from_hf(checkpoint_tensors(reference, gradients=True)).items():
-        assert relative_error(found[name], gradient) <= PARITY_FP32, name
+        assert relative_error(archon_grads[name], gradient) <= PARITY_FP32, name
 
 
 # Biases

@@ -135,9 +135,9 @@ def test_a_packed_batch_splits_like_a_padded_one() -> None:
         lengths=packed.lengths,
         fields={"loss_mask": packed["loss_mask"]},
     )
-    for ours, theirs in zip(split(by_hand, 12), split(packed, 12), strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours["loss_mask"], theirs["loss_mask"])
+    for from_pack, from_padded in zip(split(by_hand, 12), split(packed, 12), strict=True):
+        assert torch.equal(from_pack.tokens, from_padded.tokens)
+        assert torch.equal(from_pack["loss_mask"], from_padded["loss_mask"])
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=9, max_size=30))

@@ -1,4 +1,4 @@
-"""Bitwise resume and repetition, skipped steps, offloading, and what the engine refuses."""
+"""Bitwise resume and repetition, skipped steps, offloading, and refused uses."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
-    """Let this process seem to hold so much, time after time, and returning seem to leave what comes next."""
+    """Fake the resident sizes of this process, before and after each trim."""
     monkeypatch.setattr(heap, "_trim_threshold", 0.0)
     monkeypatch.setattr(heap, "_bytes_before_trim", {})
     monkeypatch.setattr(heap, "_malloc_trim", lambda: lambda pad: 1)
@@ -73,7 +73,7 @@ def test_so_is_what_a_turn_of_several_works_needs(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("once", [800, 20_000])
 def test_what_is_held_once_goes_back(once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an evaluation left behind, or one long batch, just after the step that shows what is needed."""
+    """Garbage of an evaluation or of one long batch, just after the step that shows the needed size."""
     holding(monkeypatch, 400, 200, once, 200, 400, 400)
     assert [trim_heap_if_grown("training") for _ in range(4)] == [True, True, False, False]
 

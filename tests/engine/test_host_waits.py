@@ -61,10 +61,10 @@ def test_the_host_waits_once_a_step(
         with _disable_current_modes():
             return plan(*args, **options)
 
-    def watched(forward: Any, parts: Any, *rest: Any) -> Any:
+    def watched(forward: Any, parts: Any, *options: Any) -> Any:
         step.enter_context(waits)
         reads.clear()  # what the host read of its own batch
-        return accumulate(forward, parts, *rest)
+        return accumulate(forward, parts, *options)
 
     def read(tensor: Tensor) -> Any:
         reads.append(tuple(tensor.shape))

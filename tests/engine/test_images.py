@@ -1,4 +1,4 @@
-"""Batches with pictures through the engine: as the model computes one document at a time."""
+"""Batches with images through the engine: equal to one document at a time."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def engine_of(path: Path, **options: Any) -> ArchonEngine:
 
 def rows_one_at_a_time(model: VisionLanguageModel, batch: dict[str, Any]) -> list[Tensor]:
     """The log-probabilities of each row's tokens after the first."""
-    image, found = model.args.image_format, []
-    for ids, mask, pictures in zip(batch["input_ids"], batch["attention_mask"], batch["images"], strict=True):
+    image, results = model.args.image_format, []
+    for ids, mask, row_images in zip(batch["input_ids"], batch["attention_mask"], batch["images"], strict=True):
         tokens = ids[mask != 0]
-        sizes = [picture.size for picture in pictures]
+        sizes = [processed.size for processed in row_images]
         positions, _ = multimodal_positions(tokens, sizes, image.token, image.merge_size)
-        images = PackedImages.from_images(tokens, pictures, image) if pictures else None
+        images = PackedImages.from_images(tokens, row_images, image) if row_images else None
         bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
         logits = model(tokens, positions, bounds, len(tokens), images=images)
-        found.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1))
-    return found
+        results.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1))
+    return results
 
 
 def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
@@ -59,31 +59,31 @@ def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple
     batch = image_rows(COUNTS, model.args.image_format)
     rows = rows_one_at_a_time(model, batch)
     logprobs = engine.forward_batch(batch)
-    for row, wanted in zip(logprobs, rows, strict=True):
-        assert (row[1 : len(wanted) + 1] - wanted).abs().max() <= REORDER_FP64 * wanted.abs().max()
+    for row, expected in zip(logprobs, rows, strict=True):
+        assert (row[1 : len(expected) + 1] - expected).abs().max() <= REORDER_FP64 * expected.abs().max()
     masks = [m[1 : len(r) + 1] for m, r in zip(batch["loss_mask"], rows, strict=True)]
     loss = -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / batch["loss_mask"][:, 1:].sum()
     loss.backward()
     grads, metrics = engine.gradients(batch, CrossEntropyLoss(), loss_token_count)
     assert metrics["micro_batches"] > 1
-    wanted_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    assert grads.keys() == wanted_grads.keys() and sum(name.startswith("visual.") for name in grads) > 20
+    assert grads.keys() == expected_grads.keys() and sum(name.startswith("visual.") for name in grads) > 20
     for name, grad in grads.items():
-        wanted = wanted_grads[name]
-        assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+        expected = expected_grads[name]
+        assert (grad - expected).abs().max() <= 1e-10 * expected.abs().max(), name
 
 
 def test_documents_that_begin_alike_may_end_with_a_picture(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
-    """As a prompt may, whose last tokens predict none but are rows of the picture."""
+    """The last tokens of a prompt may be rows of an image."""
     path, model = checkpoint
     image = model.args.image_format
-    picture = random_image(random.Random(4), image)
-    placeholders = [image.token] * (picture.size[0] * picture.size[1] // image.merge_size**2)
+    processed = random_image(random.Random(4), image)
+    placeholders = [image.token] * (processed.size[0] * processed.size[1] // image.merge_size**2)
     ids = torch.tensor([[3, 5, 4, 6, 1, *placeholders]] * 3)
     mask = torch.ones_like(ids)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask * (ids != image.token)}
-    batch["images"] = [[picture]] * 3
+    batch["images"] = [[processed]] * 3
     shared, whole = (engine_of(path, share_prefixes=share).forward_batch(batch) for share in (True, False))
     assert (shared - whole).abs().max() <= REORDER_FP64 * whole.abs().max()
 
@@ -110,12 +110,12 @@ def test_doctor_compares_every_parameter_of_a_tower(checkpoint: tuple[Path, Visi
 def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, VisionLanguageModel]) -> None:
     path, model = checkpoint
     batch = image_rows([1, 0, 2], model.args.image_format)
-    found = []
+    results = []
     for mode in ("none", "full"):
         engine = engine_of(path, vision="trained", activation_checkpoint={"mode": mode})
-        found.append(engine.gradients(batch, CrossEntropyLoss(), loss_token_count)[0])
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+        results.append(engine.gradients(batch, CrossEntropyLoss(), loss_token_count)[0])
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(grad, results[1][name]) for name, grad in results[0].items())
 
 
 def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, VisionLanguageModel]) -> None:

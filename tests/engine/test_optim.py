@@ -72,7 +72,7 @@ def test_a_decaying_schedule_needs_an_end() -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_no_weight_decay_on_norms_biases_and_embeddings(tmp_path: Path, family: str, tied: bool) -> None:
-    # Qwen2 has biases and no head_dim of its own.
+    # Qwen2 has biases and no head_dim.
     shape = {"hidden_size": 60, "head_dim": 10} if family == "qwen2" else {}
     engine = make_engine(tmp_path, hf={"model_type": family, "tie_word_embeddings": tied, **shape})
     names = {id(p): n for n, p in engine.model.named_parameters()}

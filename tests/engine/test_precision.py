@@ -253,8 +253,8 @@ def check_compiled(engine: ArchonEngine, plain: ArchonEngine) -> None:
             assert loss == pytest.approx(expected, rel=REORDER_FP32)
             assert_gradients_close(actual, grads, REORDER_FP32)
         else:
-            ours, theirs = (torch.cat([g[name].flatten() for name in grads]) for g in (actual, grads))
-            assert (ours - theirs).norm() <= BF16_COMPUTE * theirs.norm()
+            actual_flat, expected_flat = (torch.cat([g[name].flatten() for name in grads]) for g in (actual, grads))
+            assert (actual_flat - expected_flat).norm() <= BF16_COMPUTE * expected_flat.norm()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
@@ -350,11 +350,13 @@ def test_compiled_experts_have_the_gradient_of_eager_ones(
 
     monkeypatch.setattr(archon.parallel.decoder, "apply_compile", with_aot_eager)
     torch._dynamo.reset()
-    found = []
+    gradients = []
     for chosen in (True, False):
         engine = make_engine(tmp_path, hf=EXPERTS, dtype=dtype, fp8=fp8, compile=chosen)
         _, grads = engine_gradients(engine, sft_batch(), SFT, loss_token_count)
-        found.append(torch.cat([grads[name].flatten() for name in sorted(grads)]))
+        gradients.append(torch.cat([grads[name].flatten() for name in sorted(grads)]))
     # A number that rounds otherwise to 8 bits than its equal does is 6e-2 away from it, and not 4e-3.
     rounding = BF16_COMPUTE if fp8 == "none" else 3 * BF16_COMPUTE
-    assert (found[0] - found[1]).norm() <= (REORDER_FP32 if dtype == "float32" else rounding) * found[1].norm()
+    assert (gradients[0] - gradients[1]).norm() <= (REORDER_FP32 if dtype == "float32" else rounding) * gradients[
+        1
+    ].norm()

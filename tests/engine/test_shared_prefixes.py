@@ -33,7 +33,7 @@ def answers(prompts: int = 4, per_prompt: int = 5) -> dict[str, Tensor]:
 
 
 def rows_of_a_block(engine: ArchonEngine) -> list[int]:
-    """How many rows the second block is given, forward by forward."""
+    """The number of rows of the second block in each forward."""
     seen: list[int] = []
     block: Any = engine.model.layers["1"]  # type: ignore[union-attr]
     block.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[0]))
@@ -103,9 +103,9 @@ def test_routers_count_a_beginning_for_each_document(tmp_path: Path) -> None:
         make_engine(tmp_path / str(share), 9, hf=MOE | {"norm_topk_prob": True}, share_prefixes=share, **options)
         for share in (True, False)
     ]
-    found = [engine.train_batch(answers(), CrossEntropyLoss(), loss_token_count) for engine in engines]
-    assert found[0].pop("tokens_computed") < 0.8 * found[1].pop("tokens_computed")
-    assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)
+    metrics = [engine.train_batch(answers(), CrossEntropyLoss(), loss_token_count) for engine in engines]
+    assert metrics[0].pop("tokens_computed") < 0.8 * metrics[1].pop("tokens_computed")
+    assert metrics[0] == pytest.approx(metrics[1], rel=INVARIANCE_FP64)
     counts = [load._counts for engine in engines for load in engine.built.runner.loads]
     assert counts[0] is not None and counts[0].equal(counts[1])
     biases = [list(expert_biases(engine.model).values()) for engine in engines]
@@ -132,8 +132,8 @@ def test_a_pack_has_the_scores_of_the_padded_batch(share: bool, tmp_path: Path) 
     batch = answers()
     packed = pack(batch)
     scores = engine.forward_batch(packed)
-    wanted = engine.forward_batch(batch)
-    torch.testing.assert_close(unpack(packed, scores, wanted.shape), wanted, rtol=0, atol=0)
+    expected = engine.forward_batch(batch)
+    torch.testing.assert_close(unpack(packed, scores, expected.shape), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def histories(turns: int, branches: int, turn: int) -> dict[str, Tensor]:
     history, docs, masks = torch.zeros(0, dtype=torch.int64), [], []
     for _ in range(turns):
         tried = [torch.randint(VOCAB, (turn + i,), generator=generator) for i in range(branches)]
-        docs += [torch.cat([history, own]) for own in tried]
-        masks += [torch.tensor([0] * len(history) + [1] * len(own)) for own in tried]
+        docs += [torch.cat([history, answer]) for answer in tried]
+        masks += [torch.tensor([0] * len(history) + [1] * len(answer)) for answer in tried]
         history = docs[-1]
     return padded(docs, loss_mask=masks)
 
@@ -166,8 +166,8 @@ def test_each_turn_of_a_history_is_computed_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float64", "max_tokens_per_mb": 4096, "optimizer": {"lr": 1e-2}}
     engines = [make_engine(tmp_path / str(share), 9, share_prefixes=share, **options) for share in (True, False)]
     batch = histories(8, 2, 20)
-    found = [engine.train_batch(batch, CrossEntropyLoss(), loss_token_count) for engine in engines]
-    # But for the last tokens of what no later turn continues, which predict none.
-    assert found[0].pop("tokens_computed") == 8 * (20 + 21) - 8 - 1
-    assert found[1].pop("tokens_computed") == batch["attention_mask"].sum()
-    assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)
+    metrics = [engine.train_batch(batch, CrossEntropyLoss(), loss_token_count) for engine in engines]
+    # The last tokens of documents that no later turn continues predict nothing and are not computed.
+    assert metrics[0].pop("tokens_computed") == 8 * (20 + 21) - 8 - 1
+    assert metrics[1].pop("tokens_computed") == batch["attention_mask"].sum()
+    assert metrics[0] == pytest.approx(metrics[1], rel=INVARIANCE_FP64)

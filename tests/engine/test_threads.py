@@ -20,17 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Machine:
-    """Four processors and a clock, on which this process and others run."""
+    """Fake machine with four processors and a clock."""
 
     def __init__(self) -> None:
-        self.now = self.own = self.others = 0.0
+        self.now = self.process = self.background = 0.0
 
     def load(self) -> Load:
-        return Load(4, self.own + self.others, self.own)
+        return Load(4, self.process + self.background, self.process)
 
-    def run(self, own: float, others: float, seconds: float = SECONDS) -> None:
+    def run(self, process: float, background: float, seconds: float = SECONDS) -> None:
         """So many processors are used by both for that time."""
-        self.now, self.own, self.others = self.now + seconds, self.own + own * seconds, self.others + others * seconds
+        self.now, self.process, self.background = (
+            self.now + seconds,
+            self.process + process * seconds,
+            self.background + background * seconds,
+        )
 
 
 @pytest.fixture
@@ -51,19 +55,19 @@ def threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threa
 
 
 def crowd(machine: Machine, threads: ThreadController) -> None:
-    """Three of the four processors are others' for two looks."""
+    """Background programs use three of the four processors for two checks."""
     for _ in range(2):
         machine.run(1, 3)
         threads.adjust()
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0, 4), (0.3, 4), (0.7, 3), (1, 3), (2.6, 1), (4, 1)])
+@pytest.mark.parametrize(("background", "expected"), [(0, 4), (0.3, 4), (0.7, 3), (1, 3), (2.6, 1), (4, 1)])
 def test_as_many_threads_as_processors_are_free(
-    machine: Machine, threads: ThreadController, others: float, expected: int
+    machine: Machine, threads: ThreadController, background: float, expected: int
 ) -> None:
     for _ in range(2):
         assert torch.get_num_threads() == 4
-        machine.run(4 - others, others)
+        machine.run(4 - background, background)
         threads.adjust()
     assert torch.get_num_threads() == expected
 
@@ -85,16 +89,16 @@ def in_a_thread(function: Callable[[], object]) -> None:
 
 
 def test_each_thread_that_computes_follows(machine: Machine, threads: ThreadController) -> None:
-    found = []
+    counts = []
 
     def compute() -> None:
-        for others in (0, 2, 2, 0):
-            machine.run(1, others)
+        for background in (0, 2, 2, 0):
+            machine.run(1, background)
             threads.adjust()
-            found.append(torch.get_num_threads())
+            counts.append(torch.get_num_threads())
 
     in_a_thread(compute)
-    assert found == [4, 4, 2, 4]
+    assert counts == [4, 4, 2, 4]
     in_a_thread(lambda: crowd(machine, threads))
     assert torch.get_num_threads() == 4, "this one has not asked since"
     threads.adjust()

@@ -109,7 +109,7 @@ def engine_gradients(
     temperature: float = 1.0,
     reduce_every: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimizer."""
+    """The loss of a batch and every parameter's gradient, computed by the engine."""
     engine.config.max_tokens_per_mb = max_tokens
     engine.config.gradient_reduction = "per_microbatch" if reduce_every else "per_step"
     grads, metrics = engine.gradients(batch, loss_fn, weight_fn, temperature, full=False)
