@@ -92,7 +92,7 @@ def use_plain_layers(engine: Any) -> None:
 
 def keep_document_order(engine: Any) -> None:
     """Keep documents in the order of the batch instead of sorting them by length."""
-    from archon.engine.plan import TokenOrder
+    from archon.engine.micro_batch import TokenOrder
 
     TokenOrder.by_length = TokenOrder.of_pack  # type: ignore[method-assign]
 

@@ -16,8 +16,8 @@ from archon.engine.batch import PackedBatch, merge, unpack
 from archon.engine.engine_io import EngineIO
 from archon.engine.initialize import build_engine
 from archon.engine.loss import LossFn, LossWeightFn
+from archon.engine.micro_batch import Batch, MicroBatch, micro_batches
 from archon.engine.optim import LRSchedule, clip_gradients, gradient_norm, gradient_norms
-from archon.engine.plan import Batch, MicroBatch, micro_batches
 from archon.engine.router_balance import replay_metrics
 from archon.engine.threads import adjust_threads
 from archon.engine.train_step import BatchLoss, LossGroup, lora_groups, total_weight

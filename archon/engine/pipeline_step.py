@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archon.engine.metrics import MetricSums
-from archon.engine.plan import ForwardPlan, ForwardPlanner, MicroBatch, ScoredTokens
+from archon.engine.micro_batch import MicroBatch
+from archon.engine.plan import ForwardPlan, ForwardPlanner, ScoredTokens
 from archon.engine.router_balance import RouterLoad
 from archon.engine.train_step import BatchLoss, MicroBatchRunner
 from archon.parallel.comm import Group

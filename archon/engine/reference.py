@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
-from archon.engine.plan import Batch
+from archon.engine.micro_batch import Batch
 from archon.schema.config import EngineConfig, derive_reference
 
 

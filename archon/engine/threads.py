@@ -1,8 +1,8 @@
 """Limit CPU compute threads to the processors that other programs leave free.
 
-OpenMP threads spin at a barrier after every matmul. If another program delays one thread, the other threads burn CPU time. On
-two processors with two background CPU loops, fine-tuning a small model with two threads takes four times as long as
-without the loops; with one thread it takes less than twice as long.
+OpenMP threads spin at a barrier after every matmul. If another program delays one thread, the other threads burn CPU
+time. On two processors with two background CPU loops, fine-tuning a small model with two threads takes four times as
+long as without the loops; with one thread it takes less than twice as long.
 """
 
 from __future__ import annotations

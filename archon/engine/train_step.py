@@ -15,7 +15,8 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 from archon.engine.loss import LossFn, LossWeightFn, WeightedTokenLoss
 from archon.engine.metrics import MetricSums
-from archon.engine.plan import ForwardPlan, ForwardPlanner, MicroBatch, ScoredTokens
+from archon.engine.micro_batch import MicroBatch
+from archon.engine.plan import ForwardPlan, ForwardPlanner, ScoredTokens
 from archon.engine.router_balance import RouterLoad
 from archon.models.base import BaseArchonModel
 from archon.models.layers.head import TokenScores, WeightedLoss

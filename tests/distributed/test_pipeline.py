@@ -18,8 +18,8 @@ from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.micro_batch import micro_batches
 from archon.engine.pipeline_step import PipelineRunner
-from archon.engine.plan import micro_batches
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
-from archon.engine.plan import TokenOrder
+from archon.engine.micro_batch import TokenOrder
 from archon.tools.check.rank_pool import Pool
 from tests.distributed import matrix
 from tests.distributed.cases import Case, batch, engine_config

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 import archon
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.plan import micro_batches
+from archon.engine.micro_batch import micro_batches
 from archon.models.layers.moe import expert_biases, load_balancing_loss
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError

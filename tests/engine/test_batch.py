@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archon.engine.batch import PackedBatch, first_fit_decreasing, merge, pack, split, unpack
-from archon.engine.plan import ForwardPlanner, MicroBatch, TokenOrder
+from archon.engine.micro_batch import MicroBatch, TokenOrder
+from archon.engine.plan import ForwardPlanner
 from archon.models.layers.head import IGNORE_INDEX
 from archon.parallel.ranks import Ranks
 from archon.schema.errors import BatchError

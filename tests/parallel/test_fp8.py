@@ -12,7 +12,8 @@ import torch
 from archon.engine.batch import pack
 from archon.engine.build import check_fp8
 from archon.engine.dry_run import dry_run
-from archon.engine.plan import ForwardPlanner, MicroBatch, TokenOrder
+from archon.engine.micro_batch import MicroBatch, TokenOrder
+from archon.engine.plan import ForwardPlanner
 from archon.models import get_model_spec
 from archon.parallel.comm import Group
 from archon.parallel.context import ContextPlan, SequenceShard, contiguous_plan, zigzag_plan

@@ -117,7 +117,7 @@ def test_rl_moves_the_biases_keeps_the_generator_in_step_and_exports_them(tmp_pa
 
 @pytest.mark.parametrize("family", LOST)
 def test_what_the_export_cannot_hold_is_refused_before_the_run(family: str, tmp_path: Path) -> None:
-    refused = r"router_bias_update_rate = 0\.01 moves balancing biases, which the export of a " + family
+    refused = r"router_bias_update_rate = 0\.01 moves balancing biases, and an exported " + family
     with pytest.raises(ConfigError, match=rf"model\.{refused}"):
         SFTTrainer(sft_config(family, tmp_path)).train()
     run = small_run(tmp_path / family, tmp_path / "rl") | {"actor": balanced(tmp_path / family)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.engine.plan import micro_batches
+from archon.engine.micro_batch import micro_batches
 from archon.engine.reference import open_reference
 from archon.models.layers.routed_experts import to_replay, unknown_expert_id
 from archon.rl import RLTrainer

@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scores stay in the order of the lengths",
-        "archon/engine/plan.py",
+        "archon/engine/micro_batch.py",
         "return x if self.inverse is None else x.index_select(0, self.inverse)",
         "return x if self.inverse is None else x.index_select(0, self.rows)",
         ("tests/engine/test_batch.py",),

@@ -17,7 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "documents of different adapters share the states of their common beginning",
-        "archon/engine/plan.py",
+        "archon/engine/micro_batch.py",
         "keys = keys + vocab_size * (documents.token_lora_ids() + 1)",
         "pass",
         (f"{MANY}::test_documents_score_as_with_their_adapter_alone_or_with_the_base",),
