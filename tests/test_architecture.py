@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: its walks are what really happens, in that order, and they stay short."""
+"""The call traces of ARCHITECTURE.md match the calls, in order, and touch few files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.rl.conftest import small_run
 from tests.small_qwen3 import SMALL_QWEN3
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = tuple(f"{ROOT / room}/" for room in ("archon", "models", "parallel", "rl"))
+PRODUCT = tuple(f"{ROOT / package}/" for package in ("archon", "models", "parallel", "rl"))
 MOST_FILES = {
-    "A checkpoint to logits": 15,
+    "A checkpoint to logits": 11,
     "A batch through a training step": 12,
     "A prompt to a trained-on sample": 20,
     "A layout string to sharded modules": 10,
@@ -47,25 +47,25 @@ Calls = dict[Function, list[Function]]
 
 
 def listed(title: str) -> list[str]:
-    """Returns the dotted names of a walk's functions, in order."""
+    """Return the dotted names of a trace's functions, in order."""
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.split(f"### {title}\n")[1].split("\n#")[0]
     return re.findall(r"^\d+\. `([\w.]+)`", section, flags=re.M)
 
 
 def resolve(dotted: str) -> Function:
-    """Returns the function or method that a dotted name leads to."""
+    """Return the function or method of a dotted name."""
     parts = dotted.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
+            value: Any = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for name in parts[length:]:
-            found = inspect.getattr_static(found, name)
-        found = getattr(found, "__func__", getattr(found, "fget", getattr(found, "func", found)))
-        return function_of(inspect.unwrap(found).__code__)
-    raise AssertionError(f"{dotted} names nothing")
+            value = inspect.getattr_static(value, name)
+        value = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+        return function_of(inspect.unwrap(value).__code__)
+    raise AssertionError(f"{dotted} does not exist")
 
 
 @cache
@@ -79,10 +79,10 @@ def function_of(code: CodeType) -> Function:
 
 
 def follow(action: Callable[[], object]) -> Calls:
-    """Run `action` and return the product's functions that it calls."""
+    """Run `action`; return the product functions that it calls."""
     calls: Calls = {}
 
-    def see(frame: FrameType, event: str, _: object) -> None:
+    def record(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not file_of(frame.f_code.co_filename):
             return
         called = function_of(frame.f_code)
@@ -95,7 +95,7 @@ def follow(action: Callable[[], object]) -> Calls:
             back = back.f_back
         calls[called] = callers
 
-    sys.setprofile(see)
+    sys.setprofile(record)
     try:
         action()
     finally:
@@ -132,7 +132,7 @@ def prompt_to_a_sample(folder: Path) -> Calls:
 
 
 def layout_to_modules(folder: Path) -> Calls:
-    """In a process of its own, where it becomes one of four ranks that do not exist."""
+    """Initialize one of four fake ranks in a separate process."""
     with ProcessPoolExecutor(1, forkserver_context()) as pool:
         return pool.submit(initialize_on_a_fake_rank, folder).result()
 
@@ -157,7 +157,7 @@ WALKS = {
 
 @pytest.mark.parametrize("title", WALKS)
 def test_a_walk_is_what_is_called_in_that_order_and_touches_few_files(title: str, tmp_path: Path) -> None:
-    """A walk touches the files of its functions, and of whatever is called between one of them and the next."""
+    """A trace touches the files of its functions and of all callers between two of them."""
     get_model_spec("qwen3")  # the registry reads the families once
     names = listed(title)
     functions = [resolve(name) for name in names]

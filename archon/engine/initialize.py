@@ -48,22 +48,13 @@ class BuiltEngine:
     """Everything that `ArchonEngine.initialize` builds.
 
     Attributes:
-        spec: the model family.
-        args: the model arguments.
-        adapter: maps checkpoint tensors to parameters.
-        device: the device of the computation.
-        layout: the resolved layout.
-        ranks: the ranks of the layout's dimensions.
         model: the model, or this rank's stages of a pipeline.
-        builder: the builder of the model.
         lora_sizes: matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
         loras: the trainers of a multi-LoRA model by name.
         optimizer: the optimizer; None without one and in a multi-LoRA model.
         scheduler: the learning-rate schedule of `optimizer`.
-        runner: runs the micro-batches of a batch.
-        share_prefixes: whether documents share the computation of prefixes.
+        share_prefixes: whether the model computes shared prefixes once.
         sort_documents: whether the model computes documents by length.
-        is_sharded: whether a parameter of the model is sharded.
     """
 
     spec: ModelSpec

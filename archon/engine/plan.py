@@ -41,7 +41,6 @@ class ForwardPlan:
         order: compute order of the documents' tokens.
         shard: this rank's tokens between layers under context, tensor or pipeline parallelism; None for all.
         score_shard: the tokens that this rank scores; None for all.
-        ranks: the ranks of the layout.
         labels: int64, the labels of the tokens that this rank scores; None for a critic.
         label_rows: int64, the indices of labels other than -100; None for a critic.
         images: the images of this rank's tokens; None if no rank has one.
@@ -115,11 +114,8 @@ class ForwardPlanner:
     """Plans the forwards of an engine.
 
     Attributes:
-        ranks: the ranks of the layout.
-        device: the device of the plans.
         kind: the kind of context parallelism.
         attn_type: the attention backend.
-        is_critic: whether the model has a value head.
         repeats_first: padding repeats the first token of the pack, see `archon.parallel.context`.
         lora_names: the LoRAs of a multi-LoRA model, in the order of their indices.
         image_format: the image format of a vision-language model.
