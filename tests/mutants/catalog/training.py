@@ -46,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a stand-in for a missing document is trained on",
         "archon/training/batch_sharding.py",
-        '    spare["loss_mask"].zero_()\n',
+        '    placeholder["loss_mask"].zero_()\n',
         "",
         ("tests/rl/test_sharding.py",),
     ),
