@@ -1,6 +1,6 @@
-"""Models: one file per family, and shared layers. Import them from `archon.models`.
+"""Model families and shared layers; import them from `archon.models`.
 
-Public names are loaded on first use, which keeps the import light.
+Public names load on first use, which keeps the import light.
 """
 
 from archon.schema.lazy import lazy_exports

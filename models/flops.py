@@ -1,11 +1,11 @@
-"""Floating-point operations of a training step, in the two published conventions, and the bytes of its state.
+"""FLOPs of a training step in the two published conventions, and the bytes of its state.
 
-Per token 6·N + attention, where N counts the matrix-product parameters that are active for a token (including the head,
-not the embedding lookup; of a mixture of experts the router, the chosen and the shared experts) and 6 = 2 forward + 4
-backward [Kaplan et al. 2020, section 2.1]. Attention is 12 · heads · head_dim · seq per layer [Chowdhery et al. 2022,
-appendix B]: `full` ignores causality, `causal` counts half. Recomputation is not counted.
+A token costs 6·N + attention, with 6 = 2 forward + 4 backward [Kaplan et al. 2020, section 2.1]. N counts the
+parameters of its matrix products: head, router, chosen and shared experts, but not the embedding lookup. Attention is
+12 · heads · head_dim · seq per layer [Chowdhery et al. 2022, appendix B]: `full` ignores causality, `causal` counts
+half. Recomputation is not counted.
 
-Weights that are frozen have no gradient, which leaves 4·N of them, and 6·A of the A parameters of their adapters.
+With LoRA the base weights need no gradient: a token costs 4·N, plus 6·A for the A parameters of its LoRA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H200 NVL": 835e12,
 }
-"""Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), by a substring of the GPU's name."""
+"""Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), keyed by a substring of the GPU's name."""
 
 
 class Flops(NamedTuple):
@@ -38,7 +38,7 @@ class Flops(NamedTuple):
     causal: float
 
     def mfu(self, seconds: float, peak: float) -> Flops:
-        """Returns the shares of `peak` (FLOP/s) that this work reached in `seconds`."""
+        """Return the fraction of `peak` (FLOP/s) that this work reached in `seconds`."""
         return Flops(self.full / seconds / peak, self.causal / seconds / peak)
 
 
@@ -51,18 +51,18 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """The sizes of a decoder that determine its FLOPs.
+    """Sizes of a decoder that determine its FLOPs.
 
     Attributes:
-        active, total: matrix-product parameters used per token, and all; they differ by the experts not chosen.
-        attention: of each layer with attention its width (heads × head_dim) and its window in tokens, None for full
-            attention.
-        lora: parameters of adapters that a token uses; with any, all other weights are frozen.
+        active, total: Matrix-product parameters used per token, and all; they differ by the experts not chosen.
+        attention: (heads × head_dim, window in tokens) of each attention layer; the window is None for full attention.
+        lora: LoRA parameters that a token uses; if positive, all other weights are frozen.
     """
 
     active: int
@@ -72,19 +72,21 @@ class MatmulShape:
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
+        """Return the sizes of a model with these arguments."""
         layers = args.layer_specs
-        always = sum(layer.mixer.parameters(args.dim) for layer in layers)
-        always += args.dim * (1 if args.is_critic else args.vocab_size)
+        dense = sum(layer.mixer.parameters(args.dim) for layer in layers)
+        dense += args.dim * (1 if args.is_critic else args.vocab_size)
         networks = [layer.feed_forward.parameters(args.dim) for layer in layers]
-        active, total = (always + sum(counts) for counts in zip(*networks, strict=True))
+        active, total = (dense + sum(counts) for counts in zip(*networks, strict=True))
         mixers = (layer.mixer for layer in layers)
         return cls(active, total, tuple((m.attention_width, m.window) for m in mixers if m.attention_width))
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> MatmulShape:
-        """Returns the sizes of a `config.json` with Llama's field names, dense or with experts, of any model type.
+        """Return the sizes of a `config.json` with Llama's field names, dense or with experts, of any model type.
 
-        Raises ConfigError where it lacks a field, or describes compressed keys and values.
+        Raises:
+            ConfigError: The config lacks a field or describes latent attention.
         """
         if "kv_lora_rank" in config:
             raise ConfigError(
@@ -109,26 +111,26 @@ class MatmulShape:
         return cls(active, total, tuple((heads * head_dim, window) for window in windows))
 
     def per_token(self, seq_len: int) -> Flops:
-        """Returns FLOPs per token in documents of `seq_len` tokens."""
+        """Return FLOPs per token in documents of `seq_len` tokens."""
         return Flops(*(flops / seq_len for flops in self.packed([seq_len])))
 
     def packed(self, lengths: Iterable[int]) -> Flops:
-        """Returns FLOPs of training on documents of these lengths, in tokens; attention grows with Σ len²."""
+        """Return the FLOPs of training on documents of these lengths in tokens; attention grows with Σ len²."""
         full = causal = 0.0
-        products = (4 if self.lora else 6) * self.active + 6 * self.lora
+        matmul_flops = (4 if self.lora else 6) * self.active + 6 * self.lora
         for length in lengths:
-            full += products * length
-            causal += products * length
+            full += matmul_flops * length
+            causal += matmul_flops * length
             for (width, window), layers in Counter(self.attention).items():
                 span = min(length, window or length)
                 full += layers * 12 * width * length * span
-                # Pairs below the diagonal and inside the window; half of length² where no window limits them.
+                # Count pairs below the diagonal and inside the window: half of length² without a window.
                 causal += layers * 12 * width * (length * span - span * span / 2)
         return Flops(full, causal)
 
 
 def _feed_forward(config: Mapping[str, Any], layer: int, dim: int, hidden: int) -> tuple[int, int]:
-    """Returns active and total matrix parameters of one layer's feed-forward network."""
+    """Return active and total matrix parameters of a layer's feed-forward network."""
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     sparse = (
         experts > 0
@@ -139,11 +141,11 @@ def _feed_forward(config: Mapping[str, Any], layer: int, dim: int, hidden: int) 
         return 3 * dim * hidden, 3 * dim * hidden
     expert = 3 * dim * (config.get("moe_intermediate_size") or hidden)
     shared_width = config.get("shared_expert_intermediate_size") or 0
-    # A shared expert of Qwen2-MoE also has a gate of one output.
-    always = dim * experts + 3 * dim * shared_width + (dim if shared_width else 0)
-    return always + config["num_experts_per_tok"] * expert, always + experts * expert
+    # Qwen2-MoE's shared expert also has a gate with one output.
+    dense = dim * experts + 3 * dim * shared_width + (dim if shared_width else 0)
+    return dense + config["num_experts_per_tok"] * expert, dense + experts * expert
 
 
 def training_state_bytes(n_parameters: int, master_bytes: int = 4) -> StateBytes:
-    """Returns the bytes of masters, gradients and AdamW's two moments; `n_parameters` counts a tied weight once."""
+    """Return the bytes of masters, gradients and AdamW's two moments; `n_parameters` counts a tied weight once."""
     return StateBytes(n_parameters * master_bytes, n_parameters * master_bytes, 2 * n_parameters * master_bytes)

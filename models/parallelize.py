@@ -1,4 +1,4 @@
-"""The tensor-parallel plans of families, and their `parallelize_<family>` functions."""
+"""Tensor-parallel plans of families, and their `parallelize_<family>` functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from archon.parallel.tensor import ParallelStyle
 if TYPE_CHECKING:
     from archon.models.spec import ParallelizeFn
 
-# How tensor parallelism treats the weight of each role; see `archon.parallel.tensor`.
+# Treatment of each weight role under tensor parallelism; see `archon.parallel.tensor`.
 DENSE_TP_PLAN: dict[str, ParallelStyle] = {
     "column": "split_rows",
     "row": "split_columns",
@@ -26,10 +26,10 @@ DENSE_TP_PLAN: dict[str, ParallelStyle] = {
     "value_head": "replicate",
     "vision": "replicate",
 }
-# Expert parallelism shards the experts.
+# Experts need no entry: expert parallelism shards them.
 MOE_TP_PLAN: dict[str, ParallelStyle] = DENSE_TP_PLAN | {"router": "replicate"}
 
 
 def make_parallelize_fn(tp_plan: Mapping[str, ParallelStyle]) -> ParallelizeFn:
-    """Returns `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
+    """Return `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
     return partial(parallelize_decoder, tp_plan)

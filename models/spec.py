@@ -1,6 +1,6 @@
 """The registry of model families by Hugging Face `model_type`.
 
-Other packages register a family by an entry point in the group `archon.models` whose value is a `ModelSpec`.
+Other packages register a family through the entry-point group `archon.models`; the entry point is a `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ParallelizeFn = Callable[..., Any]
 PipeliningFn = Callable[..., None]
 
 ENTRY_POINT_GROUP = "archon.models"
-# A new family adds its module's name here; nothing else outside its file changes.
+# A new family adds its module's name here; no other file changes.
 FAMILIES = (
     "deepseek_v3",
     "gemma3_text",
@@ -51,24 +51,24 @@ FAMILIES = (
     "smollm3",
 )
 
-# Models that see whose decoder is a family above, which has the contracts; others that see are in FAMILIES themselves.
+# Vision-language models built on a family above; contract tests run on that family.
 VISION_FAMILIES = ("qwen3_5",)
 
-# Model types that archon does not compute: the reason, and the family that comes nearest.
+# Unsupported model types: the reason, and the nearest supported family.
 UNSUPPORTED: dict[str, tuple[str, str]] = {
-    "deepseek_v32": ("a learned indexer chooses the tokens that its attention sees", "deepseek_v3"),
+    "deepseek_v32": ("a learned indexer selects the tokens of its attention", "deepseek_v3"),
     "deepseek_v4": (
-        "its attention sees compressed blocks of tokens, and hyper-connections replace the residual stream",
+        "its attention reads compressed blocks of tokens, and hyper-connections replace the residual stream",
         "deepseek_v3",
     ),
-    "glm_moe_dsa": ("a learned indexer chooses the tokens that its attention sees", "glm4_moe_lite"),
+    "glm_moe_dsa": ("a learned indexer selects the tokens of its attention", "glm4_moe_lite"),
     "kimi_linear": ("most of its layers are Kimi delta attention, whose decay differs by channel", "kimi_k2"),
     "llama4": (
         "most of its layers attend within chunks of tokens, and the weights of its experts multiply their inputs",
         "llama",
     ),
     "gemma4": (
-        "its layers take an embedding of the token each, and some share the keys and values of others",
+        "each layer has its own token embedding, and some layers reuse the keys and values of others",
         "gemma3_text",
     ),
 }
@@ -80,16 +80,17 @@ class ModelSpec:
     """Everything the engine needs to know about one family.
 
     Attributes:
-        name: the family's name, unique among registered specs.
-        model_class: built as `model_class(args)`; the engine builds it on the meta device.
-        model_args_class: reads a Hugging Face config by `from_hf_config`.
-        state_dict_adapter_class: maps Hugging Face tensors to parameters and back.
-        parallelize_fn: applies a layout to a built model, see `archon.parallel.decoder.parallelize_decoder`.
-        supported_model_types: the Hugging Face `model_type` strings of this family.
-        pipelining_fn: `pipelining_fn(model, plan=plan, stage=stage)` removes from a full model on the meta device, in
-            place, what a pipeline stage does not hold; its layers are `plan.layers[stage]`. None for
+        name: The family's name, unique among registered specs.
+        model_class: Built as `model_class(args)`; the engine builds it on the meta device.
+        model_args_class: Reads a Hugging Face config with `from_hf_config`.
+        state_dict_adapter_class: Maps Hugging Face tensors to parameters and back.
+        parallelize_fn: Applies a layout to a built model, see `archon.parallel.decoder.parallelize_decoder`.
+        supported_model_types: The Hugging Face `model_type` strings of this family.
+        pipelining_fn: `pipelining_fn(model, plan=plan, stage=stage)` removes the modules of other pipeline stages from
+            a full model on the meta device, in place; `plan.layers[stage]` stay. None for
             `archon.parallel.pipeline.prune`.
-        text: of a model that sees its decoder alone, which reads the same checkpoints and carries the tower.
+        text: The text decoder of a vision-language model; it reads the same checkpoints and passes the encoder's
+            tensors through.
     """
 
     name: str
@@ -109,17 +110,17 @@ def family_spec(
     pipelining_fn: PipeliningFn | None = None,
     text: ModelSpec | None = None,
 ) -> ModelSpec:
-    """Returns the spec of a family, with the model class of `adapter`, its arguments and their `model_types`."""
+    """Return the spec of a family from its state-dict adapter, which names the model and argument classes."""
     model = adapter.model_class
     args = model.args_class
     return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn, text)
 
 
 class _Registry:
-    """Specs by `model_type`. Built-in families and entry points are loaded on first use, under a lock.
+    """Specs by `model_type`; built-in families and entry points are loaded on first use, under a lock.
 
     Attributes:
-        failures: a line for each plugin that could not be loaded and each model type that several plugins register.
+        failures: One line per plugin that failed to load and per model type that several plugins register.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class _Registry:
                 if other is not spec:
                     raise ValueError(
                         f"family {spec.name!r} registers model_type {model_type!r}, which family {other.name!r} has "
-                        "already; expected one family for each model_type"
+                        "already; expected one family per model_type"
                     )
             self._specs.update(dict.fromkeys(spec.supported_model_types, spec))
 
@@ -153,7 +154,7 @@ class _Registry:
         return self._specs
 
     def _add_plugins(self) -> None:
-        """Load all entry points; those that fail, or register the same model type, are skipped with a warning."""
+        """Load all entry points; skip failing ones and those that claim the same model type, with a warning."""
         self.failures.clear()
         loaded: list[tuple[metadata.EntryPoint, ModelSpec]] = []
         for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -190,7 +191,7 @@ class _Registry:
 
 
 def _describe(entry: metadata.EntryPoint) -> str:
-    """Returns a plugin's entry point and package, for messages."""
+    """Return a plugin's entry point and package as text."""
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "of an unknown name"
     return f"the plugin {entry.name!r} (entry point {entry.group}: {entry.value}) of package {package}"
 
@@ -199,18 +200,25 @@ _REGISTRY = _Registry()
 
 
 def register_model_spec(spec: ModelSpec) -> None:
-    """Register a family. Raises ValueError where another family has one of its model types."""
+    """Register a family.
+
+    Raises:
+        ValueError: Another family has one of its model types.
+    """
     _REGISTRY.specs()
     _REGISTRY.add([spec])
 
 
 def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
-    """Returns the spec of a Hugging Face `model_type`.
+    """Return the spec of a Hugging Face `model_type`.
 
-    With `text_only` that of a model that sees is its decoder's, `ModelSpec.text`.
+    Args:
+        model_type: The `model_type` of a config.
+        text_only: Return the text decoder (`ModelSpec.text`) of a vision-language model.
 
-    Raises UnknownModelError, which lists the supported ones, the reason for a model type in `UNSUPPORTED`, and the
-    plugins that could not be loaded; also for what is no string.
+    Raises:
+        UnknownModelError: No family supports it. The message lists supported types, the reason for a type in
+            `UNSUPPORTED`, and the plugins that failed to load.
     """
     if not isinstance(model_type, str):
         raise UnknownModelError(f"model_type is {model_type!r}; expected a string, such as 'qwen3'")
@@ -229,16 +237,16 @@ def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
 
 
 def is_text_decoder(args: BaseModelArgs, model_type: str) -> bool:
-    """Returns whether these are the arguments of the decoder alone of a model that sees, of this `model_type`."""
-    text, whole = (get_model_spec(model_type, text_only=only).model_args_class for only in (True, False))
-    return text is not whole and type(args) is text
+    """Return whether `args` belong to the text decoder of a vision-language model of this `model_type`."""
+    spec = get_model_spec(model_type)
+    return spec.text is not None and type(args) is spec.text.model_args_class
 
 
 def is_supported_model(model_type: str) -> bool:
-    """Returns whether a registered family supports this `model_type`."""
+    """Return whether a registered family supports this `model_type`."""
     return isinstance(model_type, str) and model_type in _REGISTRY.specs()
 
 
 def get_supported_model_types() -> frozenset[str]:
-    """Returns all `model_type` strings of the registered families."""
+    """Return all `model_type` strings of the registered families."""
     return frozenset(_REGISTRY.specs())

@@ -42,7 +42,7 @@ def command(
 
 
 def describe(found: Inspection) -> list[str]:
-    """Returns the inspection as lines of text."""
+    """Return the inspection as lines of text."""
     from archon.tools.planner.inspection import IMAGE_PATCHES
 
     lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
@@ -70,7 +70,7 @@ def describe(found: Inspection) -> list[str]:
 
 
 def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
-    """Returns an adapter as lines of text. Raises CheckpointError where it is none of the checkpoint's model.
+    """Return an adapter as lines of text. Raises CheckpointError where it is none of the checkpoint's model.
 
     Args:
         parameters: of the checkpoint.
@@ -127,6 +127,6 @@ def _memory(found: Inspection) -> list[str]:
 
 
 def _gflop(flops: float) -> str:
-    """Returns GFLOP with two decimals below ten and one above."""
+    """Return GFLOP with two decimals below ten and one above."""
     number = flops / 1e9
     return f"{number:.2f}" if number < 10 else f"{number:.1f}"

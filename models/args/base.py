@@ -1,4 +1,4 @@
-"""Arguments of a model, read strictly from a Hugging Face config or constructed directly."""
+"""Model arguments, read strictly from a Hugging Face config or constructed directly."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, Nor
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
-# Frequencies are computed for every pair of features, when a model is built; real heads have up to 512 features.
+# Building a model computes a frequency for each pair of features; real heads have up to 512 features.
 MAX_ROTARY_DIM = 2**16
-# Factors and their inverses are numbers of float32 and bfloat16.
+# A factor and its inverse must be representable in float32 and bfloat16.
 MIN_FACTOR = 1e-30
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What a model that sees takes as an image.
+    """Image format of a vision-language model.
 
     Attributes:
-        token: the placeholder of a merged patch among the tokens.
-        merge_size: squares of merge_size by merge_size patches become one row of the decoder.
-        channels, temporal_patch_size, patch_size: of a patch's pixels.
+        token: Placeholder token of a merged patch.
+        merge_size: The encoder merges merge_size x merge_size patches into one decoder row.
+        channels, temporal_patch_size, patch_size: Sizes of a patch in channels, frames and pixels.
     """
 
     token: int
@@ -41,50 +41,51 @@ class ImageFormat:
 
     @property
     def features(self) -> int:
-        """Numbers of a patch."""
+        """Number of values in a patch."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass
 class BaseModelArgs:
-    """Sizes and switches of a decoder. Lengths are in tokens.
+    """Sizes and options of a decoder; lengths are in tokens.
 
     Attributes:
-        dim: width of the residual stream (Hugging Face's hidden_size).
-        n_kv_heads: key and value heads, a divisor of n_heads; 0 means n_heads.
-        head_dim: features of a head; 0 means dim / n_heads.
-        hidden_dim: inner width of the feed-forward network (intermediate_size).
-        max_seq_len: max_position_embeddings; limits only the RoPE kinds that use it.
-        attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
+        dim: Width of the residual stream (`hidden_size`).
+        n_kv_heads: Key and value heads, a divisor of n_heads; 0 means n_heads.
+        head_dim: Features per head; 0 means dim / n_heads.
+        hidden_dim: Inner width of the feed-forward network (`intermediate_size`).
+        max_seq_len: `max_position_embeddings`; only some RoPE kinds use it.
+        attention_bias, attention_out_bias: Biases on wq, wk, wv and on wo.
         qk_norm: RMS norms over each head's queries and keys.
-        full_width_qk_norm: these norms are over the features of all heads together.
-        sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
-        layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
-        pad_token_id: the embedding row that gets no gradient from lookups, as in transformers; None for none.
-        rotary_dim: features of a head that RoPE rotates; 0 means head_dim.
+        full_width_qk_norm: The QK norms span the features of all heads.
+        sliding_window: Window of sliding layers: a token attends to itself and the window - 1 tokens before it.
+        layer_windows: Window of each layer, None for full attention; empty means `sliding_window` in all layers.
+        pad_token_id: Embedding row without gradient from lookups, as in transformers; None for none.
+        rotary_dim: Features per head that RoPE rotates; 0 means head_dim.
         rope_interleaved: RoPE rotates pairs of adjacent features.
-        local_rope_theta, local_rope_scaling: `rope_theta` and `rope_scaling` of the layers that `layer_ropes` says.
-        layer_ropes: the rotation of each layer, see `archon.models.layers.rope.RopeUse`; empty means `global` in all.
-        query_beta: see `RopeSpec.query_beta`, whose period is the original context of `rope_scaling`.
-        norm_rounds_once: see `archon.models.layers.norm.NormSpec`.
-        norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
-        norm_placement: see `archon.models.layers.spec.NormPlacement`.
-        attention_scale: factor on attention scores; None means head_dim^(-1/2).
-        attention_soft_cap, attention_sinks, attention_gated: see `archon.models.layers.attention.AttentionLayer`.
-        embedding_multiplier: factor on token embeddings.
-        embedding_multiplier_is_rounded: to the dtype of the computation, before the product.
-        residual_multiplier: factor on what each part of a layer adds to the residual stream.
-        logits_divisor: divides the logits.
-        logits_soft_cap: bounds the logits, see `archon.models.layers.head.LMHead`; None for no bound.
-        initializer_range: standard deviation of newly initialized matrices.
-        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
-        is_composite: the decoder is part of a composite checkpoint, see `composite_types`.
-        is_critic: has a value head `score` in place of the language-model head.
-        attn_type: the attention backend, `auto` or a registered name.
-        composite_types: the model types of composite configs, and the type of the text decoder in each.
-        hf_examples: of fields that other families lack, the values that `archon check-model` tries.
+        local_rope_theta, local_rope_scaling: `rope_theta` and `rope_scaling` of the "local" layers of `layer_ropes`.
+        layer_ropes: Rotation of each layer, see `archon.models.layers.rope.RopeUse`; empty means `global` in all.
+        query_beta: See `RopeSpec.query_beta`; its period is the original context of `rope_scaling`.
+        norm_rounds_once: See `archon.models.layers.norm.NormSpec`.
+        norm_offset: Constant added to the stored norm weights: 1 if checkpoints store weight - 1.
+        norm_placement: See `archon.models.layers.spec.NormPlacement`.
+        attention_scale: Factor on attention scores; None means head_dim^(-1/2).
+        attention_soft_cap, attention_sinks, attention_gated: See `archon.models.layers.attention.AttentionLayer`.
+        embedding_multiplier: Factor on token embeddings.
+        embedding_multiplier_is_rounded: Round the factor to the computation's dtype before the product.
+        residual_multiplier: Factor on the output of attention and feed-forward network in the residual sum.
+        logits_divisor: Divisor of the logits.
+        logits_soft_cap: Bound of the logits, see `archon.models.layers.head.LMHead`; None for no bound.
+        initializer_range: Standard deviation of newly initialized matrices.
+        balance_by_bias: Auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
+        is_composite: The decoder is part of a composite checkpoint, see `composite_types`.
+        is_critic: The model has a value head `score` instead of the language-model head.
+        attn_type: Attention backend, `auto` or a registered name.
+        composite_types: Model types of composite configs, mapped to the type of their text decoder.
+        hf_examples: Values that `archon check-model` tries for fields specific to this family.
 
-    Raises ConfigError for values that contradict each other.
+    Raises:
+        ConfigError: Values contradict each other.
     """
 
     dim: int
@@ -159,7 +160,7 @@ class BaseModelArgs:
             )
         if self.rotary_dim > MAX_ROTARY_DIM:
             raise ConfigError(f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
-        get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
+        get_activation(self.hidden_act)  # raises for an unknown name, like the next line
         candidates(self.attn_type)
         for name in ("logits_divisor", "logits_soft_cap", "attention_scale", "attention_soft_cap"):
             if (value := getattr(self, name)) is not None and not MIN_FACTOR <= value <= 1 / MIN_FACTOR:
@@ -176,11 +177,11 @@ class BaseModelArgs:
 
     @property
     def norm(self) -> NormSpec:
-        """The norms of the residual stream."""
+        """Norm of the residual stream."""
         return NormSpec(self.norm_eps, self.norm_offset, self.norm_rounds_once)
 
     def rope(self, layer: int) -> RopeSpec | None:
-        """Returns the rotation of a layer (from 0); None for a layer without positions."""
+        """Return the RoPE of a layer (from 0); None for a layer without positions."""
         use = self.layer_ropes[layer]
         if use == "none":
             return None
@@ -193,7 +194,7 @@ class BaseModelArgs:
         )
 
     def mixer(self, layer: int) -> MixerSpec:
-        """Returns what mixes tokens in a layer (from 0)."""
+        """Return the token mixer of a layer (from 0)."""
         return AttentionLayer(
             self.n_heads,
             self.n_kv_heads,
@@ -211,11 +212,11 @@ class BaseModelArgs:
         )
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
-        """Returns the feed-forward network of a layer (from 0)."""
+        """Return the feed-forward network of a layer (from 0)."""
         return DenseLayer(self.hidden_dim, self.hidden_act)
 
     def layer(self, layer: int) -> LayerSpec:
-        """Returns what a layer (from 0) is; a family overrides this, or the methods that it calls."""
+        """Return the spec of a layer (from 0); families override this or the methods it calls."""
         return LayerSpec(
             self.mixer(layer), self.feed_forward(layer), self.norm, self.norm_placement, self.residual_multiplier
         )
@@ -230,36 +231,32 @@ class BaseModelArgs:
 
     @property
     def expert_layers(self) -> dict[int, int]:
-        """The place of each layer with experts among those layers."""
+        """Map from the index of each MoE layer to its rank among the MoE layers."""
         sparse = [layer for layer, spec in enumerate(self.layer_specs) if spec.feed_forward.n_experts]
         return {layer: place for place, layer in enumerate(sparse)}
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The distinct rotations of the layers."""
+        """Distinct RoPE specs of the layers."""
         mixers = (spec.mixer for spec in self.layer_specs)
         return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
 
     @property
     def rope_depends_on_length(self) -> bool:
-        """Whether a rotation depends on the document's length, see `RopeConfig.depends_on_length`."""
+        """Whether a RoPE depends on the document length, see `RopeConfig.depends_on_length`."""
         return any(rope.scaling.depends_on_length for rope in self.ropes)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether documents may share the computation of a common beginning.
-
-        Some frequencies depend on the length of a token's document.
-        """
-        alike = all(layer.mixer.shares_prefixes for layer in self.layer_specs)
-        return alike and not self.rope_depends_on_length
+        """Whether documents may share the computation of a prefix; length-dependent RoPE forbids it."""
+        return not self.rope_depends_on_length and all(layer.mixer.shares_prefixes for layer in self.layer_specs)
 
     @property
     def sizes(self) -> ModelSizes:
-        """The sizes that a parallel layout divides."""
+        """Sizes that a parallel layout divides."""
         networks = {spec.feed_forward for spec in self.layer_specs}
         mixers = [spec.mixer for spec in self.layer_specs]
-        others = {mixer.heads for mixer in mixers} - {(self.n_heads, self.n_kv_heads)}
+        extra_heads = {mixer.heads for mixer in mixers} - {(self.n_heads, self.n_kv_heads)}
         scans = {mixer.module_name for mixer in mixers if not mixer.gathers_keys}
         sparse = [network for network in networks if network.n_experts]
         return ModelSizes(
@@ -270,29 +267,30 @@ class BaseModelArgs:
             tuple(sorted({width for network in networks for width in network.hidden_dims})),
             experts=max((network.n_experts for network in sparse), default=0),
             expert_hidden=max((network.expert_dim for network in sparse), default=0),
-            extra_heads=tuple(sorted(others)),
+            extra_heads=tuple(sorted(extra_heads)),
             needs_ulysses=f"a {min(scans)} layer has a state in place of keys" if scans else None,
         )
 
     @property
     def image_format(self) -> ImageFormat | None:
-        """What an image is to this model; None for a model of text."""
+        """Image format of a vision-language model; None for a text model."""
         return None
 
     def image_flops(self, patches: int) -> int | None:
-        """Returns the operations of a tower's forward over an image of so many patches; None for a model of text."""
+        """Return the FLOPs of encoding an image of `patches` patches; None for a text model."""
         return None
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """Returns the arguments of a transformers config object or a parsed `config.json`, with either RoPE style.
+        """Read a transformers config object or a parsed `config.json`, with either RoPE style.
 
         Args:
-            hf_config: object or dictionary; its `model_type` must be one of this family's.
-            is_critic: build a value head.
-            kwargs: fields of this class that override the config, such as `attn_type`.
+            hf_config: Object or dictionary with a `model_type` of this family.
+            is_critic: Build a value head.
+            kwargs: Fields of this class that override the config, such as `attn_type`.
 
-        Raises ConfigError with the field and its value for anything that archon does not support.
+        Raises:
+            ConfigError: A field or value is not supported; the message names both.
         """
         names = {f.name for f in fields(cls)}
         for name in kwargs:
@@ -301,20 +299,22 @@ class BaseModelArgs:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
         types = cls.model_types | {*cls.composite_types.values()}
-        config, own = cls.decoder_config(as_dict(hf_config))
+        config, extra = cls.decoder_config(as_dict(hf_config))
         args = read_config(config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_fixed_values)
         if "sliding_window" in kwargs:
-            # It applies to the layers that have a window in the config, or to all layers if none has.
+            # The override applies to the sliding layers of the config, or to all layers if none slides.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
-            args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
-        return cls(**{**args, "is_critic": is_critic, **own, **kwargs})
+            args["layer_windows"] = tuple(previous and window for previous in windows) if any(windows) else ()
+        return cls(**{**args, "is_critic": is_critic, **extra, **kwargs})
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the config of the decoder, which of a composite one is a part, and arguments that are no fields of
-        it. A family whose config is of another form extends this.
+        """Return the text-decoder config (nested in multimodal configs) and extra constructor arguments.
 
-        Raises ConfigError, naming field and value.
+        Families with a different config layout extend this method.
+
+        Raises:
+            ConfigError: A field has an unsupported value; the message names both.
         """
         model_type = config.get("model_type")
         text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None

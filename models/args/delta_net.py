@@ -1,4 +1,4 @@
-"""Arguments and checkpoint names that Qwen3-Next and Qwen3.5 share: gated delta nets and gated attention."""
+"""Arguments and checkpoint names of Qwen3-Next and Qwen3.5: gated delta nets and gated attention."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import (
-    NO_WINDOWS,
-    Field,
-    WindowPolicy,
-    dense_fields,
-    reject_field,
-)
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields, reject_field
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
@@ -23,10 +17,10 @@ from archon.models.layers.spec import MixerSpec
 from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
-"""The kinds of layers, by their Hugging Face names."""
+"""Kinds of layers, by their Hugging Face names."""
 
 QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
-# Qwen3.5's published configs have these besides the fields of transformers' classes, which ignore them.
+# Fields of Qwen3.5's published configs that transformers ignores.
 QWEN3_5_FIXED_VALUES: dict[str, Any] = {
     "attn_output_gate": True,
     "output_gate_type": "swish",
@@ -37,17 +31,18 @@ QWEN3_5_FIXED_VALUES: dict[str, Any] = {
 
 @dataclass
 class DeltaNetModelArgs(BaseModelArgs):
-    """Arguments of a decoder in which some layers are gated delta nets and the others have gated attention.
+    """Arguments of a decoder that alternates gated delta nets and gated attention.
 
     Attributes:
-        delta_heads, delta_key_heads: value heads of a delta net, and key heads, which divide them.
-        delta_value_dim, delta_key_dim: features of a head's values, and of its keys.
-        delta_kernel_size: tokens that its convolution sees.
-        delta_rule: what computes its rule, see `archon.models.layers.delta_rule.DeltaRule`; no part of a checkpoint.
-        layer_types: the kind of each layer; empty means attention in every `attention_interval`-th.
-        attention_interval: used only without `layer_types`.
+        delta_heads, delta_key_heads: Value heads of a delta net, and key heads, which divide them.
+        delta_value_dim, delta_key_dim: Features of a head's values, and of its keys.
+        delta_kernel_size: Tokens in the convolution's receptive field.
+        delta_rule: Implementation, see `archon.models.layers.delta_rule.DeltaRule`; not part of a checkpoint.
+        layer_types: Kind of each layer; empty means attention in every `attention_interval`-th layer.
+        attention_interval: Used only without `layer_types`.
 
-    Raises ConfigError for values that contradict each other.
+    Raises:
+        ConfigError: Values contradict each other.
     """
 
     delta_heads: int = 32
@@ -71,8 +66,8 @@ class DeltaNetModelArgs(BaseModelArgs):
         "linear_value_head_dim": (8, 12, 16),
         "linear_key_head_dim": (8, 12, 16),
         "linear_conv_kernel_dim": (2, 3, 4),
-        # Queries and keys are divided by their lengths, and outputs by theirs, which are near 0 where a query and the
-        # keys are orthogonal: with a small constant, transformers itself is up to 7e-4 away from its float64 value.
+        # Queries, keys and outputs are divided by their norms. An output is near 0 if query and keys are orthogonal;
+        # with a small epsilon transformers itself then differs from its float64 value by up to 7e-4.
         "rms_norm_eps": (0.1,),
         "initializer_range": (0.08,),
     }
@@ -116,15 +111,15 @@ class DeltaNetModelArgs(BaseModelArgs):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """See `BaseModelArgs.decoder_config`."""
-        config, own = super().decoder_config(config)
+        config, extra = super().decoder_config(config)
         layer_types = config.pop("layer_types", None)
         if not isinstance(layer_types, list | tuple | None) or layer_types == []:
             reject_field("layer_types", layer_types, "expected a list with the kind of each layer, or null")
-        return config, own | {"layer_types": tuple(layer_types or ())}
+        return config, extra | {"layer_types": tuple(layer_types or ())}
 
 
 def delta_net_fields(**dense: Any) -> dict[str, Field]:
-    """Returns the config fields of these families; see `dense_fields` for the arguments, a family's own defaults."""
+    """Return the config fields of these families; `dense` are the defaults passed to `dense_fields`."""
     return dense_fields(max_position_embeddings=32768, **dense) | {
         "head_dim": Field("head_dim", int, 256),
         "attention_bias": Field("attention_bias", bool, False),
@@ -138,7 +133,7 @@ def delta_net_fields(**dense: Any) -> dict[str, Field]:
 
 
 def mtp_fields() -> dict[str, Field]:
-    """Returns the config fields of the layers that predict further tokens, which are carried and not computed."""
+    """Return the config fields of multi-token-prediction layers, which are passthrough tensors."""
     return {
         "mtp_num_hidden_layers": Field("", int, 0, minimum=0),
         "mtp_use_dedicated_embeddings": Field("", bool, False),
@@ -146,7 +141,7 @@ def mtp_fields() -> dict[str, Field]:
 
 
 _HF, _NATIVE = "model.layers.{}.linear_attn.", "layers.{}.delta_net."
-# What all these families' checkpoints share.
+# Names in the checkpoints of all these families.
 DELTA_NET_HF_MAP: dict[str, str | Fused | None] = {
     **DENSE_HF_MAP,
     **QK_NORM_HF_MAP,
@@ -156,7 +151,7 @@ DELTA_NET_HF_MAP: dict[str, str | Fused | None] = {
     f"{_HF}norm.weight": f"{_NATIVE}norm.weight",
     f"{_HF}out_proj.weight": f"{_NATIVE}wo.weight",
 }
-# Qwen3.5 has a matrix for each projection.
+# Qwen3.5 stores one matrix per projection.
 QWEN3_5_HF_MAP: dict[str, str | Fused | None] = {
     **DELTA_NET_HF_MAP,
     f"{_HF}in_proj_qkv.weight": Fused(tuple(f"{_NATIVE}w{part}.weight" for part in "qkv")),
@@ -164,7 +159,7 @@ QWEN3_5_HF_MAP: dict[str, str | Fused | None] = {
     f"{_HF}in_proj_b.weight": f"{_NATIVE}wb.weight",
     f"{_HF}in_proj_a.weight": f"{_NATIVE}wa.weight",
 }
-# Qwen3-Next's projections, which are in blocks of one key head and its value heads.
+# Qwen3-Next interleaves its projections in blocks of one key head and its value heads.
 DELTA_NET_BLOCKS_HF_MAP: dict[str, str | Fused | None] = {
     f"{_HF}in_proj_qkvz.weight": Fused(
         tuple(f"{_NATIVE}w{part}.weight" for part in "qkvz"), blocks=lambda args: args.delta_key_heads

@@ -1,4 +1,4 @@
-"""Arguments and checkpoint names shared by the families with latent attention and DeepSeek-V3's router."""
+"""Arguments and checkpoint names of families with latent attention and DeepSeek-V3's router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
 from archon.schema.errors import ConfigError
 
-# transformers normalizes latents with this, whatever `rms_norm_eps` is.
+# transformers normalizes latents with this epsilon and ignores `rms_norm_eps`.
 LATENT_NORM = NormSpec(1e-6)
 
 
@@ -25,15 +25,15 @@ LATENT_FIELDS: dict[str, Field] = {
     "qk_nope_head_dim": Field("key_dim", int, 128),
     "v_head_dim": Field("value_dim", int, 128),
     "rope_interleave": Field("rope_interleaved", bool, True, null=False),
-    # Layers that predict further tokens are carried in checkpoints and not computed.
+    # Multi-token-prediction layers are passthrough tensors: exports copy them, archon does not run them.
     "num_nextn_predict_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
     "num_mtp_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
-    # Of the training of the published models.
+    # Settings from the training of the published models.
     "aux_loss_alpha": Field("", float, 0.0),
     "seq_aux": Field("", bool, True),
     "ep_size": Field("", int, 1),
 }
-"""The config fields of `LatentModelArgs`, with the defaults of DeepSeek-V3."""
+"""Config fields of `LatentModelArgs` with DeepSeek-V3's defaults."""
 
 DEEPSEEK_V3_FIELDS = (
     dense_fields(num_key_value_heads=128, max_position_embeddings=4096)
@@ -54,12 +54,12 @@ DEEPSEEK_V3_FIELDS = (
 class LatentModelArgs(GroupRoutedArgs):
     """Arguments of a decoder with latent attention (see `LatentLayer`) and DeepSeek-V3's router.
 
-    `head_dim` is the width of a head's query, of which the last `rotary_dim` features are rotated.
+    `head_dim` is the width of a head's query; RoPE rotates its last `rotary_dim` features.
 
     Attributes:
-        q_rank, kv_rank: features of the latents of queries, 0 for none, and of keys and values.
-        key_dim: features of a head's query and key that are not rotated.
-        value_dim: features of a head's value.
+        q_rank, kv_rank: Features of the query latent (0 for none) and of the key-value latent.
+        key_dim: Features of a head's query and key that are not rotated.
+        value_dim: Features of a head's value.
     """
 
     q_rank: int = 1536
@@ -103,14 +103,14 @@ class LatentModelArgs(GroupRoutedArgs):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; `head_dim` and `qk_head_dim` must be what the other widths give."""
+        """See `BaseModelArgs.from_hf_config`; `head_dim` and `qk_head_dim` must match the other widths."""
         config = as_dict(hf_config)
-        config.pop("auto_map", None)  # names the published code, which is this
+        config.pop("auto_map", None)  # names the published code, which this family implements
         widths = {name: config.pop(name) for name in ("head_dim", "qk_head_dim") if config.get(name) is not None}
         args = super().from_hf_config(config, is_critic, **kwargs)
         for name, expected in (("head_dim", args.rotary_dim), ("qk_head_dim", args.head_dim)):
             if widths.get(name, expected) != expected:
-                reject_field(name, widths[name], f"expected {expected}, as qk_nope_head_dim and qk_rope_head_dim say")
+                reject_field(name, widths[name], f"expected {expected}, from qk_nope_head_dim and qk_rope_head_dim")
         return args
 
 

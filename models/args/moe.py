@@ -1,4 +1,4 @@
-"""Arguments shared by the families with mixtures of experts."""
+"""Arguments of families with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
 from archon.schema.errors import ConfigError
 
-# Checkpoints have a name for each expert's matrices; no real model has more than 25,000 experts.
+# Bounds the number of tensor names; no real model has more than 25,000 experts over all layers.
 MAX_EXPERTS = 2**20
 
 
 @dataclass
 class MoEModelArgs(BaseModelArgs):
-    """Arguments of a decoder in which some or all layers have a mixture of experts.
+    """Arguments of a decoder with mixtures of experts in some or all layers.
 
     Attributes:
-        n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
-        moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
-        shared_hidden_dim: inner width of the shared experts' network; 0 for none.
-        norm_topk_prob: divide the chosen experts' weights by their sum.
-        n_dense_layers: the first layers, which are dense.
-        decoder_sparse_step: of the others every n-th layer is sparse, counted from one.
-        mlp_only_layers: layers that are dense nevertheless, counted from zero.
-        shared_gate: see `ExpertsLayer`.
-        hf_aliases: other names of config fields, which transformers accepts too.
+        n_experts, n_experts_per_token: Experts in a layer, and experts chosen per token.
+        moe_hidden_dim: Inner width of one expert; `hidden_dim` is the width of dense layers.
+        shared_hidden_dim: Inner width of the shared expert; 0 for none.
+        norm_topk_prob: Divide the chosen experts' weights by their sum.
+        n_dense_layers: Number of leading dense layers.
+        decoder_sparse_step: Layers n - 1, 2n - 1, ... after them have experts.
+        mlp_only_layers: Further dense layers, counted from zero.
+        shared_gate: See `ExpertsLayer`.
+        hf_aliases: Alternative names of config fields that transformers accepts.
 
-    Raises ConfigError for values that contradict each other.
+    Raises:
+        ConfigError: Values contradict each other.
     """
 
     n_experts: int = 0
@@ -50,18 +51,18 @@ class MoEModelArgs(BaseModelArgs):
         super().__post_init__()
         if self.n_layers * self.n_experts > MAX_EXPERTS:
             raise ConfigError(
-                f"n_experts is {self.n_experts} in {self.n_layers} layers; expected at most {MAX_EXPERTS} in all"
+                f"n_experts is {self.n_experts} in {self.n_layers} layers; expected at most {MAX_EXPERTS} in total"
             )
         if any(self.is_sparse(layer) for layer in range(self.n_layers)):
             if not 1 <= self.n_experts_per_token <= self.n_experts:
                 raise ConfigError(
-                    f"n_experts_per_token is {self.n_experts_per_token}; expected 1 to the {self.n_experts} experts"
+                    f"n_experts_per_token is {self.n_experts_per_token}; expected 1 to n_experts {self.n_experts}"
                 )
             if self.moe_hidden_dim < 1:
                 raise ConfigError(f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
 
     def is_sparse(self, layer: int) -> bool:
-        """Returns whether this layer (from 0) has experts."""
+        """Return whether a layer (from 0) has experts."""
         return (
             self.n_experts > 0
             and layer >= self.n_dense_layers
@@ -74,7 +75,7 @@ class MoEModelArgs(BaseModelArgs):
         return self.experts() if self.is_sparse(layer) else super().feed_forward(layer)
 
     def experts(self) -> ExpertsLayer:
-        """Returns the mixture of experts of the sparse layers; a family with another router extends this."""
+        """Return the spec of the MoE layers; families with another router extend this."""
         return ExpertsLayer(
             self.n_experts,
             self.n_experts_per_token,
@@ -87,21 +88,20 @@ class MoEModelArgs(BaseModelArgs):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `BaseModelArgs.decoder_config`; accepts the `hf_aliases` of fields."""
-        config, own = super().decoder_config(config)
+        """See `BaseModelArgs.decoder_config`; also resolves `hf_aliases`."""
+        config, extra = super().decoder_config(config)
         for alias, name in cls.hf_aliases.items():
             if alias in config and alias not in cls.hf_fields:
                 value = config.pop(alias)
                 if config.setdefault(name, value) != value:
                     reject_field(alias, value, f"it contradicts {name} {config[name]!r}; keep one")
-        return config, own
+        return config, extra
 
 
 def stepped_expert_fields(
     *, num_experts: int, num_experts_per_tok: int, moe_intermediate_size: int, norm_topk_prob: bool = False
 ) -> dict[str, Field]:
-    """Returns the config fields of Qwen's experts in every `decoder_sparse_step`-th layer, with a family's own
-    defaults."""
+    """Return the config fields of Qwen's experts in every `decoder_sparse_step`-th layer, with a family's defaults."""
     return {
         "num_experts": Field("n_experts", int, num_experts, minimum=0),
         "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
@@ -123,7 +123,7 @@ def group_routed_fields(
     topk_group: int = 1,
     routed_scaling_factor: float = 1.0,
 ) -> dict[str, Field]:
-    """Returns the config fields of `GroupRoutedArgs`, with a family's own defaults."""
+    """Return the config fields of `GroupRoutedArgs`, with a family's defaults."""
     return {
         "n_routed_experts": Field("n_experts", int, n_routed_experts),
         "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
@@ -141,13 +141,13 @@ def group_routed_fields(
 class GroupRoutedArgs(MoEModelArgs):
     """Arguments of a decoder with DeepSeek-V3's router (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
 
-    Scores are sigmoids in float32, a bias that checkpoints store corrects the choice, which is limited to the best
-    groups, and shared experts process every token.
+    Scores are sigmoids in float32. A stored bias corrects the choice, and each token chooses within its best groups.
+    Shared experts process every token.
 
     Attributes:
-        n_group, topk_group: groups of experts, and groups that a token uses; see `ExpertsLayer`.
-        routed_scaling_factor: factor on the weights of the chosen experts.
-        n_shared_experts: shared experts, each as wide as a routed one.
+        n_group, topk_group: Groups of experts, and groups that a token uses; see `ExpertsLayer`.
+        routed_scaling_factor: Factor on the weights of the chosen experts.
+        n_shared_experts: Shared experts, each as wide as a routed one.
     """
 
     norm_topk_prob: bool = True
@@ -156,7 +156,6 @@ class GroupRoutedArgs(MoEModelArgs):
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
 
-    shared_gate: ClassVar[bool] = False
     hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "n_routed_experts"}
 
     def __post_init__(self) -> None:

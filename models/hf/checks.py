@@ -1,4 +1,4 @@
-"""Checks of the values in a Hugging Face config."""
+"""Checks of Hugging Face config values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from archon.schema.errors import ConfigError
 
 
 def reject_field(name: str, value: Any, expected: str) -> NoReturn:
-    """Raise ConfigError with a field, its value, and what was expected."""
+    """Raise ConfigError with a field, its value and the expected value."""
     raise ConfigError(f"config field {name!r} is {value!r}; {expected}", field=name)
 
 
 def check_kind(name: str, value: Any, kind: type) -> Any:
-    """Returns `value` as `kind`; an integer is accepted as a float, a bool is not a number.
+    """Return `value` as `kind`; an integer is accepted as a float, a bool is not a number.
 
-    Raises ConfigError, naming the field, for another type, NaN or infinity.
+    Raises:
+        ConfigError: The value has another type or is not finite; the message names the field.
     """
-    wanted: tuple[type, ...] = (int, float) if kind is float else (kind,)
-    if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-        with suppress(OverflowError):  # an integer that no float can hold
+    accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
+    if isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)):
+        with suppress(OverflowError):  # an integer too large for a float
             converted = kind(value)
             if kind is not float or abs(converted) < float("inf"):
                 return converted

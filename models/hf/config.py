@@ -1,7 +1,7 @@
-"""Strict reading of a Hugging Face config: a field is mapped, known to have no effect, or rejected by name and value.
+"""Strict reader of Hugging Face configs: every field is mapped, known to have no effect, or rejected.
 
-A reader that ignores unknown fields may build a different model (an ignored YaRN, window, bias or activation gives
-errors of 0.3 % to 145 %); here an unknown field raises ConfigError.
+Ignoring unknown fields can build a different model: an ignored YaRN, window, bias or activation causes errors of 0.3 %
+to 145 %. Unknown fields therefore raise ConfigError.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Field:
-    """A config field that becomes an argument of the model.
+    """Config field that becomes a model argument.
 
     Attributes:
-        native: the name in `BaseModelArgs`; empty for a field that is checked but has no effect here.
-        kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of nonnegative integers.
-        default: the default of the family's config class in transformers; REQUIRED for a field without one.
-        null: what null stands for, which need not be the default; REQUIRED for a field that null is rejected for.
-        minimum: the smallest integer accepted; floats must not be negative.
-        maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits. Floats are at most
-            `MAX_FLOAT`.
+        native: Name in `BaseModelArgs`; empty for a field that is checked but has no effect.
+        kind: `int`, `float` (accepts integers), `bool`, `str`, or `list` for a list of nonnegative integers.
+        default: Default of the family's config class in transformers; REQUIRED if there is none.
+        null: Value that null stands for, which may differ from the default; REQUIRED if null is rejected.
+        minimum: Smallest accepted integer; floats must not be negative.
+        maximum: Largest accepted integer, since PyTorch counts tensor bytes in 64 bits; floats end at `MAX_FLOAT`.
     """
 
     native: str
@@ -42,10 +41,10 @@ class Field:
     maximum: int = 2**40
 
 
-# float32 and bfloat16 end at 3.4e38; what lies beyond would become infinite, or an error of PyTorch, in the forward.
+# float32 and bfloat16 end at 3.4e38; larger values overflow or raise inside the forward.
 MAX_FLOAT = 1e30
 
-# No real model has more layers, and lists with one entry per layer would fill the memory.
+# No real model has more layers, and per-layer lists would exhaust memory.
 MAX_LAYERS = 10_000
 
 
@@ -58,9 +57,9 @@ def dense_fields(
     tie_word_embeddings: bool = False,
     pad_token_id: int | None = None,
 ) -> dict[str, Field]:
-    """Returns the fields that all dense decoders of Llama's architecture share, with a family's own defaults.
+    """Return the config fields of Llama-style dense decoders with a family's defaults.
 
-    `num_key_value_heads` is that of a config that lacks the field; 0 and null stand for as many as attention heads.
+    `num_key_value_heads` 0 and null mean the number of attention heads.
     """
     return {
         "hidden_size": Field("dim", int),
@@ -79,24 +78,24 @@ def dense_fields(
 
 
 Windows = tuple[int | None, tuple[int | None, ...]]
-"""The sliding window in tokens, and that of each layer; None for full attention."""
+"""(window in tokens, window of each layer); None for full attention."""
 
 
 @dataclass(frozen=True)
 class WindowPolicy:
-    """How a family's config says which layers have a sliding window.
+    """Rule that derives sliding windows from a family's config.
 
     Attributes:
-        fields: the config fields that `read` reads; a family's other window fields are unknown, so rejected.
-        read: from the config and the number of layers to `Windows`.
+        fields: Config fields that `read` uses; other window fields are unknown and rejected.
+        read: Maps the config and the number of layers to `Windows`.
     """
 
     fields: tuple[str, ...]
     read: Callable[[Mapping[str, Any], int], Windows]
 
 
-# Fields that change the computation unless they have this value. A family overrides them by a field of its own, or in
-# its `hf_fixed_values`.
+# Fields that change the computation unless they have this value. A family overrides them with a `Field` or in its
+# `hf_fixed_values`.
 FIXED_VALUES: dict[str, Any] = {
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
@@ -111,7 +110,7 @@ FIXED_VALUES: dict[str, Any] = {
     "auto_map": None,
 }
 
-# Fields without effect on the weights or on the model's computation: names, metadata, generation, training.
+# Fields without effect on weights or computation: names, metadata, generation and training options.
 NO_EFFECT = frozenset(
     """
     model_type cache_implementation architectures transformers_version torch_dtype dtype use_cache return_dict
@@ -131,9 +130,9 @@ NO_EFFECT = frozenset(
 
 
 def as_dict(hf_config: Any) -> dict[str, Any]:
-    """Returns a transformers config object or a parsed `config.json` as a plain dictionary.
+    """Convert a transformers config object or a parsed `config.json` to a plain dictionary.
 
-    Of a stand-in whose `to_dict` returns none, as a mock with the class as its `spec`, the attributes that were set.
+    A mock config, with a `to_dict` that returns no dictionary, is read from its attributes.
     """
     if isinstance(hf_config, Mapping):
         return dict(hf_config)
@@ -141,21 +140,22 @@ def as_dict(hf_config: Any) -> dict[str, Any]:
         values = hf_config.to_dict()
         if isinstance(values, Mapping):
             return dict(values)
-        own = {"method_calls"}  # of a mock
-        return {name: value for name, value in vars(hf_config).items() if not name.startswith("_") and name not in own}
+        attributes = vars(hf_config).items()
+        return {name: value for name, value in attributes if not name.startswith("_") and name != "method_calls"}
     raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
 
 
-# Top-level fields of a composite config that the text decoder does not need.
+# Top-level fields of composite configs without effect on the text decoder.
 _COMPOSITE_NO_EFFECT = frozenset(
     {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 )
 
 
 def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
-    """Returns the config of the text decoder of a composite model, as one of `text_type`.
+    """Return the text-decoder config of a composite model, with `text_type` as its model type.
 
-    Raises ConfigError, naming the field, for a field that is unknown or contradicts the text's.
+    Raises:
+        ConfigError: A field is unknown or contradicts the text config; the message names it.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -166,7 +166,7 @@ def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
             reject_field(name, value, "archon does not know this field; remove it if it has no effect")
     if text.get("model_type", text_type) != text_type:
         reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
-    # As transformers ties them; a text's own field is that of the decoder alone.
+    # transformers ties by the top-level field; the text config's field applies to the decoder alone.
     return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 
@@ -178,17 +178,18 @@ def read_config(
     ropes: RopePolicy,
     fixed_values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the arguments of a model, by native name, from a config of one of `model_types`.
+    """Read model arguments, by native name, from a config of one of `model_types`.
 
     Args:
-        hf_config: object or dictionary.
-        fields: those that become arguments, by name.
-        windows: how the config says which layers have a sliding window.
-        ropes: how it gives the rotations of the layers.
-        fixed_values: further fields, which change the computation unless they have this value (or null, or are
-        missing).
+        hf_config: Object or dictionary.
+        fields: Config fields that become arguments, by name.
+        model_types: Accepted values of the config's `model_type`.
+        windows: Rule for the sliding windows.
+        ropes: Rule for the RoPEs of the layers.
+        fixed_values: Further fields with their only supported value; null and a missing field are accepted too.
 
-    Raises ConfigError, naming field and value, for anything unsupported.
+    Raises:
+        ConfigError: A field or value is not supported; the message names both.
     """
     config = as_dict(hf_config)
     model_type = config.get("model_type")
@@ -212,7 +213,11 @@ def read_config(
 
 
 def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
-    """Returns the argument that a field gives. Raises ConfigError, naming it, for another kind of value."""
+    """Return the argument of a config field.
+
+    Raises:
+        ConfigError: The value has another type or is out of range; the message names the field.
+    """
     value = config.get(name, field.default)
     if value is REQUIRED:
         raise ConfigError(f"config field {name!r} is missing; a {config['model_type']} config must give it")
@@ -222,15 +227,15 @@ def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
         return field.null
     value = check_kind(name, value, field.kind)
     if field.kind is list and any(type(item) is not int or item < 0 for item in value):
-        reject_field(name, value, "expected a list of integers, none negative")
+        reject_field(name, value, "expected a list of nonnegative integers")
     if field.kind is int and value < field.minimum:
         reject_field(name, value, f"expected at least {field.minimum}")
     if field.kind is int and value > field.maximum:
         reject_field(name, value, f"expected at most {field.maximum}")
     if field.kind is float and value < 0:
-        reject_field(name, value, "expected no negative number")
+        reject_field(name, value, "expected a number of at least 0")
     if field.kind is float and value > MAX_FLOAT:
-        reject_field(name, value, f"expected at most {MAX_FLOAT:g}, which the dtypes of the computation can represent")
+        reject_field(name, value, f"expected at most {MAX_FLOAT:g}, which bfloat16 and float32 can represent")
     return value
 
 
@@ -242,7 +247,11 @@ def _read_window(config: Mapping[str, Any], default: int | None) -> int | None:
 
 
 def read_layer_types(config: Mapping[str, Any], n_layers: int) -> list[bool] | None:
-    """Returns which layers slide by `layer_types`; None without it. Raises ConfigError for other types."""
+    """Return which layers have a sliding window by `layer_types`; None without that field.
+
+    Raises:
+        ConfigError: A layer has another type, or the list has another length.
+    """
     layer_types, known = config.get("layer_types"), ("full_attention", "sliding_attention")
     if layer_types is None:
         return None
@@ -253,7 +262,7 @@ def read_layer_types(config: Mapping[str, Any], n_layers: int) -> list[bool] | N
 
 
 def _from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
-    """Returns the layers from `max_window_layers` on."""
+    """Return a flag per layer: whether its index is at least `max_window_layers`."""
     first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
     return [layer >= first for layer in range(n_layers)]
 
@@ -261,25 +270,25 @@ def _from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
 def read_switched_window(
     config: Mapping[str, Any], n_layers: int, default: int | None, candidates: Sequence[bool]
 ) -> Windows:
-    """Returns the window, which `use_sliding_window` switches on, and each layer's.
+    """Return the windows of a config with the switch `use_sliding_window`.
 
-    Those that slide are named by `layer_types`; without it they are `candidates`, if the window is on.
+    `layer_types` selects the sliding layers; without it all `candidates` slide if the switch is on.
     """
     is_on = check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool)
-    # Some families' config classes write 0 where the window is off.
+    # Some config classes write 0 for a disabled window.
     window = None if not is_on and config.get("sliding_window") == 0 else _read_window(config, default)
     window = window if is_on else None
     slides = read_layer_types(config, n_layers)
     if slides is None:
         slides = [window is not None and candidate for candidate in candidates]
     if any(slides) and window is None:
-        expected = "it has sliding layers, but use_sliding_window or sliding_window is off"
+        expected = "some layers slide, but use_sliding_window or sliding_window is off"
         reject_field("layer_types", config.get("layer_types"), expected)
     return window, tuple(window if slide else None for slide in slides)
 
 
 def uniform_window(default: int | None) -> WindowPolicy:
-    """Returns the policy of families whose `sliding_window` applies to every layer; null switches it off."""
+    """Return the policy that applies `sliding_window` to every layer; null disables it."""
 
     def read(config: Mapping[str, Any], n_layers: int) -> Windows:
         window = _read_window(config, default)
@@ -289,9 +298,10 @@ def uniform_window(default: int | None) -> WindowPolicy:
 
 
 def layer_type_windows(default: int | None, pattern: int, pattern_field: str | None = None) -> WindowPolicy:
-    """Returns the policy of families whose `sliding_window` applies where `layer_types` says so.
+    """Return the policy that applies `sliding_window` to the sliding layers of `layer_types`.
 
-    Without `layer_types`, all layers but each `pattern`-th slide; `pattern_field` is a config field with that number.
+    Without `layer_types`, all layers but every `pattern`-th slide; `pattern_field` names a config field that overrides
+    `pattern`.
     """
 
     def read(config: Mapping[str, Any], n_layers: int) -> Windows:
@@ -304,7 +314,7 @@ def layer_type_windows(default: int | None, pattern: int, pattern_field: str | N
         if slides is None:
             slides = [(layer + 1) % period != 0 for layer in range(n_layers)]
         if any(slides) and window is None:
-            reject_field("sliding_window", None, "expected the window of the layers that slide")
+            reject_field("sliding_window", None, "expected the window of the sliding layers")
         return window, tuple(window if slide else None for slide in slides)
 
     return WindowPolicy(
@@ -314,11 +324,10 @@ def layer_type_windows(default: int | None, pattern: int, pattern_field: str | N
 
 
 NO_WINDOWS = WindowPolicy((), lambda _, n_layers: (None, (None,) * n_layers))
-"""The policy of families without sliding windows."""
+"""Policy of families without sliding windows."""
 
 SWITCHED_WINDOW = WindowPolicy(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
     lambda config, n_layers: read_switched_window(config, n_layers, 4096, _from_layer(config, n_layers)),
 )
-"""Qwen's policy: `use_sliding_window` switches the window on, in the layers that `layer_types` or `max_window_layers`
-names."""
+"""Qwen's policy: `use_sliding_window` enables the window in the layers of `layer_types` or `max_window_layers`."""

@@ -1,7 +1,7 @@
-"""Hugging Face tensors that hold several parameters, or one in another orientation, and where each lies in them.
+"""Fused Hugging Face tensors: several parameters in one tensor, or one parameter transposed.
 
-A family declares such a tensor in its adapter's map. The orientation is part of the declaration and is never taken from
-a shape, since a square matrix has the same shape in both.
+A family declares such a tensor in its adapter's map. The declaration includes the orientation, because the shape of a
+square matrix does not reveal it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fused:
-    """A Hugging Face tensor that holds `parts`, one after the other along a dimension, or in turns.
+    """Hugging Face tensor that concatenates or interleaves `parts` along a dimension.
 
         Fused(("….wq.weight", "….wk.weight", "….wv.weight"))        # qkv_proj: rows of q, then of k, then of v
         Fused(("….w1", "….w3"), dim=1)                              # [E, 2F, dim]: each expert's gate, then its up
@@ -29,13 +29,13 @@ class Fused:
         Fused(("….w2",), transposed=True)                           # [E, F, dim] for a parameter [E, dim, F]
 
     Attributes:
-        parts: templates of the parameters' names, in the order of the tensor. If the Hugging Face template has one `{}`
-            more than they have, that is the index of a row of each.
-        dim: the parameters' dimension along which they lie, from 0; of a row's if the tensor holds a row of each.
-        blocks: number of equal blocks that each part is cut into; the tensor holds the first block of each part, then
-            the second of each. A number, or a function of the model's arguments.
-        interleaved: each row is a block of its own: row 0 of each part, then row 1 of each.
-        transposed: the tensor's last two dimensions are the parameters' in reverse.
+        parts: Parameter templates in tensor order. If the Hugging Face template has one more `{}`, that index selects
+            a row of each parameter.
+        dim: Concatenation dimension of the parameters (of their rows, if the tensor holds rows), from 0.
+        blocks: Number of equal blocks per part; the tensor holds the first block of each part, then the second of
+            each. A number, or a function of the model's arguments.
+        interleaved: Every row is a block: row 0 of each part, then row 1 of each.
+        transposed: The tensor's last two dimensions are the parameters' in reverse.
     """
 
     parts: tuple[str, ...]
@@ -46,12 +46,12 @@ class Fused:
 
 
 class Selection(NamedTuple):
-    """What a rank reads of a Hugging Face tensor for its part of a parameter.
+    """Region of a Hugging Face tensor that a rank reads for its shard of a parameter.
 
     Attributes:
-        shape: the tensor's shape, with the dimension of the blocks as two.
-        region: a slice for each dimension of `shape`.
-        target: a view of the rank's part, of the region's shape.
+        shape: The tensor's shape, with the block dimension split into two.
+        region: A slice for each dimension of `shape`.
+        target: A view of the rank's shard with the shape of the region.
     """
 
     shape: Shape
@@ -61,10 +61,10 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter, or a row of a stacked one, lies in a Hugging Face tensor.
+    """Location of a parameter, or of a row of a stacked parameter, in a Hugging Face tensor.
 
-    Along `dim`, the tensor has `blocks` blocks of `block_size`; rows `start` to `start + size` of each are the
-    parameter's. `transposed` is as in `Fused`; `dim` is the parameter's.
+    Along the parameter's `dim` the tensor has `blocks` blocks of `block_size` rows. Rows `start` to `start + size` of
+    each block belong to the parameter. `transposed` is as in `Fused`.
     """
 
     dim: int
@@ -75,36 +75,40 @@ class Placement:
     transposed: bool
 
     def hf_shape(self, shape: Sequence[int]) -> Shape:
-        """Returns the shape of the Hugging Face tensor for that of the parameter."""
+        """Return the shape of the Hugging Face tensor for a parameter shape."""
         full = [*shape[: self.dim], self.blocks * self.block_size, *shape[self.dim + 1 :]]
         return (*full[:-2], full[-1], full[-2]) if self.transposed else tuple(full)
 
     def hf_view(self, tensor: Tensor) -> Tensor:
-        """Returns the parameter's elements of a Hugging Face tensor as a view, with `dim` as (block, row)."""
+        """Return a view of the parameter's elements in a Hugging Face tensor, with `dim` as (block, row)."""
         blocks = (tensor.mT if self.transposed else tensor).unflatten(self.dim, (self.blocks, self.block_size))
         return blocks.narrow(self.dim + 1, self.start, self.size)
 
     def extract(self, tensor: Tensor) -> Tensor:
-        """Returns the parameter's elements of a Hugging Face tensor, as a view where strides allow it."""
+        """Return the parameter's elements in a Hugging Face tensor, as a view if strides allow it."""
         return self.hf_view(tensor).flatten(self.dim, self.dim + 1)
 
     def insert(self, parameter: Tensor, tensor: Tensor) -> None:
-        """Copy the parameter into its elements of a Hugging Face tensor."""
+        """Copy the parameter into a Hugging Face tensor."""
         self.hf_view(tensor).copy_(parameter.unflatten(self.dim, (self.blocks, self.size)))
 
-    def selections(self, shape: Shape, own: Slices, local: Tensor, *, transposed: bool) -> Iterator[Selection]:
-        """Yields what to read for `local`, a rank's part of a parameter of `shape`, which is its region `own`.
+    def selections(self, shape: Shape, region: Slices, local: Tensor, *, transposed: bool) -> Iterator[Selection]:
+        """Yield the regions to read for a rank's shard of a parameter.
 
         Args:
-            transposed: whether the file's tensor is; a quantized one may be stored otherwise than declared.
+            shape: Shape of the full parameter.
+            region: The shard's slice of each dimension.
+            local: The shard.
+            transposed: Whether the file stores the tensor transposed; a quantized tensor may differ from its
+                declaration.
         """
-        dim, first = self.dim, own[self.dim].start
-        for blocks, rows in _rectangles(first, own[dim].stop, self.size):
+        dim, first = self.dim, region[self.dim].start
+        for blocks, rows in _rectangles(first, region[dim].stop, self.size):
             counts = (blocks.stop - blocks.start, rows.stop - rows.start)
             target = local.narrow(dim, blocks.start * self.size + rows.start - first, counts[0] * counts[1])
             inside = slice(self.start + rows.start, self.start + rows.stop)
-            # Each dimension of the parameter, as one or two of the file's: (size, slice) pairs.
-            axes = [[pair] for pair in zip(shape, own, strict=True)]
+            # Describe each parameter dimension by one or two file dimensions, as (size, slice) pairs.
+            axes = [[pair] for pair in zip(shape, region, strict=True)]
             axes[dim] = [(self.block_size, inside)]
             if self.blocks > 1:
                 target = target.unflatten(dim, counts)
@@ -119,9 +123,15 @@ class Placement:
 
 
 def place_parts(fused: Fused, shapes: Sequence[Shape], args: Any) -> list[Placement]:
-    """Returns where each part of a fused tensor lies, for the shapes of the parts, or of one row of each.
+    """Return the placement of each part of a fused tensor.
 
-    Raises CheckpointError where they cannot be fused as declared, which is a mistake in the family's map.
+    Args:
+        fused: The declaration.
+        shapes: Shapes of the parts, or of one row of each.
+        args: Model arguments, for `Fused.blocks`.
+
+    Raises:
+        CheckpointError: The shapes contradict the declaration, which is an error in the family's map.
     """
     dim = fused.dim
     blocks = fused.blocks(args) if callable(fused.blocks) else fused.blocks
@@ -134,7 +144,7 @@ def place_parts(fused: Fused, shapes: Sequence[Shape], args: Any) -> list[Placem
     if blocks < 1 or any(shape[dim] % blocks for shape in shapes):
         raise CheckpointError(f"{fused} cannot hold parameters of shapes {shapes}: {blocks} blocks do not divide them")
     if fused.interleaved and len({*shapes}) > 1:
-        raise CheckpointError(f"{fused} cannot hold parameters of shapes {shapes}: rows in turns need equal sizes")
+        raise CheckpointError(f"{fused} cannot hold parameters of shapes {shapes}: interleaved rows need equal sizes")
     sizes = [shape[dim] // blocks for shape in shapes]
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [
@@ -144,7 +154,7 @@ def place_parts(fused: Fused, shapes: Sequence[Shape], args: Any) -> list[Placem
 
 
 def _rectangles(first: int, stop: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (blocks, rows within each) that cover rows `first` to `stop` of blocks of `size` rows, in order."""
+    """Yield (blocks, rows within each) that cover rows `first` to `stop` in order; a block has `size` rows."""
     while first < stop:
         block, row = divmod(first, size)
         if row == 0 and stop - first >= size:

@@ -1,4 +1,4 @@
-"""Checkpoints with layers after the last one, which predict further tokens (DeepSeek-AI 2024, section 2.2)."""
+"""Checkpoints with multi-token-prediction layers after the last layer (DeepSeek-AI 2024, section 2.2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 class MTPStateDictAdapter(BaseStateDictAdapter):
-    """Carries the layers that predict further tokens, which archon does not compute.
+    """Adapter that passes multi-token-prediction layers through, since archon does not run them.
 
-    They are as many as `num_nextn_predict_layers` or `num_mtp_layers` of the config says. Published configs without
-    either, or with 0, have up to one of them.
+    `num_nextn_predict_layers` or `num_mtp_layers` of the config is their number. Published checkpoints without either
+    field, or with 0, have up to one such layer.
     """
 
     def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:

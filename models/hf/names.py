@@ -1,4 +1,4 @@
-"""Maps from templates of Hugging Face keys to those of parameters, which families share and combine."""
+"""Shared maps from Hugging Face key templates to parameter templates; families combine them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from archon.models.hf.fused_tensors import Fused
 
 HFMap = Mapping[str, str | Fused | None]
-"""From templates of Hugging Face keys to those of parameters. `{}` stands for an index: the layer's first, and one more
-for the row of a stacked parameter. None marks keys that hold no weight. Of two entries for a parameter the last counts,
-so a family overrides a shared entry by naming the parameter again."""
+"""Map from Hugging Face key templates to parameter templates.
 
-# Names that all dense decoders of Llama's architecture share; those without weight are of old exports.
+The first `{}` is the layer index, a further one the row of a stacked parameter. None marks keys without a weight. The
+last entry of a parameter wins, so a family overrides a shared entry by naming the parameter again.
+"""
+
+# Names of Llama-style dense decoders; entries without a weight come from old exports.
 DENSE_HF_MAP: dict[str, str | Fused | None] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
@@ -37,27 +39,27 @@ QK_NORM_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
-# Hugging Face has one matrix per expert, archon one stacked parameter; the second `{}` is the expert's index.
+# Hugging Face stores one matrix per expert, archon one stacked parameter; the second `{}` is the expert index.
 EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
     "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
 }
-# The same in checkpoints that stack the experts, [E, 2F, dim] and [E, dim, F].
+# Checkpoints with stacked experts, [E, 2F, dim] and [E, dim, F].
 STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.gate_up_proj": Fused(("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), dim=1),
     "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
 }
-# DeepSeek-V3's experts: a bias that corrects the router's choice, and shared experts.
+# DeepSeek-V3's experts, with a correction bias of the router and shared experts.
 GROUP_ROUTED_HF_MAP: dict[str, str | Fused | None] = EXPERTS_HF_MAP | {
     "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.router.expert_bias",
     "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
     "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
     "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
 }
-# Qwen's shared expert, whose output has a gate.
+# Qwen's shared expert with an output gate.
 GATED_SHARED_EXPERT_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
     "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
@@ -74,15 +76,15 @@ BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
 
 
 def replace_prefix(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
-    """Returns a map whose keys begin with `new` where they began with `old`, as in composite models' checkpoints."""
+    """Return the map with the key prefix `old` replaced by `new`, as in composite checkpoints."""
     return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
 
 
 def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
-    """Returns the map of transformers' models in memory for that of their checkpoints.
+    """Convert a checkpoint map to the map of transformers' in-memory models.
 
-    Since transformers 5 they stack the experts of a layer, whatever the checkpoint does (its `conversion_mapping`):
-    gate and up as `experts.gate_up_proj` [E, 2F, dim], down as `experts.down_proj` [E, dim, F].
+    transformers 5 stacks the experts of a layer in memory (its `conversion_mapping`): gate and up as
+    `experts.gate_up_proj` [E, 2F, dim], down as `experts.down_proj` [E, dim, F].
     """
     names: dict[str, str | Fused | None] = {}
     for hf, entry in hf_map.items():

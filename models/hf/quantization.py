@@ -1,7 +1,7 @@
-"""The `quantization_config` of a Hugging Face config: which weights a checkpoint stores in fewer bits, and how.
+"""Reader of `quantization_config`: which weights a checkpoint stores quantized, and in which format.
 
-Weights are dequantized when they are loaded (`archon.checkpoint.quantized`); archon neither computes with quantized
-weights nor writes them.
+`archon.checkpoint.quantized` dequantizes weights while loading. archon neither computes with quantized weights nor
+writes them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FIELD = "quantization_config"
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's weights are quantized.
+    """Quantization format of a checkpoint.
 
     Attributes:
-        method: `fp8`: float8_e4m3fn matrices with a scale for each block (DeepSeek-AI 2024, arXiv:2412.19437, section
-            3.3); `mxfp4`: 4-bit floats with an exponent for 32 of them (Rouhani et al. 2023, arXiv:2310.10537).
-        block: rows and columns of a block of `fp8`.
-        kept: names of modules, or parts of names, that are not quantized.
+        method: `fp8`: float8_e4m3fn matrices with a scale per block (DeepSeek-AI 2024, arXiv:2412.19437, section
+            3.3); `mxfp4`: 4-bit floats with an exponent per 32 values (Rouhani et al. 2023, arXiv:2310.10537).
+        block: Rows and columns of an `fp8` block.
+        kept: Names, or parts of names, of modules that are not quantized.
     """
 
     method: str
@@ -33,7 +33,7 @@ class Quantization:
     kept: tuple[str, ...] = ()
 
     def is_unquantized(self, key: str) -> bool:
-        """Returns whether a key belongs to a module that the config says is not quantized; `*` is any characters."""
+        """Return whether a key belongs to a module of `kept`; `*` in a name matches any characters."""
         return bool(self.kept) and self._unquantized_pattern.search(key) is not None
 
     @cached_property
@@ -42,17 +42,18 @@ class Quantization:
 
 
 def _pattern(name: str) -> str:
-    """Returns a regular expression for a name with `*`, which takes no longer however many of them there are."""
-    first, *others = map(re.escape, name.split("*"))
-    # Where a part between two `*` is found first is where it matches best: no other place has to be tried.
-    middle = "".join(f"(?>.*?{part})" for part in others[:-1])
-    return first + middle + "".join(f".*{part}" for part in others[-1:])
+    """Return a regular expression for a name with `*` that matches in linear time for any number of `*`."""
+    first, *parts = map(re.escape, name.split("*"))
+    # The first match of a part between two `*` is always the best one, so atomic groups forbid backtracking.
+    middle = "".join(f"(?>.*?{part})" for part in parts[:-1])
+    return first + middle + "".join(f".*{part}" for part in parts[-1:])
 
 
 def read_quantization(value: Any) -> Quantization | None:
-    """Returns what the config field `quantization_config` says; None for null.
+    """Read the config field `quantization_config`; None for null.
 
-    Raises ConfigError, which names the field, for a method or an option that archon cannot dequantize.
+    Raises:
+        ConfigError: archon cannot dequantize the method or an option; the message names the field.
     """
     if value is None:
         return None
@@ -91,10 +92,10 @@ def _is_block(value: Any) -> bool:
     return is_pair and all(type(size) is int and 1 <= size <= 2**20 for size in value)
 
 
-_NAMES = ("a list of modules' names, or null", _is_name_list)
+_NAMES = ("a list of module names, or null", _is_name_list)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
-# The options of each method, with what is expected of their values. Those without effect on stored weights say how
-# activations are quantized, or that the reader should dequantize.
+# Options of each method: the expected value as text, and a check. Some only describe activations or tell the reader to
+# dequantize, without effect on stored weights.
 _OPTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "fp8": {
         "quant_method": _is_one_of("fp8"),

@@ -1,7 +1,7 @@
-"""Conversion between the tensors of Hugging Face checkpoints and parameters, by a map that each family declares.
+"""Conversion between Hugging Face tensors and parameters by a family's declared map.
 
-Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError. Buffers that
-belong to the state, such as a router's correction bias, are parameters here if the map names them.
+Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError. A buffer in the
+map, such as a router's correction bias, is handled like a parameter.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from archon.schema.errors import CheckpointError
 
 @dataclass(frozen=True)
 class NativeTarget:
-    """A parameter that a Hugging Face tensor fills, or of which it fills a row.
+    """Parameter, or row of a parameter, that a Hugging Face tensor fills.
 
     Attributes:
-        name: of the parameter.
-        index: the row of a stacked parameter that it fills (an expert's); None for the full parameter.
-        placement: where the parameter lies in the tensor; None for the full tensor.
-        must_equal: it is a copy of a tied parameter: not loaded, and an error unless bitwise equal to it.
+        name: Name of the parameter.
+        index: Row of a stacked parameter (the expert); None for the full parameter.
+        placement: Location of the parameter in the tensor; None for the full tensor.
+        must_equal: The tensor copies a tied parameter: it is not loaded and must be bitwise equal.
     """
 
     name: str
@@ -47,12 +47,12 @@ class NativeTarget:
         return self.placement is not None and self.placement.transposed
 
     def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the Hugging Face tensor for that of the parameter."""
+        """Return the shape of the Hugging Face tensor for a parameter shape."""
         shape = shape if self.index is None else shape[1:]
         return shape if self.placement is None else self.placement.hf_shape(shape)
 
     def extract(self, tensor: Tensor) -> Tensor:
-        """Returns the parameter, or its row, from the Hugging Face tensor; a view where possible."""
+        """Return the parameter, or its row, from the Hugging Face tensor; a view if possible."""
         return tensor if self.placement is None else self.placement.extract(tensor)
 
 
@@ -61,18 +61,18 @@ def _matcher(template: str) -> re.Pattern[str]:
 
 
 class BaseStateDictAdapter:
-    """Maps the tensors of a Hugging Face checkpoint to the parameters of a model and back; stores no tensors.
+    """Map between the tensors of a Hugging Face checkpoint and the parameters of a model; holds no tensors.
+
+    Subclasses set `model_class`, and `from_hf_map` unless it is the dense map. `passthrough` lists key patterns of
+    tensors that the model does not use, such as multi-token-prediction layers or the vision encoder. In a pattern
+    `*` matches any characters, and braces hold an argument: "model.layers.{n_layers}.*". Passthrough tensors are not
+    loaded; an export copies them from the source checkpoint.
 
     Args:
-        hf_config: the checkpoint's config, an object or a dictionary.
-        hf_assets_path: folder of the checkpoint, for error messages only.
-        is_critic: the model has a value head `score` in place of the language-model head.
-        init_score: the critic is built from an actor's checkpoint: its `lm_head` is skipped, `score` is not expected.
-
-    Subclasses set `model_class` and, where they differ, `from_hf_map`. In `passthrough` they name the keys of what this
-    model does not compute, such as layers that predict further tokens or the vision tower of a composite model:
-    patterns with `*` for any characters and fields of the arguments in braces, as "model.layers.{n_layers}.*". They are
-    not loaded; an export copies them from the checkpoint it is like.
+        hf_config: The checkpoint's config, an object or a dictionary.
+        hf_assets_path: Folder of the checkpoint, for error messages only.
+        is_critic: The model has a value head `score` instead of the language-model head.
+        init_score: Build the critic from an actor's checkpoint: skip its `lm_head` and do not expect `score`.
     """
 
     model_class: ClassVar[type[BaseArchonModel]]
@@ -89,7 +89,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def to_hf_map(self) -> dict[str, str]:
-        """The Hugging Face template of each native template."""
+        """Hugging Face template of each native template."""
         return {
             native: hf
             for hf, entry in self.from_hf_map.items()
@@ -109,12 +109,12 @@ class BaseStateDictAdapter:
 
     @property
     def native_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter by name, tied ones once, in the model's order."""
+        """Shape of every parameter by name, in the model's order; tied parameters occur once."""
         return self._shapes[0]
 
     @property
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every buffer that the map names, by name: they are loaded and exported as parameters are."""
+        """Shape of every buffer in the map by name; such buffers are loaded and exported like parameters."""
         return self._shapes[1]
 
     @property
@@ -124,7 +124,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """`native_shapes` and `buffer_shapes`: what a checkpoint holds."""
+        """Shapes of everything in a checkpoint: `native_shapes` and `buffer_shapes`."""
         return self.native_shapes | self.buffer_shapes
 
     @property
@@ -134,7 +134,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def in_memory(self) -> BaseStateDictAdapter:
-        """The same adapter with the names that transformers' models have in memory; see `transformers_map`."""
+        """The same adapter for the names of transformers' in-memory models; see `transformers_map`."""
         adapter = copy.copy(self)
         kept = {"args", "quantization", "hf_assets_path", "init_score", "passthrough"} & self.__dict__.keys()
         adapter.__dict__ = {name: self.__dict__[name] for name in kept}
@@ -142,19 +142,19 @@ class BaseStateDictAdapter:
         return adapter
 
     def for_keys(self, keys: Iterable[str]) -> BaseStateDictAdapter:
-        """Returns the adapter that reads tensors of these names: this one, or `in_memory` where they are named so.
+        """Return the adapter for tensors with these names: this one or `in_memory`.
 
-        Besides models in memory these are checkpoints that stack their experts, as Qwen publishes Qwen3.5's.
+        Besides in-memory models, checkpoints with stacked experts such as Qwen3.5's need `in_memory`.
         """
-        others = [_matcher(hf) for hf in transformers_map(self.from_hf_map).keys() - self.from_hf_map.keys()]
-        return self.in_memory if any(name.fullmatch(key) for name in others for key in keys) else self
+        stacked = [_matcher(hf) for hf in transformers_map(self.from_hf_map).keys() - self.from_hf_map.keys()]
+        return self.in_memory if any(name.fullmatch(key) for name in stacked for key in keys) else self
 
     def loadable_names(self) -> list[str]:
-        """Returns what a checkpoint must fill: all but the `score` of a critic built from an actor."""
+        """Return the names that a checkpoint must fill: all except `score` of a critic built from an actor."""
         return [name for name in self.stored_shapes if not (self.init_score and name == "score.weight")]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
+        """Return the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
         names = {*self.loadable_names()}
         return {
             hf: targets[0].hf_shape(self.stored_shapes[targets[0].name])
@@ -163,9 +163,10 @@ class BaseStateDictAdapter:
         }
 
     def hf_to_native(self, hf_name: str) -> tuple[NativeTarget, ...]:
-        """Returns the parameters that a Hugging Face tensor fills; none for a key to skip or to carry.
+        """Return the parameters that a Hugging Face tensor fills; none for skipped and passthrough keys.
 
-        Raises CheckpointError for an unknown key.
+        Raises:
+            CheckpointError: The key is unknown.
         """
         if hf_name == self.to_hf_map.get("output.weight") and (self.init_score or self.is_tied):
             return () if self.init_score else (NativeTarget("tok_embeddings.weight", must_equal=True),)
@@ -176,11 +177,11 @@ class BaseStateDictAdapter:
             return ()
         raise CheckpointError(
             f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
-            f"{self.args.n_layers} layers has no such parameter; is it the config of another checkpoint?"
+            f"{self.args.n_layers} layers has no such parameter; check that the config belongs to this checkpoint"
         )
 
     def is_passthrough(self, hf_name: str) -> bool:
-        """Returns whether a key is one that an export copies from the source checkpoint; see `passthrough`."""
+        """Return whether an export copies this key from the source checkpoint; see `passthrough`."""
         if hf_name in self._targets:
             return False
         return any(pattern.fullmatch(hf_name) for pattern in self._passthrough_patterns)
@@ -199,7 +200,7 @@ class BaseStateDictAdapter:
         return [(_matcher(native), hf) for native, hf in self.to_hf_map.items()]
 
     def _hf_template(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """Returns the Hugging Face template of a parameter, and the indices in the parameter's name."""
+        """Return the Hugging Face template of a parameter and the indices in the parameter's name."""
         for pattern, template in self._native_patterns:
             if (match := pattern.fullmatch(name)) is not None:
                 return template, match.groups()
@@ -207,17 +208,16 @@ class BaseStateDictAdapter:
 
     @cached_property
     def _targets(self) -> dict[str, tuple[NativeTarget, ...]]:
-        """The parameters in each tensor of a checkpoint, by Hugging Face name, in the model's order."""
+        """Parameters in each checkpoint tensor, by Hugging Face name, in the model's order."""
         targets: dict[str, tuple[NativeTarget, ...]] = {}
         for name, shape in self.stored_shapes.items():
-            found = self._hf_template(name)
-            if found is None:
+            if (match := self._hf_template(name)) is None:
                 raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
-            template, indices = found
+            template, indices = match
             stacked = template.count("{}") > len(indices)
             rows = [(str(row),) for row in range(shape[0])] if stacked else [()]
             if rows and template.format(*indices, *rows[0]) in targets:
-                continue  # with an earlier part of the same tensor
+                continue  # handled with an earlier part of the same tensor
             names, placements = self._parts(template, indices, stacked=stacked)
             for row in rows:
                 index = int(row[0]) if row else None
@@ -229,7 +229,7 @@ class BaseStateDictAdapter:
     def _parts(
         self, template: str, indices: tuple[str, ...], *, stacked: bool
     ) -> tuple[list[str], list[Placement | None]]:
-        """Returns the names of a Hugging Face tensor's parameters, and where each lies in it."""
+        """Return the parameters of a Hugging Face tensor and the placement of each."""
         entry = self.from_hf_map[template]
         assert entry is not None
         parts = entry.parts if isinstance(entry, Fused) else (entry,)
@@ -250,7 +250,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def _hf_names(self) -> dict[str, list[str]]:
-        """The Hugging Face names of each parameter."""
+        """Hugging Face names of each parameter."""
         names: dict[str, list[str]] = {name: [] for name in self.stored_shapes}
         for hf, targets in self._targets.items():
             for target in targets:
@@ -258,15 +258,16 @@ class BaseStateDictAdapter:
         return names
 
     def hf_names(self, name: str) -> list[str]:
-        """Returns the Hugging Face names of the tensors that hold a parameter: a stacked one may lie in many."""
+        """Return the Hugging Face tensors that hold a parameter; a stacked parameter may span many."""
         return self._hf_names[name]
 
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model.
+        """Return (name, view) pairs of a parameter's Hugging Face tensors; none for the head of a tied model.
 
-        An empty tensor, `torch.empty(0)`, asks for the names alone, and is returned with each.
+        An empty tensor, `torch.empty(0)`, requests the names only and is returned with each.
 
-        Raises CheckpointError for a parameter that shares its tensor with others, for which there is `export`.
+        Raises:
+            CheckpointError: The parameter shares its tensor with others; use `export`.
         """
         if tensor.shape == (0,) and name in self.stored_shapes:
             tied_away = name == "output.weight" and self.is_tied
@@ -275,17 +276,19 @@ class BaseStateDictAdapter:
         for hf, target in self._export_targets(name, tensor):
             if len(self._targets[hf]) > 1:
                 raise CheckpointError(
-                    f"parameter {name!r} is one of several in {hf!r}, which cannot be made of it alone; "
-                    "use export, with all parameters"
+                    f"parameter {name!r} is only one part of the fused tensor {hf!r}; "
+                    "convert all parameters together with export"
                 )
             converted.append((hf, _fill_whole_tensor(tensor, target)))
         return converted
 
     def export(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the Hugging Face (name, tensor) pairs of native ones, each as soon as all its parameters have come.
+        """Convert native (name, tensor) pairs to Hugging Face pairs, each as soon as all its parameters arrived.
 
-        Only tensors of several parameters are copies. Raises CheckpointError for a parameter that is not part of the
-        model, is given twice or has another shape, and at the end where a tensor lacks one of its parameters.
+        Only fused tensors are copies.
+
+        Raises:
+            CheckpointError: A parameter is unknown, occurs twice or has another shape, or a fused tensor is incomplete.
         """
         pending: dict[str, tuple[Tensor, set[str]]] = {}
         for name, tensor in tensors:
@@ -296,14 +299,15 @@ class BaseStateDictAdapter:
                 part = tensor if target.index is None else tensor[target.index]
                 assert target.placement is not None
                 if hf not in pending:
-                    others = {other.name for other in self._targets[hf]}
-                    pending[hf] = part.new_empty(target.placement.hf_shape(part.shape)), others
+                    names = {part_target.name for part_target in self._targets[hf]}
+                    pending[hf] = part.new_empty(target.placement.hf_shape(part.shape)), names
                 whole, missing = pending[hf]
                 if name not in missing:
-                    raise CheckpointError(f"parameter {name!r} was given twice; expected each once")
+                    raise CheckpointError(f"parameter {name!r} occurs twice; expected once")
                 if part.dtype != whole.dtype:
                     raise CheckpointError(
-                        f"parameter {name!r} is {part.dtype}, others of {hf!r} are {whole.dtype}; convert them to one"
+                        f"parameter {name!r} is {part.dtype}, other parts of {hf!r} are {whole.dtype}; "
+                        "convert them to one dtype"
                     )
                 target.placement.insert(part, whole)
                 missing.remove(name)
@@ -313,7 +317,7 @@ class BaseStateDictAdapter:
             raise CheckpointError(f"{hf!r} cannot be exported without the parameters {_shorten(missing)}")
 
     def _export_targets(self, name: str, tensor: Tensor) -> Iterator[tuple[str, NativeTarget]]:
-        """Yields the Hugging Face tensors that hold a parameter, and where; none for the head of a tied model."""
+        """Yield the Hugging Face tensors of a parameter with its target; none for the head of a tied model."""
         if name == "output.weight" and self.is_tied:
             return
         if name not in self.stored_shapes:
@@ -326,15 +330,20 @@ class BaseStateDictAdapter:
             yield hf, next(target for target in self._targets[hf] if target.name == name)
 
     def to_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a native state dict as Hugging Face's. Raises CheckpointError for missing or extra parameters."""
+        """Convert a native state dict to a Hugging Face state dict.
+
+        Raises:
+            CheckpointError: Parameters are missing or unknown.
+        """
         if missing := {*self.stored_shapes} - {*state}:
             raise CheckpointError(f"parameters missing from the export: {_shorten(missing)}")
         return dict(self.export(state.items()))
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a Hugging Face state dict, of a checkpoint or of a model in memory, as a native one.
+        """Convert a Hugging Face state dict, of a checkpoint or an in-memory model, to a native state dict.
 
-        Raises CheckpointError for an unknown or missing key, and for another shape.
+        Raises:
+            CheckpointError: A key is unknown or missing, or a tensor has another shape.
         """
         if (reader := self.for_keys(state)) is not self:
             return reader.from_hf(state)
@@ -372,7 +381,7 @@ class BaseStateDictAdapter:
 
 
 def _fill_whole_tensor(tensor: Tensor, target: NativeTarget) -> Tensor:
-    """Returns the Hugging Face tensor that a parameter, or a row of it, fills alone."""
+    """Return the Hugging Face tensor of a parameter, or of a row, that is not fused with others."""
     part = tensor if target.index is None else tensor[target.index]
     return part.mT if target.is_transposed else part
 

@@ -1,4 +1,4 @@
-"""Strict reading of a tower's Hugging Face config."""
+"""Strict reader of vision-encoder configs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ DEEPSTACK = "deepstack_visual_indexes"
 
 
 def read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> VisionSpec:
-    """Returns the tower of a `vision_config`; null stands for the defaults of transformers' class.
+    """Read a `vision_config`; null means the defaults of transformers' class.
 
     Args:
-        deepstack: `VisionSpec.deepstack` of a config without the field; None in a family that has none.
+        config: The value of `vision_config`.
+        deepstack: Default of `VisionSpec.deepstack`; None for families without it.
 
-    Raises ConfigError, naming field and value, for anything unsupported.
+    Raises:
+        ConfigError: A field or value is not supported; the message names both.
     """
     fields = FIELDS | ({} if deepstack is None else {DEEPSTACK: Field("deepstack", list, deepstack)})
     fixed_values = FIXED_VALUES | ({DEEPSTACK: []} if deepstack is None else {})

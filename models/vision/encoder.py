@@ -1,9 +1,8 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (Qwen 2025, arXiv:2511.21631): a transformer over the patches of each image.
+"""Vision encoder of Qwen3-VL and Qwen3.5 (Qwen 2025, arXiv:2511.21631): a transformer over image patches.
 
-A patch is one row of a linear layer. The learned grid of positions is interpolated to the size of each image, and
-attention within an image, which is not causal, rotates one half of each head by the row and the other by the column.
-Besides the result of the last block, those of some others are merged for the decoder's first layers (DeepStack: Meng et
-al. 2024, arXiv:2406.04334).
+A linear layer embeds each patch. The learned position grid is interpolated to the size of each image. Attention within
+an image is bidirectional; RoPE rotates one half of each head by the row and the other by the column. DeepStack also
+merges the outputs of some earlier blocks for the decoder's first layers (Meng et al. 2024, arXiv:2406.04334).
 """
 
 from __future__ import annotations
@@ -33,20 +32,21 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """Sizes of a tower.
+    """Sizes of a vision encoder.
 
     Attributes:
-        depth: number of blocks.
-        dim: features of a patch between blocks.
-        hidden_dim: inner width of the feed-forward networks.
-        channels, temporal_patch_size, patch_size: of a patch's pixels, [channels, frames, rows, columns].
-        merge_size: squares of merge_size by merge_size patches become one row of the decoder.
-        out_dim: features of such a row.
-        n_positions: entries of the learned grid of positions, a square number.
-        initializer_range: standard deviation of fresh matrices.
-        deepstack: the blocks (from 0) whose results the decoder's first layers are given, in their order.
+        depth: Number of blocks.
+        dim: Features of a patch between blocks.
+        hidden_dim: Inner width of the feed-forward networks.
+        channels, temporal_patch_size, patch_size: Sizes of a patch, [channels, frames, rows, columns].
+        merge_size: The encoder merges merge_size x merge_size patches into one decoder row.
+        out_dim: Features of a decoder row.
+        n_positions: Entries of the learned position grid, a square number.
+        initializer_range: Standard deviation of newly initialized matrices.
+        deepstack: Blocks (from 0) that feed the decoder's first layers, in this order.
 
-    Raises ConfigError for values that contradict each other.
+    Raises:
+        ConfigError: Values contradict each other.
     """
 
     depth: int = 27
@@ -68,34 +68,34 @@ class VisionSpec:
         get_activation(self.hidden_act)
         if [*self.deepstack] != sorted({*self.deepstack} & {*range(self.depth)}):
             raise ConfigError(
-                f"deepstack_visual_indexes is {[*self.deepstack]}; expected blocks of the tower, which has "
-                f"{self.depth}, in increasing order"
+                f"deepstack_visual_indexes is {[*self.deepstack]}; expected increasing indices below the "
+                f"encoder's depth {self.depth}"
             )
         if self.dim % (4 * self.n_heads):
             raise ConfigError(
-                f"the vision tower has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of "
-                "a multiple of 4 features, whose pairs turn by row and column"
+                f"the vision encoder has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of "
+                "a multiple of 4 features, since RoPE rotates pairs by row and by column"
             )
         if self.side**2 != self.n_positions:
             raise ConfigError(f"num_position_embeddings is {self.n_positions}; expected a square number")
 
     @property
     def side(self) -> int:
-        """Rows and columns of the learned grid of positions."""
+        """Rows, and columns, of the learned position grid."""
         return int(self.n_positions**0.5)
 
     @property
     def head_dim(self) -> int:
+        """Features per head."""
         return self.dim // self.n_heads
 
     @property
     def patch_shape(self) -> tuple[int, int, int, int]:
-        """The shape of a patch's pixels."""
+        """Shape of a patch: [channels, frames, rows, columns]."""
         return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
 
     def forward_flops(self, patches: int) -> int:
-        """Returns the operations of a forward over an image of so many patches: two for each weight that a row meets,
-        and those of attention between all of them."""
+        """Return the FLOPs of encoding an image of `patches` patches: two per weight and row, plus attention."""
         features = self.channels * self.temporal_patch_size * self.patch_size**2
         width = self.dim * self.merge_size**2
         block = 4 * self.dim**2 + 2 * self.dim * self.hidden_dim + 2 * self.dim * patches
@@ -103,13 +103,15 @@ class VisionSpec:
         return 2 * (patches * (features * self.dim + self.depth * block) + rows * width * (width + self.out_dim))
 
     def build(self, attn_type: str) -> VisionEncoder:
-        """Returns the tower, whose attention `attn_type` computes."""
+        """Return the encoder with the attention backend `attn_type`."""
         return VisionEncoder(self, attn_type)
 
 
 class PatchEmbedding(nn.Module):
-    """A linear layer over the pixels of a patch. Its weight [dim, channels, frames, rows, columns] is, as in
-    checkpoints, that of a convolution whose kernel is as large as its stride."""
+    """Linear layer over the pixels of a patch.
+
+    Checkpoints store it as a convolution with equal kernel and stride: weight [dim, channels, frames, rows, columns].
+    """
 
     role: Role = "vision"
 
@@ -119,7 +121,7 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.dim))
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Returns [P, dim] for patches [P, F]."""
+        """Return [P, dim] for patches [P, F]."""
         weight = local(self.weight)
         return F.linear(patches.to(weight.dtype), weight.flatten(1), local(self.bias))
 
@@ -135,17 +137,17 @@ class PositionGrid(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.n_positions, spec.dim))
 
     def forward(self, coordinates: Tensor, sizes: Tensor) -> Tensor:
-        """Returns [P, dim] for the row and column [2, P] of each patch and its image's numbers of them [2, P]."""
+        """Return [P, dim] for the row and column [2, P] of each patch and its image's size [2, P]."""
         places = coordinates.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
         low = places.floor()
-        share = places - low
+        fraction = places - low
         (row, column), (below, right) = low.long(), (low.long() + 1).clamp(max=self.side - 1)
-        row_share, column_share = share
+        row_weight, column_weight = fraction
         corners = (
-            (row, column, (1 - row_share) * (1 - column_share)),
-            (row, right, (1 - row_share) * column_share),
-            (below, column, row_share * (1 - column_share)),
-            (below, right, row_share * column_share),
+            (row, column, (1 - row_weight) * (1 - column_weight)),
+            (row, right, (1 - row_weight) * column_weight),
+            (below, column, row_weight * (1 - column_weight)),
+            (below, right, row_weight * column_weight),
         )
         weight = local(self.weight)
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -154,22 +156,22 @@ class PositionGrid(nn.Module):
 
 
 class VisionLayerNorm(nn.LayerNorm):
-    """A layer norm that every rank of tensor parallelism holds whole."""
+    """Layer norm, replicated under tensor parallelism."""
 
     role: Role = "vision"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [P, dim] for x [P, dim]."""
+        """Return [P, dim] for x [P, dim]."""
         return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
 
 
 def vision_linear(in_features: int, out_features: int) -> Linear:
-    """Returns a linear layer with a bias that every rank of tensor parallelism holds whole."""
+    """Return a linear layer with bias, replicated under tensor parallelism."""
     return Linear(in_features, out_features, bias=True, role="vision")
 
 
 class VisionAttention(nn.Module):
-    """Attention of the patches of an image to each other; `wqkv` has the rows of queries, then keys, then values."""
+    """Attention between the patches of an image; the rows of `wqkv` are queries, keys, values."""
 
     def __init__(self, layer: int, spec: VisionSpec) -> None:
         super().__init__()
@@ -179,7 +181,7 @@ class VisionAttention(nn.Module):
         self.wo = vision_linear(spec.dim, spec.dim)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
-        """Returns [P, dim] for x [P, dim]."""
+        """Return [P, dim] for x [P, dim]."""
         q, k, v = self.wqkv(x).unflatten(1, (3, self.n_heads, -1)).unbind(1)
         q, k = (rotate(each, rotation.cos, rotation.sin) for each in (q, k))
         return self.wo(attention.attend(self.layer, q, k, v, self.spec).flatten(1))
@@ -194,12 +196,12 @@ class VisionFeedForward(nn.Module):
         self.activation = get_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [P, out_dim] for x [P, dim]."""
+        """Return [P, out_dim] for x [P, dim]."""
         return self.w2(self.activation(self.w1(x)))
 
 
 class VisionBlock(nn.Module):
-    """Attention and a feed-forward network, each of normalized inputs and added to the residual stream."""
+    """Pre-norm attention and feed-forward network with residual connections."""
 
     def __init__(self, layer: int, spec: VisionSpec) -> None:
         super().__init__()
@@ -209,15 +211,15 @@ class VisionBlock(nn.Module):
         self.feed_forward = VisionFeedForward(spec.dim, spec.hidden_dim, spec.dim, spec.hidden_act)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
-        """Returns [P, dim] for x [P, dim]."""
+        """Return [P, dim] for x [P, dim]."""
         x = x + self.attention(self.attention_norm(x), rotation, attention)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class PatchMerger(nn.Module):
-    """Makes each square of patches one row of the decoder's residual stream.
+    """Merge of each square of patches into one row of the decoder.
 
-    The norm is over each patch, or over the whole square.
+    The norm spans each patch, or with `use_postshuffle_norm` the whole square.
     """
 
     def __init__(self, spec: VisionSpec, *, use_postshuffle_norm: bool) -> None:
@@ -227,12 +229,12 @@ class PatchMerger(nn.Module):
         self.feed_forward = VisionFeedForward(self.width, self.width, spec.out_dim, "gelu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [M, out_dim] for patches x [P, dim] in the order of `PackedImages.patches`."""
+        """Return [M, out_dim] for patches x [P, dim] in the order of `PackedImages.patches`."""
         return self.feed_forward(self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.width))
 
 
 class VisionEncoder(nn.Module):
-    """Turns packed patches into rows of the decoder's residual stream."""
+    """Vision encoder from packed patches to decoder rows."""
 
     def __init__(self, spec: VisionSpec, attn_type: str) -> None:
         super().__init__()
@@ -244,7 +246,7 @@ class VisionEncoder(nn.Module):
         self.deepstack_mergers = nn.ModuleList([PatchMerger(spec, use_postshuffle_norm=True) for _ in spec.deepstack])
 
     def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """Returns [M, 1 + D, out_dim] for patches [P, F] of images with these sizes; see `ImageFeatures.features`."""
+        """Return [M, 1 + D, out_dim] for patches [P, F] of images of sizes `grids`; see `ImageFeatures.features`."""
         counts = tuple(height * width for height, width in grids)
         coordinates = to_device_async(patch_coordinates(grids, self.spec.merge_size), patches.device)
         sizes = torch.tensor(grids).repeat_interleave(torch.tensor(counts), dim=0).t()
@@ -262,7 +264,7 @@ class VisionEncoder(nn.Module):
 
     @torch.no_grad()
     def _rotation(self, coordinates: Tensor, dtype: torch.dtype) -> Rotation:
-        """Returns the rotation of patches at coordinates [2, P], in at least float32 whatever the tower computes in."""
+        """Return the RoPE angles of patches at coordinates [2, P], in at least float32."""
         pairs = torch.arange(0, self.spec.head_dim // 2, 2, dtype=torch.float32, device=coordinates.device)
         frequencies = 1.0 / (self.spec.rope_theta ** (pairs / (self.spec.head_dim // 2)))
         wide = torch.promote_types(dtype, torch.float32)
@@ -271,7 +273,7 @@ class VisionEncoder(nn.Module):
         return Rotation(angles.cos(), angles.sin())
 
     def initializers(self, prefix: str) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """Yields each parameter's name after `prefix` and the function that initializes it in place."""
+        """Yield each parameter's name after `prefix` and the function that initializes it in place."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 fill: Callable[[Tensor], Any] = partial(nn.init.normal_, std=self.spec.initializer_range)

@@ -1,5 +1,4 @@
-"""What models that see share: a decoder of a composite checkpoint, and a tower whose rows replace the placeholders of
-images."""
+"""Vision-language models: a text decoder of a composite checkpoint and a vision encoder."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from archon.schema.errors import ConfigError
 
 @dataclass
 class VisionLanguageModelArgs(BaseModelArgs):
-    """Arguments of a decoder with a tower; the last base of a family's, after those of its decoder.
+    """Arguments of a decoder with a vision encoder; a mixin after the decoder's argument class.
+
+    A family's defaults are the values of configs without the field.
 
     Attributes:
-        vision: the tower.
-        image_token_id: the placeholder of a merged patch.
-        mrope_section: see `RopeSpec.sections`.
-        hf_deepstack: `VisionSpec.deepstack` of a config that does not say; None in a family that has none.
-
-    The values of a family are those of configs without the field.
+        vision: The vision encoder.
+        image_token_id: Placeholder token of a merged patch.
+        mrope_section: See `RopeSpec.sections`.
+        hf_deepstack: Default of `VisionSpec.deepstack`; None for families without it.
     """
 
     vision: VisionSpec = field(default_factory=VisionSpec)
@@ -47,18 +46,18 @@ class VisionLanguageModelArgs(BaseModelArgs):
         super().__post_init__()
         if self.vision.out_dim != self.dim:
             raise ConfigError(
-                f"out_hidden_size of the vision tower is {self.vision.out_dim}; expected the decoder's hidden_size "
+                f"out_hidden_size of the vision encoder is {self.vision.out_dim}; expected the decoder's hidden_size "
                 f"{self.dim}"
             )
         if len(self.vision.deepstack) > self.n_layers:
             raise ConfigError(
-                f"deepstack_visual_indexes is {[*self.vision.deepstack]}, for as many of the decoder's first layers; "
+                f"deepstack_visual_indexes is {[*self.vision.deepstack]}, one entry per decoder layer from the first; "
                 f"expected at most {self.n_layers}"
             )
         if self.rope_scaling.depends_on_length:
             raise ConfigError(
-                f"RoPE of type {self.rope_scaling.kind!r} depends on a document's length, which is not defined by the "
-                "positions of images; expected another type"
+                f"RoPE of type {self.rope_scaling.kind!r} depends on the document length, which image positions do "
+                "not define; expected another type"
             )
 
     @property
@@ -85,38 +84,38 @@ class VisionLanguageModelArgs(BaseModelArgs):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `BaseModelArgs.decoder_config`; the config is that of a composite model."""
+        """See `BaseModelArgs.decoder_config`; expects the config of a composite model."""
         if config.get("model_type") not in cls.composite_types:
-            expected = f"expected {' or '.join(cls.composite_types)}, a model with a vision tower"
+            expected = f"expected {' or '.join(cls.composite_types)}, a model with a vision encoder"
             reject_field("model_type", config.get("model_type"), expected)
-        own = {
+        extra = {
             "vision": read_vision_config(config.get("vision_config"), cls.hf_deepstack),
             "image_token_id": read_field(config, "image_token_id", Field("", int, cls.image_token_id, minimum=0)),
             "mrope_section": cls._read_sections(config.get("text_config")),
         }
-        text, others = super().decoder_config(config)
-        return text, own | others
+        text, decoder_extra = super().decoder_config(config)
+        return text, extra | decoder_extra
 
     @classmethod
     def _read_sections(cls, text: Any) -> tuple[int, int, int]:
         text = text if isinstance(text, Mapping) else {}
         parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
         if not isinstance(parameters, Mapping):
-            return cls.mrope_section  # refused where the decoder's fields are read
+            return cls.mrope_section  # reading the decoder's fields rejects it
         if parameters.get("mrope_interleaved", True) is not True:
             reject_field("mrope_interleaved", parameters["mrope_interleaved"], "archon supports only true")
         sections = parameters.get("mrope_section", cls.mrope_section)
         is_list = isinstance(sections, list | tuple) and len(sections) == 3
         if not is_list or any(type(size) is not int or size < 0 for size in sections):
-            reject_field("mrope_section", sections, "expected three numbers of frequencies: of time, row and column")
+            reject_field("mrope_section", sections, "expected three numbers of frequencies: time, row and column")
         return sections[0], sections[1], sections[2]
 
 
 class VisionLanguageModel(BaseArchonModel):
-    """See `BaseArchonModel`.
+    """Decoder with a vision encoder, see `BaseArchonModel`.
 
     Attributes:
-        visual: the tower; None on a pipeline stage without embeddings.
+        visual: The vision encoder; None on a pipeline stage without embeddings.
     """
 
     def __init__(self, args: VisionLanguageModelArgs) -> None:
@@ -135,9 +134,9 @@ class VisionLanguageModel(BaseArchonModel):
 
 
 class CompositeStateDictAdapter(BaseStateDictAdapter):
-    """Reads a decoder, alone or in a composite checkpoint, whose vision tower is carried.
+    """Adapter of a text decoder, alone or inside a composite checkpoint.
 
-    The layers that predict further tokens are carried too.
+    The vision encoder and multi-token-prediction layers are passthrough tensors.
     """
 
     passthrough: tuple[str, ...] = ("mtp.*", "model.visual.*")
@@ -152,7 +151,7 @@ class CompositeStateDictAdapter(BaseStateDictAdapter):
 
 
 class VisionLanguageStateDictAdapter(CompositeStateDictAdapter):
-    """Maps the names of the decoder and of the tower; the layers that predict further tokens are carried."""
+    """Adapter of decoder and vision encoder; multi-token-prediction layers are passthrough tensors."""
 
     passthrough = ("mtp.*",)
 

@@ -1,4 +1,4 @@
-"""The names of a tower's tensors in Hugging Face checkpoints."""
+"""Names of the vision encoder's tensors in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MODULES = {
 VISION_HF_MAP: dict[str, str | Fused | None] = {
     "model.visual.pos_embed.weight": "visual.position_grid.weight",
     **{
-        f"model.visual.{theirs}.{part}": f"visual.{ours}.{part}"
-        for theirs, ours in _MODULES.items()
+        f"model.visual.{hf}.{part}": f"visual.{native}.{part}"
+        for hf, native in _MODULES.items()
         for part in ("weight", "bias")
     },
 }

@@ -127,7 +127,7 @@ def test_every_other_layer_of_qwen2_moe_slides_without_layer_types() -> None:
         ({"attn_type_list": [1, 1, 0, 1]}, r"'attn_type_list' is \[1, 1, 0, 1\]; expected 1 for every layer"),
         ({"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; archon supports only 'sigmoid'"),
         ({"num_experts": 7}, "'num_experts' is 7; it contradicts num_local_experts 6; keep one"),
-        ({"rotary_dim": 5}, "'partial_rotary_factor' is 0.3125; expected a share that rotates an even number"),
+        ({"rotary_dim": 5}, "'partial_rotary_factor' is 0.3125; expected a fraction that rotates an even number"),
     ],
 )
 def test_fields_of_the_published_minimax_m2_config(changes: dict[str, Any], said: str) -> None:
@@ -287,7 +287,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "activation_scheme' is 'static'"),
     ({"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}, "expert_dtype' is 'fp4'"),
     ({"quantization_config": {"quant_method": "mxfp4", "weight_block_size": [1, 32]}}, "does not know this option"),
-    ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}}, "a list of modules"),
+    ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}}, "a list of module names"),
     ({"quantization_config": "fp8"}, "'quantization_config' is 'fp8'"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map' is"),
     ({"pruned_heads": {"0": [1]}}, "'pruned_heads' is"),
@@ -330,7 +330,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": 3}, "'layer_types' is 3"),
     ({"layer_types": [["full_attention"], {}]}, "'layer_types' is"),
     ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 10000"),
-    ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; expected no negative number"),
+    ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; expected a number of at least 0"),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, r"'rope_parameters.rope_type' is \['yarn'\]"),
     ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "'rope_scaling.rope_type' is 'default'"),
     ({"model_type": ["qwen3"]}, r"'model_type' is \['qwen3'\]"),
@@ -364,7 +364,7 @@ REFUSED_ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
     ("gemma3_text", {"final_logit_softcapping": 0.0}, "logits_soft_cap is 0.0; expected 1e-30 to 1e.30"),
     ("gemma3_text", {"rope_local_base_freq": 1.0}, "'rope_local_base_freq' is 1.0"),
-    ("olmo3", {"rope_theta": 1e6}, "'rope_theta' is 1000000.0; give the rope_theta of each kind"),
+    ("olmo3", {"rope_theta": 1e6}, "'rope_theta' is 1000000.0; set rope_theta per kind"),
     ("granite", {"logits_scaling": 0.0}, "logits_divisor is 0.0; expected 1e-30 to 1e.30"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"'no_rope_layers' is \[1, 0\]; expected 1 or 0"),
     ("smollm3", {"no_rope_layer_interval": 0}, "'no_rope_layer_interval' is 0"),
@@ -454,7 +454,7 @@ def test_a_sliding_window_slides_in_every_layer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 7}, "n_experts_per_token is 7; expected 1 to the 6 experts"),
+        ({"num_experts_per_tok": 7}, "n_experts_per_token is 7; expected 1 to n_experts 6"),
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' is 0; expected at least 1"),
         ({"moe_intermediate_size": 0}, "'moe_intermediate_size' is 0; expected at least 1"),
         ({"decoder_sparse_step": 0}, "'decoder_sparse_step' is 0; expected at least 1"),

@@ -317,11 +317,11 @@ def test_adjacent_placeholders_are_divided_by_the_sizes_of_the_images() -> None:
 @pytest.mark.parametrize(
     ("tokens", "grids", "message"),
     [
-        ([IMAGE, 1], [], "1 placeholder tokens .60. for 0 images that give 0 rows"),
-        ([IMAGE, 1], [(2, 4)], "1 placeholder tokens .60. for 1 images that give 2 rows"),
-        ([IMAGE, 1, IMAGE], [(2, 4)], "the 2 placeholders of an image of 2 x 4 patches do not follow each other"),
-        ([IMAGE, IMAGE], [(2, 3)], "an image has 2 x 3 patches; expected multiples of 2"),
-        ([1], [(0, 2)], "an image has 0 x 2 patches; expected multiples of 2"),
+        ([IMAGE, 1], [], "1 placeholder tokens .60. for 0 images with 0 merged patches"),
+        ([IMAGE, 1], [(2, 4)], "1 placeholder tokens .60. for 1 images with 2 merged patches"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "the 2 placeholders of an image of 2 x 4 patches are not adjacent"),
+        ([IMAGE, IMAGE], [(2, 3)], "an image has 2 x 3 patches; expected multiples of the merge size 2"),
+        ([1], [(0, 2)], "an image has 0 x 2 patches; expected multiples of the merge size 2"),
     ],
 )
 def test_placeholders_that_fit_no_image_are_refused(tokens: list[int], grids: list[Grid], message: str) -> None:
@@ -330,7 +330,7 @@ def test_placeholders_that_fit_no_image_are_refused(tokens: list[int], grids: li
 
 
 def test_pixels_that_fit_no_image_are_refused() -> None:
-    with pytest.raises(BatchError, match="images of 8 patches in all came with the pixels of 7"):
+    with pytest.raises(BatchError, match="the images have 8 patches, but pixels are there for 7"):
         PackedImages.of(torch.tensor([IMAGE] * 2), torch.zeros(7, 12), [(2, 4)], IMAGE, 2)
 
 
@@ -367,12 +367,12 @@ NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
     ("vision_config", {"window_size": 8}, "'vision_config.window_size' is 8; archon does not know"),
     ("vision_config", {"num_position_embeddings": 8}, "num_position_embeddings is 8; expected a square"),
     ("vision_config", {"num_heads": 5}, "expected heads of a multiple of 4 features"),
-    ("vision_config", {"out_hidden_size": 5}, "out_hidden_size of the vision tower is 5; expected .* hidden_size 32"),
+    ("vision_config", {"out_hidden_size": 5}, "out_hidden_size of the vision encoder is 5; expected .* hidden_size 32"),
     ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "expected 'axial'"),
     ("vision_config", {"depth": "two"}, "'depth' is 'two'; expected type int"),
     ("rope_parameters", {"mrope_interleaved": False}, "'mrope_interleaved' is False; archon supports only true"),
     ("rope_parameters", {"mrope_section": [1, 2]}, "'mrope_section' is .* expected three numbers"),
-    ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "depends on a document's length"),
+    ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "depends on the document length"),
 ]
 OF_FAMILIES = {
     "qwen3_5": [
@@ -381,12 +381,12 @@ OF_FAMILIES = {
     "qwen3_vl": [
         ("vision_config", {"deepstack_visual_indexes": indexes}, message)
         for indexes, message in (
-            ([4], r"deepstack_visual_indexes is \[4\]; expected blocks of the tower, which has 4"),
-            ([2, 1], r"is \[2, 1\]; expected blocks .* in increasing order"),
-            ([1, 1], r"is \[1, 1\]; expected blocks"),
-            ([-1], r"is \[-1\]; expected a list of integers, none negative"),
+            ([4], r"deepstack_visual_indexes is \[4\]; expected increasing indices below the encoder.s depth 4"),
+            ([2, 1], r"is \[2, 1\]; expected increasing indices"),
+            ([1, 1], r"is \[1, 1\]; expected increasing indices"),
+            ([-1], r"is \[-1\]; expected a list of nonnegative integers"),
             ("all", "is 'all'; expected type list"),
-            ([0, 1, 2, 3], r"is \[0, 1, 2, 3\], for as many of the decoder's first layers; expected at most 2"),
+            ([0, 1, 2, 3], r"is \[0, 1, 2, 3\], one entry per decoder layer from the first; expected at most 2"),
         )
     ],
 }
