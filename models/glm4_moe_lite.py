@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.args.moe import group_routed_fields
-from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.config import Field, as_dict, dense_fields
 from archon.models.hf.mtp import MTPStateDictAdapter
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import define_family
 
 
 @dataclass
 class Glm4MoELiteModelArgs(LatentModelArgs):
-    """See `LatentModelArgs`; `mlp_layer_types` of the config says which layers have experts, by default all but the
-    first."""
+    """Arguments of GLM-4.7-Flash, see `LatentModelArgs`; `mlp_layer_types` selects the MoE layers."""
 
     n_dense_layers: int = 1
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"glm4_moe_lite"})
-    hf_fields: ClassVar[dict[str, Field]] = (
+    model_types = frozenset({"glm4_moe_lite"})
+    hf_fields = (
         dense_fields(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5)
         | LATENT_FIELDS
         | {
@@ -42,16 +39,18 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; `first_k_dense_replace`, which transformers ignores, must agree with
-        `mlp_layer_types`."""
+        """See `BaseModelArgs.from_hf_config`.
+
+        transformers ignores `first_k_dense_replace`; it must agree with `mlp_layer_types`.
+        """
         config = as_dict(hf_config)
         kinds, first = config.pop("mlp_layer_types", None), config.pop("first_k_dense_replace", None)
         if kinds is not None:
             if not isinstance(kinds, list | tuple) or any(kind not in ("dense", "sparse") for kind in kinds):
                 reject_field("mlp_layer_types", kinds, "expected dense or sparse for each layer")
             first_sparse = [*kinds, "sparse"].index("sparse")
-            others = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense" and layer > first_sparse)
-            kwargs = {"n_dense_layers": first_sparse, "mlp_only_layers": others} | kwargs
+            later_dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense" and layer > first_sparse)
+            kwargs = {"n_dense_layers": first_sparse, "mlp_only_layers": later_dense} | kwargs
         args = super().from_hf_config(config, is_critic, **kwargs)
         if kinds is not None and len(kinds) != args.n_layers:
             reject_field("mlp_layer_types", kinds, f"expected one for each of {args.n_layers} layers")
@@ -59,25 +58,11 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
         count = None if first is None else min(check_kind("first_k_dense_replace", first, int), args.n_layers + 1)
         if count is not None and dense_layers != [*range(count)]:
             reject_field(
-                "first_k_dense_replace", first, f"expected what mlp_layer_types says: {dense_layers} are dense"
+                "first_k_dense_replace", first, f"it contradicts mlp_layer_types, where {dense_layers} are dense"
             )
         return args
 
 
-class Glm4MoELiteModel(BaseArchonModel):
-    """See `BaseArchonModel`; what differs is in `Glm4MoELiteModelArgs`."""
-
-    args_class: ClassVar[type[BaseModelArgs]] = Glm4MoELiteModelArgs
-
-
-class Glm4MoELiteStateDictAdapter(MTPStateDictAdapter):
-    """Maps the names of latent attention, of the router's bias and of shared experts; the layers that predict further
-    tokens are carried."""
-
-    model_class = Glm4MoELiteModel
-    from_hf_map = LATENT_HF_MAP
-
-
-parallelize_glm4_moe_lite = make_parallelize_fn(MOE_TP_PLAN)
-
-SPEC = family_spec("glm4_moe_lite", Glm4MoELiteStateDictAdapter, parallelize_glm4_moe_lite)
+Glm4MoELiteModel, Glm4MoELiteStateDictAdapter, parallelize_glm4_moe_lite, SPEC = define_family(
+    "glm4_moe_lite", Glm4MoELiteModelArgs, LATENT_HF_MAP, adapter=MTPStateDictAdapter
+)

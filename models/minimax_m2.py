@@ -1,25 +1,21 @@
-"""MiniMax-M2 (MiniMax 2025): a mixture of experts in every layer, chosen by sigmoids plus a bias, and norms over the
-queries and keys of all heads together."""
+"""MiniMax-M2 (MiniMax 2025): experts in every layer, a sigmoid router with bias, and full-width QK norms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from archon.models.args.moe import MoEModelArgs
-from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields, reject_field
+from archon.models.hf.config import NO_WINDOWS, Field, as_dict, dense_fields, reject_field
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
-from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import define_family
 
 
 @dataclass
 class MiniMaxM2ModelArgs(MoEModelArgs):
-    """See `MoEModelArgs`; experts are as wide as `hidden_dim`, and no projection has a bias."""
+    """Arguments of MiniMax-M2, see `MoEModelArgs`."""
 
     n_experts: int = 256
     n_experts_per_token: int = 8
@@ -27,12 +23,13 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
     qk_norm: bool = True
     full_width_qk_norm: bool = True
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"minimax_m2"})
-    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
-    hf_ropes: ClassVar[RopePolicy] = RopePolicy(theta=5_000_000.0, partial=1.0, rotary_dim_field="rotary_dim")
-    hf_aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
-    # Published configs have these besides the fields of transformers' class, which ignores them.
-    hf_fixed_values: ClassVar[dict[str, Any]] = {
+    model_types = frozenset({"minimax_m2"})
+    has_no_dense_layers = True
+    hf_windows = NO_WINDOWS
+    hf_ropes = RopePolicy(theta=5_000_000.0, partial=1.0, rotary_dim_field="rotary_dim")
+    hf_aliases = {"num_experts": "num_local_experts"}
+    # Fields of the published configs that transformers ignores.
+    hf_fixed_values = {
         "router_jitter_noise": 0.0,
         "scoring_func": "sigmoid",
         "use_qk_norm": True,
@@ -44,7 +41,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
         "layernorm_mlp_beta": 1.0,
         "sliding_window": None,
     }
-    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=8, max_position_embeddings=196608) | {
+    hf_fields = dense_fields(num_key_value_heads=8, max_position_embeddings=196608) | {
         "head_dim": Field("head_dim", int, 128),
         "num_local_experts": Field("n_experts", int, 256),
         "num_experts_per_tok": Field("n_experts_per_token", int, 8),
@@ -56,12 +53,8 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
         "num_mtp_modules": Field("", int, 0, minimum=0),
         "mtp_transformer_layers": Field("", int, 0, minimum=0),
     }
-    # The weight of a single expert, normalized, is 1 whatever the router says.
-    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {"num_experts_per_tok": (2, 3, 4)}
-
-    def __post_init__(self) -> None:
-        self.moe_hidden_dim = self.hidden_dim
-        super().__post_init__()
+    # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
+    hf_examples = {"num_experts_per_tok": (2, 3, 4)}
 
     def experts(self) -> ExpertsLayer:
         """See `MoEModelArgs.experts`."""
@@ -69,7 +62,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; `attn_type_list` must say 1, softmax attention, for every layer."""
+        """See `BaseModelArgs.from_hf_config`; `attn_type_list` must be 1 (softmax attention) in every layer."""
         config = as_dict(hf_config)
         kinds = config.pop("attn_type_list", None)
         if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
@@ -77,24 +70,8 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
         return super().from_hf_config(config, is_critic, **kwargs)
 
 
-class MiniMaxM2Model(BaseArchonModel):
-    """See `BaseArchonModel`; what differs is in `MiniMaxM2ModelArgs`."""
+_ROUTER_BIAS = {"model.layers.{}.block_sparse_moe.e_score_correction_bias": "layers.{}.moe.router.expert_bias"}
 
-    args_class: ClassVar[type[BaseModelArgs]] = MiniMaxM2ModelArgs
-
-
-class MiniMaxM2StateDictAdapter(BaseStateDictAdapter):
-    """The common names of dense decoders, those of block-sparse experts, and the router's bias."""
-
-    model_class = MiniMaxM2Model
-    from_hf_map = (
-        DENSE_HF_MAP
-        | QK_NORM_HF_MAP
-        | BLOCK_SPARSE_HF_MAP
-        | {"model.layers.{}.block_sparse_moe.e_score_correction_bias": "layers.{}.moe.router.expert_bias"}
-    )
-
-
-parallelize_minimax_m2 = make_parallelize_fn(MOE_TP_PLAN)
-
-SPEC = family_spec("minimax_m2", MiniMaxM2StateDictAdapter, parallelize_minimax_m2)
+MiniMaxM2Model, MiniMaxM2StateDictAdapter, parallelize_minimax_m2, SPEC = define_family(
+    "minimax_m2", MiniMaxM2ModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | BLOCK_SPARSE_HF_MAP | _ROUTER_BIAS
+)

@@ -1,31 +1,27 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671): Qwen2 with mixtures of experts, each with a gated
-shared expert."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts and a gated shared expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
-from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.checks import check_kind
 from archon.models.hf.config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
 from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import define_family
 
 
 def _read_windows(config: Mapping[str, Any], n_layers: int) -> Windows:
-    """Returns the windows; without `layer_types` every other layer below `max_window_layers` slides."""
+    """Return the windows; without `layer_types` every other layer below `max_window_layers` slides."""
     end = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
     return read_switched_window(config, n_layers, 4096, [layer < end and layer % 2 == 0 for layer in range(n_layers)])
 
 
 @dataclass
 class Qwen2MoEModelArgs(MoEModelArgs):
-    """See `MoEModelArgs`; the output projection never has a bias."""
+    """Arguments of Qwen2-MoE, see `MoEModelArgs`."""
 
     n_experts: int = 60
     n_experts_per_token: int = 4
@@ -33,11 +29,11 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     shared_hidden_dim: int = 5632
     attention_bias: bool = True
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen2_moe"})
-    shared_gate: ClassVar[bool] = True
-    hf_windows: ClassVar[WindowPolicy] = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
-    hf_aliases: ClassVar[dict[str, str]] = {}
-    hf_fields: ClassVar[dict[str, Field]] = (
+    model_types = frozenset({"qwen2_moe"})
+    shared_gate = True
+    hf_windows = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
+    hf_aliases = {}
+    hf_fields = (
         dense_fields(num_key_value_heads=16, max_position_embeddings=32768)
         | {
             # transformers uses `head_dim`, which its config class does not declare.
@@ -49,19 +45,6 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     )
 
 
-class Qwen2MoEModel(BaseArchonModel):
-    """See `BaseArchonModel`; what differs is in `Qwen2MoEModelArgs`."""
-
-    args_class: ClassVar[type[BaseModelArgs]] = Qwen2MoEModelArgs
-
-
-class Qwen2MoEStateDictAdapter(BaseStateDictAdapter):
-    """The common names of dense decoders and experts, and those of the shared expert and its gate."""
-
-    model_class = Qwen2MoEModel
-    from_hf_map = DENSE_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
-
-
-parallelize_qwen2_moe = make_parallelize_fn(MOE_TP_PLAN)
-
-SPEC = family_spec("qwen2_moe", Qwen2MoEStateDictAdapter, parallelize_qwen2_moe)
+Qwen2MoEModel, Qwen2MoEStateDictAdapter, parallelize_qwen2_moe, SPEC = define_family(
+    "qwen2_moe", Qwen2MoEModelArgs, DENSE_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
+)

@@ -1,10 +1,8 @@
-"""Qwen3.5-MoE's text decoder: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated
-attention; experts in every layer, with a gated shared expert."""
+"""Qwen3.5-MoE's text decoder: Qwen3.5's with experts and a gated shared expert in every layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from archon.models.args.delta_net import (
     QWEN3_5_FIXED_VALUES,
@@ -15,29 +13,27 @@ from archon.models.args.delta_net import (
     mtp_fields,
 )
 from archon.models.args.moe import MoEModelArgs
-from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import Field
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.hf.rope import RopePolicy
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass
 class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
-    """See `DeltaNetModelArgs` and `MoEModelArgs`; experts are as wide as `hidden_dim`, since no layer is dense."""
+    """Arguments of Qwen3.5-MoE's decoder, see `DeltaNetModelArgs` and `MoEModelArgs`."""
 
     n_experts: int = 256
     n_experts_per_token: int = 8
     shared_hidden_dim: int = 512
     norm_topk_prob: bool = True
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_moe_text", "qwen3_5_moe"})
-    composite_types: ClassVar[dict[str, str]] = {"qwen3_5_moe": "qwen3_5_moe_text"}
-    shared_gate: ClassVar[bool] = True
-    hf_ropes: ClassVar[RopePolicy] = QWEN3_5_ROPES
-    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=2) | {
+    model_types = frozenset({"qwen3_5_moe_text", "qwen3_5_moe"})
+    has_no_dense_layers = True
+    composite_types = {"qwen3_5_moe": "qwen3_5_moe_text"}
+    shared_gate = True
+    hf_ropes = QWEN3_5_ROPES
+    hf_fields = delta_net_fields(num_key_value_heads=2) | {
         "intermediate_size": Field("", int, 0, minimum=0),
         "num_experts": Field("n_experts", int, 256),
         "num_experts_per_tok": Field("n_experts_per_token", int, 8),
@@ -46,36 +42,18 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         "router_aux_loss_coef": Field("", float, 0.001),
         **mtp_fields(),
     }
-    hf_fixed_values: ClassVar[dict[str, Any]] = QWEN3_5_FIXED_VALUES | {
+    hf_fixed_values = QWEN3_5_FIXED_VALUES | {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
     }
-    # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
-    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = DeltaNetModelArgs.hf_examples | {
-        "num_experts_per_tok": (2, 3, 4)
-    }
-
-    def __post_init__(self) -> None:
-        self.moe_hidden_dim = self.hidden_dim
-        super().__post_init__()
+    # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
+    hf_examples = DeltaNetModelArgs.hf_examples | {"num_experts_per_tok": (2, 3, 4)}
 
 
-class Qwen35MoeTextModel(BaseArchonModel):
-    """See `BaseArchonModel`; what differs is in `Qwen35MoeTextModelArgs`."""
-
-    args_class: ClassVar[type[BaseModelArgs]] = Qwen35MoeTextModelArgs
-
-
-class Qwen35MoeTextStateDictAdapter(CompositeStateDictAdapter):
-    """Maps the names of dense decoders, of delta nets with a matrix for each projection, and of experts.
-
-    transformers writes a matrix for each expert; published checkpoints stack them, see `for_keys`.
-    """
-
-    model_class = Qwen35MoeTextModel
-    from_hf_map = QWEN3_5_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
-
-
-parallelize_qwen3_5_moe_text = make_parallelize_fn(MOE_TP_PLAN)
-
-SPEC = family_spec("qwen3_5_moe_text", Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text)
+# transformers writes one matrix per expert; published checkpoints stack them, see `BaseStateDictAdapter.for_keys`.
+Qwen35MoeTextModel, Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text, SPEC = define_family(
+    "qwen3_5_moe_text",
+    Qwen35MoeTextModelArgs,
+    QWEN3_5_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
+    adapter=CompositeStateDictAdapter,
+)

@@ -1,9 +1,8 @@
-"""Qwen3-Next: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated attention; experts."""
+"""Qwen3-Next: gated delta nets (arXiv:2412.06464), gated attention in every fourth layer, and experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from archon.models.args.delta_net import (
     DELTA_NET_BLOCKS_HF_MAP,
@@ -12,17 +11,14 @@ from archon.models.args.delta_net import (
     delta_net_fields,
 )
 from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
-from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import Field
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import define_family
 
 
 @dataclass
 class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
-    """See `DeltaNetModelArgs` and `MoEModelArgs`; the shared expert has a gate."""
+    """Arguments of Qwen3-Next, see `DeltaNetModelArgs` and `MoEModelArgs`."""
 
     n_experts: int = 512
     n_experts_per_token: int = 10
@@ -30,32 +26,21 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     shared_hidden_dim: int = 512
     norm_topk_prob: bool = True
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next"})
-    shared_gate: ClassVar[bool] = True
-    hf_fields: ClassVar[dict[str, Field]] = (
+    model_types = frozenset({"qwen3_next"})
+    shared_gate = True
+    hf_fields = (
         delta_net_fields(num_key_value_heads=2)
         | {
             "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
         }
         | stepped_expert_fields(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True)
     )
-    hf_fixed_values: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
+    hf_fixed_values = {"attn_output_gate": True}
 
 
-class Qwen3NextModel(BaseArchonModel):
-    """See `BaseArchonModel`; what differs is in `Qwen3NextModelArgs`."""
-
-    args_class: ClassVar[type[BaseModelArgs]] = Qwen3NextModelArgs
-
-
-class Qwen3NextStateDictAdapter(BaseStateDictAdapter):
-    """Maps delta nets in blocks of key heads, and experts; carries the layers that predict further tokens."""
-
-    model_class = Qwen3NextModel
-    from_hf_map = DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
-    passthrough = ("mtp.*",)
-
-
-parallelize_qwen3_next = make_parallelize_fn(MOE_TP_PLAN)
-
-SPEC = family_spec("qwen3_next", Qwen3NextStateDictAdapter, parallelize_qwen3_next)
+Qwen3NextModel, Qwen3NextStateDictAdapter, parallelize_qwen3_next, SPEC = define_family(
+    "qwen3_next",
+    Qwen3NextModelArgs,
+    DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
+    passthrough=("mtp.*",),
+)

@@ -14,8 +14,11 @@ from threading import RLock
 from typing import Any
 
 from archon.models.args.base import BaseModelArgs
+from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel
+from archon.models.hf.names import DENSE_HF_MAP, HFMap
 from archon.models.hf.state_dict import BaseStateDictAdapter
+from archon.models.parallelize import DENSE_TP_PLAN, MOE_TP_PLAN, make_parallelize_fn
 from archon.schema.errors import UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,43 @@ def family_spec(
     model = adapter.model_class
     args = model.args_class
     return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn, text)
+
+
+def define_family(
+    name: str,
+    args_class: type[BaseModelArgs],
+    hf_map: HFMap = DENSE_HF_MAP,
+    *,
+    model: type[BaseArchonModel] = BaseArchonModel,
+    adapter: type[BaseStateDictAdapter] = BaseStateDictAdapter,
+    passthrough: tuple[str, ...] | None = None,
+    text: ModelSpec | None = None,
+) -> tuple[type[BaseArchonModel], type[BaseStateDictAdapter], ParallelizeFn, ModelSpec]:
+    """Create the classes and the spec of a family that the shared layers can express.
+
+        LlamaModel, LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModelArgs)
+
+    Args:
+        name: The family's name.
+        args_class: Its arguments; the name of the class is `<Prefix>ModelArgs`.
+        hf_map: Its checkpoint names, see `BaseStateDictAdapter.from_hf_map`.
+        model: Base class of the model `<Prefix>Model`.
+        adapter: Base class of the adapter `<Prefix>StateDictAdapter`.
+        passthrough: See `BaseStateDictAdapter.passthrough`; None for the base adapter's.
+        text: See `ModelSpec.text`.
+
+    Returns:
+        The model class, the adapter class, the parallelize function and the spec.
+    """
+    prefix, module = args_class.__name__.removesuffix("ModelArgs"), {"__module__": args_class.__module__}
+    model_doc = f"See `{model.__name__}` and `{args_class.__name__}`."
+    model_class = type(f"{prefix}Model", (model,), {**module, "__doc__": model_doc, "args_class": args_class})
+    names = {**module, "__doc__": f"See `{adapter.__name__}`.", "model_class": model_class, "from_hf_map": hf_map}
+    if passthrough is not None:
+        names["passthrough"] = passthrough
+    adapter_class = type(f"{prefix}StateDictAdapter", (adapter,), names)
+    parallelize_fn = make_parallelize_fn(MOE_TP_PLAN if issubclass(args_class, MoEModelArgs) else DENSE_TP_PLAN)
+    return model_class, adapter_class, parallelize_fn, family_spec(name, adapter_class, parallelize_fn, text=text)
 
 
 class _Registry:

@@ -81,6 +81,7 @@ class BaseModelArgs:
         is_composite: The decoder is part of a composite checkpoint, see `composite_types`.
         is_critic: The model has a value head `score` instead of the language-model head.
         attn_type: Attention backend, `auto` or a registered name.
+        biases_all_projections: `attention_bias` also sets `attention_out_bias`.
         composite_types: Model types of composite configs, mapped to the type of their text decoder.
         hf_examples: Values that `archon check-model` tries for fields specific to this family.
 
@@ -133,6 +134,7 @@ class BaseModelArgs:
     attn_type: str = "auto"
 
     model_types: ClassVar[frozenset[str]] = frozenset()
+    biases_all_projections: ClassVar[bool] = False
     hf_fields: ClassVar[dict[str, Field]]
     hf_windows: ClassVar[WindowPolicy]
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
@@ -141,6 +143,8 @@ class BaseModelArgs:
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def __post_init__(self) -> None:
+        if self.biases_all_projections:
+            self.attention_out_bias = self.attention_bias
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         self.head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
         self.rotary_dim = self.rotary_dim or self.head_dim

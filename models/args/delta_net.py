@@ -57,6 +57,7 @@ class DeltaNetModelArgs(BaseModelArgs):
     norm_offset: float = 1.0
     attention_gated: bool = True
 
+    biases_all_projections: ClassVar[bool] = True
     hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25)
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -73,7 +74,6 @@ class DeltaNetModelArgs(BaseModelArgs):
     }
 
     def __post_init__(self) -> None:
-        self.attention_out_bias = self.attention_bias
         every = self.attention_interval
         self.layer_types = tuple(self.layer_types) or tuple(
             ATTENTION if (layer + 1) % every == 0 else DELTA_NET for layer in range(self.n_layers)

@@ -28,6 +28,7 @@ class MoEModelArgs(BaseModelArgs):
         decoder_sparse_step: Layers n - 1, 2n - 1, ... after them have experts.
         mlp_only_layers: Further dense layers, counted from zero.
         shared_gate: See `ExpertsLayer`.
+        has_no_dense_layers: `hidden_dim` sets `moe_hidden_dim`, since `intermediate_size` is the experts' width.
         hf_aliases: Alternative names of config fields that transformers accepts.
 
     Raises:
@@ -44,10 +45,13 @@ class MoEModelArgs(BaseModelArgs):
     mlp_only_layers: tuple[int, ...] = ()
 
     shared_gate: ClassVar[bool] = False
+    has_no_dense_layers: ClassVar[bool] = False
     hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     def __post_init__(self) -> None:
         self.mlp_only_layers = tuple(self.mlp_only_layers)
+        if self.has_no_dense_layers:
+            self.moe_hidden_dim = self.hidden_dim
         super().__post_init__()
         if self.n_layers * self.n_experts > MAX_EXPERTS:
             raise ConfigError(

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from archon.models import BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
+from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import STACKED_EXPERTS_HF_MAP, replace_prefix
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
-from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
+from archon.models.qwen3_moe import Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.models.spec import family_spec
 
 LAYERS = 2
@@ -55,7 +55,7 @@ class BiasedMoEArgs(Qwen3MoEModelArgs):
     balance_by_bias: bool = True
 
 
-class BiasedMoEModel(Qwen3MoEModel):
+class BiasedMoEModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = BiasedMoEArgs
 
 
@@ -236,11 +236,11 @@ class FusedMoEArgs(Qwen3MoEModelArgs):
         return replace(super().experts(), correction_bias=True)
 
 
-class FusedMoEModel(Qwen3MoEModel):
+class FusedMoEModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = FusedMoEArgs
 
 
-class FusedMoEAdapter(Qwen3MoEStateDictAdapter):
+class FusedMoEAdapter(BaseStateDictAdapter):
     """A composite model's checkpoint: every way to fuse, and keys of what is not computed here."""
 
     model_class = FusedMoEModel

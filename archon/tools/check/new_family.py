@@ -1,4 +1,4 @@
-"""The file of a new family, from a config and the keys of its checkpoint: that of the nearest family, renamed."""
+"""Generator of a new family's file from a config and checkpoint keys: the nearest family's file, renamed."""
 
 from __future__ import annotations
 
@@ -122,12 +122,14 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     text = re.sub(rf"\b{old}(?=Model|StateDictAdapter|Adapter|Args)", new, text)
     text = re.sub(rf"\bparallelize_{spec.name}\b", f"parallelize_{model_type}", text)
     types = ", ".join(f'"{name}"' for name in sorted(spec.supported_model_types))
-    if f"frozenset({{{types}}})" not in text or f'family_spec("{spec.name}"' not in text:
+    definition = re.compile(rf'((?:define_family|family_spec)\(\s*)"{spec.name}"')
+    has_fields = "hf_fields" in text and "    }\n" in text
+    if f"frozenset({{{types}}})" not in text or not definition.search(text) or (coverage.added and not has_fields):
         raise ConfigError(
             f"the nearest family is {spec.name!r}, whose file is not of the usual form; write yours by hand"
         )
     text = text.replace(f"frozenset({{{types}}})", f'frozenset({{"{model_type}"}})')
-    text = text.replace(f'family_spec("{spec.name}"', f'family_spec("{model_type}"')
+    text = definition.sub(rf'\1"{model_type}"', text)
     if coverage.added:
         lines = "".join(f"        {_field_line(name, mapped)}\n" for name, mapped in coverage.added.items())
         start = text.index("hf_fields")
