@@ -1,4 +1,4 @@
-"""`archon inspect PATH`: prints family, parameters, FLOPs, memory, and config fields that archon refuses."""
+"""`archon inspect PATH`: print family, parameters, FLOPs, memory, refused config fields and pseudo-code."""
 
 from __future__ import annotations
 
@@ -16,38 +16,49 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "inspect",
-    "help": "Show family, parameters, FLOPs, memory and refused fields; with --lora also an adapter of it.",
+    "help": "Show family, parameters, FLOPs, memory and refused fields; --blocks prints the layers, --lora a LoRA.",
 }
 
 GIB = 2**30
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
+    path: Annotated[Path, typer.Argument(help="checkpoint folder, or a folder with only config.json")],
     seq_len: Annotated[
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, max=2**40, help="document length for FLOPs")
     ] = 4096,
     lora: LoRAFolder = None,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="print each kind of layer as pseudo-code, with the shapes of its weights")
+    ] = False,
 ) -> None:
+    """Print what a checkpoint holds; fail if archon refuses it."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.schema.errors import ConfigError
     from archon.tools.planner.inspection import inspect_checkpoint
 
-    found = inspect_checkpoint(path, read_hf_config(path), seq_len)
-    print("\n".join(describe(found)))
-    if found.refused:
-        raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
+    inspection = inspect_checkpoint(path, read_hf_config(path), seq_len)
+    print("\n".join(describe(inspection)))
+    if inspection.refused:
+        raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
     if lora is not None:
-        print("\n".join(describe_lora(lora, path, found.parameters)))
+        print("\n".join(describe_lora(lora, path, inspection.parameters)))
+    if blocks and inspection.args is not None:
+        from archon.tools.describe_blocks import describe_blocks
+
+        print("\n".join(["", *describe_blocks(inspection.args)]))
 
 
-def describe(found: Inspection) -> list[str]:
+def describe(inspection: Inspection) -> list[str]:
     """Return the inspection as lines of text."""
     from archon.tools.planner.inspection import IMAGE_PATCHES
 
-    lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
-    if found.args is not None:
-        a = found.args
+    lines = [
+        f"{inspection.path.resolve().name}",
+        f"  family       {inspection.family or 'none'} (model_type {inspection.model_type})",
+    ]
+    if inspection.args is not None:
+        a = inspection.args
         lines += [
             f"  shape        {a.n_layers} layers of {a.dim}, feed-forward {a.hidden_dim}, vocabulary {a.vocab_size:,}",
             f"  attention    {a.n_heads} heads of {a.head_dim}, {a.n_kv_heads} key-value heads",
@@ -55,25 +66,30 @@ def describe(found: Inspection) -> list[str]:
             + (f", sliding window {a.sliding_window}" if a.sliding_window else ""),
             f"  tied         {'yes' if a.tie_word_embeddings else 'no'}",
         ]
-    if found.parts:
-        lines.append(f"  parameters   {found.parameters:,}")
-    if found.flops is not None:
+    if inspection.parts:
+        lines.append(f"  parameters   {inspection.parameters:,}")
+    if inspection.flops is not None:
         lines.append(
-            f"  training     {_gflop(found.flops.full)} | {_gflop(found.flops.causal)} GFLOP a token at "
-            f"{found.seq_len} tokens (full | causal)"
+            f"  training     {_gflop(inspection.flops.full)} | {_gflop(inspection.flops.causal)} GFLOP a token at "
+            f"{inspection.seq_len} tokens (full | causal)"
         )
-    if found.image_flops is not None:
-        lines.append(f"  an image     {_gflop(found.image_flops)} GFLOP forward, of {IMAGE_PATCHES:,} patches")
-    if found.parts:
-        lines += ["", *_memory(found)]
+    if inspection.image_flops is not None:
+        lines.append(f"  an image     {_gflop(inspection.image_flops)} GFLOP forward, for {IMAGE_PATCHES:,} patches")
+    if inspection.parts:
+        lines += ["", *_memory(inspection)]
     return lines
 
 
 def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
-    """Return an adapter as lines of text. Raises CheckpointError where it is none of the checkpoint's model.
+    """Return a LoRA as lines of text.
 
     Args:
-        parameters: of the checkpoint.
+        folder: The PEFT folder.
+        checkpoint: The checkpoint folder.
+        parameters: Number of parameters of the checkpoint.
+
+    Raises:
+        CheckpointError: The LoRA does not fit the checkpoint's model.
     """
     from collections import Counter
 
@@ -94,10 +110,10 @@ def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
     kinds = Counter((one.rank, one.alpha, one.scale) for one in sizes.values()).most_common()
     return [
         "",
-        f"  adapter      {folder}",
+        f"  lora         {folder}",
         f"  base         {config.base or 'not named'}; it fits this checkpoint",
         *(
-            f"  rank         {rank}, alpha {alpha:g}, counted {scale:.4g} times, of {matrices} matrices"
+            f"  rank         {rank}, alpha {alpha:g}, scale {scale:.4g}, {matrices} matrices"
             for (rank, alpha, scale), matrices in kinds
         ),
         f"  targets      {', '.join(modules)}",
@@ -110,20 +126,23 @@ def _rope(rope: RopeSpec) -> str:
     return f"{rope.scaling.kind}, theta {rope.theta:g}"
 
 
-def _memory(found: Inspection) -> list[str]:
+def _memory(inspection: Inspection) -> list[str]:
     headings = ("memory, GiB", "parameters", "bf16", "masters", "gradients", "AdamW", "in training")
     rows: list[tuple[str, ...]] = [headings]
-    for part in found.parts:
+    for part in inspection.parts:
         state = part.state
         sizes = (part.served_bytes, *state, state.total)
         rows.append((part.name, f"{part.parameters:,}", *(f"{size / GIB:.2f}" for size in sizes)))
     totals = [
-        sum(sizes) for sizes in zip(*((p.served_bytes, *p.state, p.state.total) for p in found.parts), strict=True)
+        sum(sizes) for sizes in zip(*((p.served_bytes, *p.state, p.state.total) for p in inspection.parts), strict=True)
     ]
-    rows.append(("in all", f"{found.parameters:,}", *(f"{size / GIB:.2f}" for size in totals)))
+    rows.append(("total", f"{inspection.parameters:,}", *(f"{size / GIB:.2f}" for size in totals)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
     lines = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [*lines, f"  masters, gradients and AdamW in float32; KV cache {found.kv_bytes:,} bytes a token in bf16"]
+    return [
+        *lines,
+        f"  masters, gradients and AdamW in float32; KV cache {inspection.kv_bytes:,} bytes a token in bf16",
+    ]
 
 
 def _gflop(flops: float) -> str:

@@ -57,6 +57,13 @@ def test_inspect_says_what_a_checkpoint_is(archon, checkpoint):
     assert "parameters   16,064" in done.out
 
 
+def test_inspect_prints_the_blocks_as_pseudo_code(archon, checkpoint):
+    plain, full = (archon("inspect", checkpoint, *options) for options in ((), ("--blocks",)))
+    assert full.code == 0 and full.out.startswith(plain.out) and "layers 0" not in plain.out
+    last = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"] - 1
+    assert f"layers 0-{last}: full attention; dense feed-forward" in full.out
+
+
 PUBLISHED_GFLOP = {
     "Qwen3-0.6B": "6.39 | 4.99",
     "Qwen3-1.7B": "13.1 | 11.7",

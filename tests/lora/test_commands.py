@@ -55,8 +55,8 @@ def test_inspect_shows_an_adapter(archon, checkpoint, lora):
     tensors = load_file(lora / "adapter_model.safetensors").values()
     count = sum(tensor.numel() for tensor in tensors)
     assert f"  base         {checkpoint}; it fits this checkpoint" in done.out
-    assert "  rank         4, alpha 24, counted 6 times, of 12 matrices" in done.out
-    assert "  rank         2, alpha 24, counted 12 times, of 2 matrices" in done.out
+    assert "  rank         4, alpha 24, scale 6, 12 matrices" in done.out
+    assert "  rank         2, alpha 24, scale 12, 2 matrices" in done.out
     assert "  targets      down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in done.out
     assert f"  parameters   {count:,}, {100 * count / 16064:.2g} % of the checkpoint's" in done.out
     assert f"  size         {4 * count:,} bytes of float32" in done.out
