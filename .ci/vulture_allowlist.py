@@ -97,7 +97,7 @@ _.duplicate_tokens
 _.shared_prompts
 _.session_rows
 
-# A model that sees, before processing and layouts use it: models/README.md, "A model that sees".
+# A model that sees, before processing and layouts use it: models/README.md, "Vision-language models".
 _.Qwen35StateDictAdapter
 _.multimodal_positions
 

@@ -65,7 +65,7 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
         "deepseek_v3",
     ),
     "glm_moe_dsa": ("a learned indexer selects the tokens of its attention", "glm4_moe_lite"),
-    "kimi_linear": ("most of its layers are Kimi delta attention, whose decay differs by channel", "kimi_k2"),
+    "kimi_linear": ("most of its layers are Kimi delta attention with a decay per channel", "kimi_k2"),
     "llama4": (
         "most of its layers attend within chunks of tokens, and the weights of its experts multiply their inputs",
         "llama",
