@@ -1,7 +1,5 @@
 """DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv:2412.19437): latent attention and group-limited experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.latent import DEEPSEEK_V3_FIELDS, LATENT_HF_MAP, LatentModelArgs

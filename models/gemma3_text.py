@@ -1,7 +1,5 @@
 """Gemma 3's text decoder (Gemma team 2025, arXiv:2503.19786): pre- and post-norms, and sliding windows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """GLM-4.5 (GLM-4.5 Team 2025, arXiv:2508.06471): DeepSeek-V3's experts, GQA with partial RoPE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.moe import GroupRoutedArgs, group_routed_fields

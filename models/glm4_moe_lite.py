@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: latent attention with wide values, and experts with DeepSeek-V3's router."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): attention sinks, alternating windows, clamped experts with biases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from archon.models.args.moe import MoEModelArgs

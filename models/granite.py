@@ -1,7 +1,5 @@
 """Granite 3 (IBM 2024): dense decoder with multipliers on embeddings, attention, residual sums and logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -3,8 +3,6 @@
 transformers has no class for it; the published code has the defaults of DeepSeek-V3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.latent import LATENT_HF_MAP

@@ -1,7 +1,5 @@
 """Llama 1 to 3.x (Touvron et al. 2023, arXiv:2302.13971; Llama team 2024, arXiv:2407.21783): dense decoder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """MiniMax-M2 (MiniMax 2025): experts in every layer, a sigmoid router with bias, and full-width QK norms."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Ministral 3 (Mistral AI 2025): Mistral with YaRN and queries scaled by position."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): dense decoder with one sliding window in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with a mixture of experts in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.moe import MoEModelArgs

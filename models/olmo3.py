@@ -1,7 +1,5 @@
 """OLMo 3 (Ai2 2025): norms after attention and feed-forward network, full-width QK norms, sliding windows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from archon.models.args.base import BaseModelArgs

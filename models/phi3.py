@@ -1,7 +1,5 @@
 """Phi-3 (Abdin et al. 2024, arXiv:2404.14219): dense decoder; its checkpoints fuse wq, wk, wv and w1, w3."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): dense decoder with biases on wq, wk and wv."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

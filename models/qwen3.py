@@ -1,7 +1,5 @@
 """Qwen3 dense (Yang et al. 2025, arXiv:2505.09388): dense decoder with norms of each head's queries and keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """Qwen3.5 whole: the decoder of `qwen3_5_text.py` with a vision encoder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import QWEN3_5_HF_MAP

@@ -1,7 +1,5 @@
 """Qwen3.5-MoE's text decoder: Qwen3.5's with experts and a gated shared expert in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import (

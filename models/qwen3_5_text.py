@@ -1,7 +1,5 @@
 """Qwen3.5's text decoder: gated delta nets (arXiv:2412.06464), gated attention in every fourth layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import (

@@ -1,7 +1,5 @@
 """Qwen3-MoE (Yang et al. 2025, arXiv:2505.09388): Qwen3 with a mixture of experts in most layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.moe import MoEModelArgs, stepped_expert_fields

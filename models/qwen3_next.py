@@ -1,7 +1,5 @@
 """Qwen3-Next: gated delta nets (arXiv:2412.06464), gated attention in every fourth layer, and experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import (

@@ -1,7 +1,5 @@
 """Qwen3-VL dense (Qwen 2025, arXiv:2511.21631): Qwen3 with a vision encoder and DeepStack features."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs

@@ -1,7 +1,5 @@
 """SmolLM3 (Hugging Face 2025): dense decoder with some layers without positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

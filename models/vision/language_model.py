@@ -12,15 +12,39 @@ from archon.models.args.base import BaseModelArgs, ImageFormat
 from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import reject_field
 from archon.models.hf.config import Field, read_field
+from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import replace_prefix
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.rope import RopeSpec
 from archon.models.vision.config import read_vision_config
 from archon.models.vision.encoder import VisionSpec
 from archon.models.vision.images import Grid
-from archon.models.vision.names import VISION_HF_MAP
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
+
+_VISION_MODULES = {
+    "patch_embed.proj": "patch_embedding",
+    "blocks.{}.norm1": "blocks.{}.attention_norm",
+    "blocks.{}.attn.qkv": "blocks.{}.attention.wqkv",
+    "blocks.{}.attn.proj": "blocks.{}.attention.wo",
+    "blocks.{}.norm2": "blocks.{}.ffn_norm",
+    "blocks.{}.mlp.linear_fc1": "blocks.{}.feed_forward.w1",
+    "blocks.{}.mlp.linear_fc2": "blocks.{}.feed_forward.w2",
+    "merger.norm": "merger.norm",
+    "merger.linear_fc1": "merger.feed_forward.w1",
+    "merger.linear_fc2": "merger.feed_forward.w2",
+    "deepstack_merger_list.{}.norm": "deepstack_mergers.{}.norm",
+    "deepstack_merger_list.{}.linear_fc1": "deepstack_mergers.{}.feed_forward.w1",
+    "deepstack_merger_list.{}.linear_fc2": "deepstack_mergers.{}.feed_forward.w2",
+}
+VISION_HF_MAP: dict[str, str | Fused | None] = {
+    "model.visual.pos_embed.weight": "visual.position_grid.weight",
+    **{
+        f"model.visual.{hf}.{part}": f"visual.{native}.{part}"
+        for hf, native in _VISION_MODULES.items()
+        for part in ("weight", "bias")
+    },
+}
 
 
 @dataclass
@@ -141,10 +165,8 @@ class CompositeStateDictAdapter(BaseStateDictAdapter):
 
     passthrough: tuple[str, ...] = ("mtp.*", "model.visual.*")
 
-    def __init__(
-        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
-    ) -> None:
-        super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.args.is_composite:
             prefixed_map = replace_prefix(self.from_hf_map, "model.", "model.language_model.")
             self.from_hf_map = prefixed_map  # type: ignore[misc]
@@ -155,8 +177,6 @@ class VisionLanguageStateDictAdapter(CompositeStateDictAdapter):
 
     passthrough = ("mtp.*",)
 
-    def __init__(
-        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
-    ) -> None:
-        super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.from_hf_map = {**self.from_hf_map, **VISION_HF_MAP}  # type: ignore[misc]
