@@ -35,7 +35,7 @@ class AttentionBackend(abc.ABC):
     prefers_equal_lengths: ClassVar[bool] = False
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Returns why it cannot compute in `dtype` on `device`, or None."""
+        """Return why it cannot compute in `dtype` on `device`, or None."""
         return None
 
     def prepare_packed(self, documents: PackedDocuments) -> None:  # noqa: B027 - most have nothing to prepare
@@ -43,18 +43,19 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        """Returns attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], H a multiple of G."""
+        """Return attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], H a multiple of G."""
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:  # noqa: B027
         """Called once per forward before `gathered`, outside compiled and recomputed code."""
 
     def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        """Returns attention [Q, H, D] of this rank's queries under context parallelism, for q [Q, H, D] and the
-        gathered kv [T, 2 G, D], which `keys` splits. Optional; never called under `torch.compile`."""
+        """Return attention [Q, H, D] of this rank's queries under context parallelism, for q [Q, H, D] and the
+        gathered kv [T, 2 G, D], which `keys` splits. Optional; never called under `torch.compile`.
+        """
         raise NotImplementedError
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-        """Returns attention [U, H, D] with shared prefixes, for q [U, H, D], k and v [U, G, D]. Optional."""
+        """Return attention [U, H, D] with shared prefixes, for q [U, H, D], k and v [U, G, D]. Optional."""
         raise NotImplementedError
 
     @property
@@ -68,12 +69,12 @@ class AttentionBackend(abc.ABC):
         return type(self).attend_prefixed is not AttentionBackend.attend_prefixed
 
     def require(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError for an option of `spec` that it does not support."""
+        """Raise ConfigError for an option of `spec` that it does not support."""
         spec.require(self.features, f"attn_type {self.name!r}")
 
 
 def flash_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why FlashAttention kernels cannot compute in `dtype` on `device`, or None."""
+    """Return why FlashAttention kernels cannot compute in `dtype` on `device`, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA only and the model is on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -24,6 +24,7 @@ class ContextParallelAttention(AttentionMeta):
         self.shard, self.attn_type, self.valid_mask = shard, attn_type, shard.valid_mask
 
     def document_lengths(self, positions: Tensor) -> Tensor:
+        """See `AttentionMeta.document_lengths`."""
         lengths = torch.tensor(self.shard.plan.lengths)
         return self.shard.take_cpu(lengths.repeat_interleave(lengths), 0)
 
@@ -40,10 +41,12 @@ class UlyssesAttention(ContextParallelAttention):
         self.packed = packed or PackedAttention.from_lengths(shard.plan.lengths, shard.index.device, attn_type)
 
     def prepare(self, hidden: Tensor) -> None:
+        """See `AttentionMeta.prepare`."""
         self.packed.prepare(hidden)
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
         group = self.shard.cp
         if spec.sinks is not None:
             spec = replace(spec, sinks=spec.sinks.chunk(group.size)[group.rank])
@@ -55,6 +58,7 @@ class UlyssesAttention(ContextParallelAttention):
 
     @torch.compiler.disable
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """See `AttentionMeta.run_recurrence`."""
         group, heads = self.shard.cp, max(x.shape[1] for x in rows)
         repeats = [ulysses_repeat(heads, x.shape[1], group.size) for x in rows]
         rows = [_tokens_to_heads(x.repeat_interleave(n, 1), group) for x, n in zip(rows, repeats, strict=True)]
@@ -66,7 +70,7 @@ class UlyssesAttention(ContextParallelAttention):
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:
-    """Returns x [T / cp, H, D], all heads of this rank's tokens, as [T, H / cp, D], this rank's heads of all tokens."""
+    """Return x [T / cp, H, D], all heads of this rank's tokens, as [T, H / cp, D], this rank's heads of all tokens."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     return all_to_all(by_rank.flatten(0, 1), group)
 
@@ -80,6 +84,7 @@ class GatheredAttention(ContextParallelAttention):
     """Each rank gathers all keys and values and attends with its own queries, for any number of heads and ranks."""
 
     def prepare(self, hidden: Tensor) -> None:
+        """See `AttentionMeta.prepare`."""
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         assert self.backend.supports_gathered, "checked when the layout is resolved"
         self.keys = GatheredKeys(self.shard)
@@ -87,12 +92,13 @@ class GatheredAttention(ContextParallelAttention):
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
         self.backend.require(spec)
         return self.backend.attend_gathered(q, all_gather(torch.cat((k, v), dim=1), self.shard.cp), self.keys, spec)
 
     @torch.compiler.disable
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
-        """Gathers the latents, which are narrower than the keys, and expands those of all ranks."""
+        """Gather the latents, which are narrower than the keys, and expands those of all ranks."""
         self.backend.require(spec)
         lora_mapping = None if keys.lora_mapping is None else keys.lora_mapping.gathered(self.shard.cp)
         kv = torch.cat(keys.expand(all_gather(keys.rows, self.shard.cp), lora_mapping), dim=1)

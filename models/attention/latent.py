@@ -39,12 +39,12 @@ class LatentKeys:
         return self.expansion.in_features
 
     def pad(self, x: Tensor) -> Tensor:
-        """Returns x [..., n] with zeros appended up to the larger width of keys and values."""
+        """Return x [..., n] with zeros appended up to the larger width of keys and values."""
         width = max(self.key_features + self.rows.shape[-1] - self.rank, self.value_features)
         return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
     def expand(self, rows: Tensor, lora_mapping: LoRAMapping | None = None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [T, H, D] of rows [T, 1, C + R], which have `lora_mapping`."""
+        """Return keys and values [T, H, D] of rows [T, 1, C + R], which have `lora_mapping`."""
         expanded = self.expansion(rows[:, 0, : self.rank], lora_mapping)
         expanded = expanded.unflatten(-1, (-1, self.key_features + self.value_features))
         keys, values = expanded.split((self.key_features, self.value_features), dim=-1)
@@ -52,7 +52,7 @@ class LatentKeys:
         return self.pad(torch.cat((keys, rotated), dim=-1)), self.pad(values)
 
     def absorb(self, q: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Returns queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys.
+        """Return queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys.
 
         `lora_mapping` are those of the queries and of the rows that they attend to; so below.
         """
@@ -64,7 +64,7 @@ class LatentKeys:
         return torch.cat((absorbed, rotated), dim=-1)
 
     def expand_values(self, latents: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Returns sums of values [B, H, V] for the same sums of latents [B, H, C]."""
+        """Return sums of values [B, H, V] for the same sums of latents [B, H, C]."""
         matrices = self._matrices()[:, self.key_features :]
         values = torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
         for rows, a, b in self._parts(lora_mapping):
@@ -81,7 +81,7 @@ class LatentKeys:
                 yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 
     def _matrices(self) -> Tensor:
-        """Returns the weight, with its adapter added if it has one of its own, as [H, N + V, C]."""
+        """Return the weight, with its adapter added if it has one of its own, as [H, N + V, C]."""
         weight: Tensor = self.expansion.weight
         lora: Any = getattr(self.expansion, "lora", None)
         if lora is not None and lora.enabled and not isinstance(lora, nn.ModuleDict):
@@ -89,5 +89,5 @@ class LatentKeys:
         return self._by_head(weight)
 
     def _by_head(self, weight: Tensor) -> Tensor:
-        """Returns a matrix of H (N + V) rows as [H, N + V, …]."""
+        """Return a matrix of H (N + V) rows as [H, N + V, …]."""
         return weight.unflatten(0, (-1, self.key_features + self.value_features))

@@ -52,7 +52,7 @@ class AttentionMeta(abc.ABC):
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Returns causal attention [T, H, D] of one layer.
+        """Return causal attention [T, H, D] of one layer.
 
         Args:
             layer: index of the layer, for caches.
@@ -61,12 +61,12 @@ class AttentionMeta(abc.ABC):
         """
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
-        """Returns attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
+        """Return attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
         k, v = keys.expand(keys.rows, keys.lora_mapping)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
-        """Returns the outputs [T, H, V] of a mixer with a state, which starts anew in each document.
+        """Return the outputs [T, H, V] of a mixer with a state, which starts anew in each document.
 
         Args:
             layer: index of the layer, for caches.
@@ -79,8 +79,9 @@ class AttentionMeta(abc.ABC):
         raise ConfigError(f"a layer with a recurrent state cannot run under {type(self).__name__}")
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
-        """Returns the length of each token's document, int64 [T] on the CPU, for dynamic and LongRoPE frequencies; None
-        if unknown."""
+        """Return the length of each token's document, int64 [T] on the CPU, for dynamic and LongRoPE frequencies; None
+        if unknown.
+        """
         return None
 
 
@@ -105,15 +106,17 @@ class PackedAttention(AttentionMeta):
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
-        """Returns attention of documents of these lengths, with boundaries on `device`."""
+        """Return attention of documents of these lengths, with boundaries on `device`."""
         bounds = cu_seqlens_from_lengths(lengths, device)
         return cls(bounds, max(lengths), attn_type, lengths)
 
     def prepare(self, hidden: Tensor) -> None:
+        """See `AttentionMeta.prepare`."""
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         self.backend.prepare_packed(self.documents)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
         if self.backend is None:
             self.prepare(q)
         assert self.backend is not None
@@ -121,9 +124,11 @@ class PackedAttention(AttentionMeta):
         return self.backend.attend_packed(q, k, v, self.documents, spec)
 
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """See `AttentionMeta.run_recurrence`."""
         return scan(rows, weights, self.documents, None)[0]
 
     def document_lengths(self, positions: Tensor) -> Tensor:
+        """See `AttentionMeta.document_lengths`."""
         check_lengths(sum(self.documents.lengths), positions.numel())
         lengths = self.documents.length_tensor
         return lengths.repeat_interleave(lengths)
@@ -140,10 +145,12 @@ class PrefixAttention(AttentionMeta):
         self.token_rows, self.valid_mask = shared.gather_index, shared.counts()
 
     def prepare(self, hidden: Tensor) -> None:
+        """See `AttentionMeta.prepare`."""
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
         self.backend.require(spec)
         if not spec.causal:
             raise ConfigError(
@@ -154,7 +161,8 @@ class PrefixAttention(AttentionMeta):
     @torch.compiler.disable
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
         """See `AttentionMeta.run_recurrence`: a branch starts with the state after the run of tokens that it
-        continues."""
+        continues.
+        """
         outs = list[Tensor]()
         state: RecurrentState | None = None
         for level in self.shared.levels:

@@ -34,7 +34,7 @@ register_attention_backend(FlashAttention())
 
 
 def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
-    """Returns the backends that `attn_type` can resolve to: one, or those that `auto` chooses from.
+    """Return the backends that `attn_type` can resolve to: one, or those that `auto` chooses from.
 
     Raises ConfigError for an unknown name, listing the known ones.
     """
@@ -45,18 +45,18 @@ def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
 
 
 def supports_gathered(attn_type: str) -> bool:
-    """Returns whether `attn_type` supports keys gathered by context parallelism."""
+    """Return whether `attn_type` supports keys gathered by context parallelism."""
     return all(backend.supports_gathered for backend in candidates(attn_type))
 
 
 def saved_ops(attn_type: str) -> frozenset[str]:
-    """Returns the operators of `attn_type` whose results selective recomputation keeps."""
+    """Return the operators of `attn_type` whose results selective recomputation keeps."""
     return frozenset().union(*(backend.saved_ops for backend in candidates(attn_type)))
 
 
 @functools.lru_cache(maxsize=64)
 def resolve_backend(attn_type: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Returns the backend for tensors of this device and dtype; `auto` logs what it chose, once.
+    """Return the backend for tensors of this device and dtype; `auto` logs what it chose, once.
 
     Raises ConfigError for an unknown name and for a backend that cannot run here.
     """

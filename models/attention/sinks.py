@@ -25,22 +25,22 @@ class KernelWithLse(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns attention [T, H, D], and the log-sum-exp [H, T] of the scores in at least float32."""
+        """Return attention [T, H, D], and the log-sum-exp [H, T] of the scores in at least float32."""
 
     @abc.abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v, for what `forward` returned."""
+        """Return the gradients of q, k and v, for what `forward` returned."""
 
 
 def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns log-sum-exps [H, T] with those of sinks [H]."""
+    """Return log-sum-exps [H, T] with those of sinks [H]."""
     return torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns the gradient [H] of sinks, for that of out [T, H, D], and log-sum-exps [H, T] with the sinks."""
+    """Return the gradient [H] of sinks, for that of out [T, H, D], and log-sum-exps [H, T] with the sinks."""
     row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
     dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
     return dsinks.to(sinks.dtype)
@@ -68,5 +68,5 @@ class _WithSinks(torch.autograd.Function):
 
 @torch.compiler.disable
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
-    """Returns attention [T, H, D] with sinks [H], for q [T, H, D], k and v as `kernel` takes them."""
+    """Return attention [T, H, D] with sinks [H], for q [T, H, D], k and v as `kernel` takes them."""
     return _WithSinks.apply(q, k, v, sinks, kernel)

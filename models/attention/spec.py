@@ -32,7 +32,7 @@ class AttentionSpec:
     causal: bool = field(default=True, kw_only=True)
 
     def require(self, features: Collection[str], backend: str) -> None:
-        """Raises ConfigError, naming `backend`, for an option that is not in `features`.
+        """Raise ConfigError, naming `backend`, for an option that is not in `features`.
 
         The options are `window`, `soft_cap` and `sinks`, and `bidirectional` for attention that is not causal.
         """
@@ -58,12 +58,12 @@ class AttentionSpec:
         return replace(self, sinks=self.sinks.to(torch.promote_types(dtype, torch.float32)))
 
     def apply_soft_cap(self, scores: Tensor) -> Tensor:
-        """Returns scaled scores after the soft cap, if there is one."""
+        """Return scaled scores after the soft cap, if there is one."""
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns softmax over the last dimension of scores [..., S, L] and a sink, without the sink's column.
+    """Return softmax over the last dimension of scores [..., S, L] and a sink, without the sink's column.
 
     Args:
         sinks: broadcastable to [..., S]; None for an ordinary softmax.

@@ -16,8 +16,9 @@ from archon.models.cpu.library import kernels
 
 
 def can_use(q: Tensor, paged: PagedTensors) -> bool:
-    """Returns whether the kernel computes attention of queries [B, H, K]: in float32 on a CPU, without a gradient, and
-    where sequences times heads of the cache are at least as many as threads."""
+    """Return whether the kernel computes attention of queries [B, H, K]: in float32 on a CPU, without a gradient, and
+    where sequences times heads of the cache are at least as many as threads.
+    """
     return (
         type(q) is type(paged.keys) is Tensor
         and q.device.type == "cpu"
@@ -29,7 +30,7 @@ def can_use(q: Tensor, paged: PagedTensors) -> bool:
 
 
 def attend(q: Tensor, paged: PagedTensors, pages: np.ndarray, lengths: np.ndarray, spec: AttentionSpec) -> Tensor:
-    """Returns attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer, where `can_use`.
+    """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer, where `can_use`.
 
     Args:
         pages: int64 [B, width], the pages of each sequence, in order.

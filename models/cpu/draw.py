@@ -14,12 +14,12 @@ from archon.models.cpu.library import kernels
 
 
 def can_use(logits: Tensor) -> bool:
-    """Returns whether the function draws from logits [R, V]: float32 on a CPU."""
+    """Return whether the function draws from logits [R, V]: float32 on a CPU."""
     return logits.ndim == 2 and elementwise.can_use(logits)
 
 
 def draw(logits: Tensor, temperature: np.ndarray, greedy: np.ndarray, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Returns tokens int64 [R] of softmax(logits / temperature) and their logprobs float32 [R], NaN where logits are
+    """Return tokens int64 [R] of softmax(logits / temperature) and their logprobs float32 [R], NaN where logits are
     not finite.
 
     Args:

@@ -15,8 +15,9 @@ PARALLEL = 1 << 15
 
 
 def can_use(x: Tensor, *others: Tensor) -> bool:
-    """Returns whether the kernels compute with these: float32 on a CPU, not in compiled code, with at most three
-    dimensions, of which the last is dense."""
+    """Return whether the kernels compute with these: float32 on a CPU, not in compiled code, with at most three
+    dimensions, of which the last is dense.
+    """
     return (
         not torch.compiler.is_compiling()
         and 1 <= x.ndim <= 3
@@ -29,7 +30,7 @@ def can_use(x: Tensor, *others: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Returns whether x is an ordinary tensor of this kind: a subclass may have no memory."""
+    """Return whether x is an ordinary tensor of this kind: a subclass may have no memory."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.is_cpu
@@ -40,19 +41,19 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Returns contiguous memory for a result of the shape of x."""
+    """Return contiguous memory for a result of the shape of x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert type(out) is Tensor, "a mode gives tensors without memory"
     return out
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Returns a gradient with a dense last dimension, as that of a sum has not."""
+    """Return a gradient with a dense last dimension, as that of a sum has not."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Returns (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d]."""
+    """Return (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d]."""
     functions = kernels()
     assert functions is not None and weight.shape == x.shape[-1:]
     out = _new(x)
@@ -63,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
+    """Return the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
     functions, grad = kernels(), _dense(grad)
     assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
     x_grad = _new(x)
@@ -84,8 +85,9 @@ def rotate(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> Tensor:
-    """Returns x [T, H, d], or its `rms_norm` if that has a weight [d], with the first r features rotated in pairs by
-    the angles of cos and sin [T, 1, r/2]."""
+    """Return x [T, H, d], or its `rms_norm` if that has a weight [d], with the first r features rotated in pairs by
+    the angles of cos and sin [T, 1, r/2].
+    """
     functions, pairs = kernels(), cos.shape[-1]
     assert functions is not None and cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
     assert weight is None or weight.shape == x.shape[-1:]
@@ -98,7 +100,7 @@ def rotate(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) * up for two tensors [..., d]."""
+    """Return silu(gate) * up for two tensors [..., d]."""
     functions, features = kernels(), gate.shape[-1]
     assert functions is not None and gate.shape == up.shape
     out = _new(gate)
@@ -110,7 +112,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
+    """Return the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
     functions, features = kernels(), gate.shape[-1]
     assert functions is not None and grad.shape == gate.shape == up.shape
     outs = [_new(x) for x in (gate, up)]
@@ -131,7 +133,7 @@ def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:
 
 
 def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Returns rows, heads, features, and the strides of the first two, of x [rows, heads, features] or with fewer."""
+    """Return rows, heads, features, and the strides of the first two, of x [rows, heads, features] or with fewer."""
     shape, strides = (1, 1, *x.shape)[-3:], (0, 0, *x.stride())[-3:]
     if x.ndim == 2:
         return shape[1], 1, shape[2], strides[1], 0

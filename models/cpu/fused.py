@@ -21,7 +21,7 @@ Function = Callable[..., Tensor]
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
-    """Returns (offset + weight) * x / sqrt(mean(x^2) + eps).
+    """Return (offset + weight) * x / sqrt(mean(x^2) + eps).
 
     Statistics are in at least float32. The normalized x is rounded to its dtype before it is multiplied by the weight,
     as in Llama; with an offset or `rounds_once`, after it is multiplied by the sum, as in Gemma and OLMo.
@@ -34,7 +34,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, r
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Returns x [T, H, d] with its first r features rotated in pairs by the angles of cos and sin [T, 1, r/2].
+    """Return x [T, H, d] with its first r features rotated in pairs by the angles of cos and sin [T, 1, r/2].
 
     Pairs are (x_i, x_{i + r/2}), or (x_{2i}, x_{2i + 1}) if `interleaved`; the other d - r features stay as they are.
     """
@@ -46,7 +46,7 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Returns views of the first and second features of each pair among the first `width` features."""
+    """Return views of the first and second features of each pair among the first `width` features."""
     rotated = x[..., :width]
     if interleaved:
         return rotated[..., 0::2], rotated[..., 1::2]
@@ -55,18 +55,18 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) * up."""
+    """Return silu(gate) * up."""
     return F.silu(gate) * up
 
 
 def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit`, up to [-limit, limit]."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit`, up to [-limit, limit]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1], or None where a kernel computes both."""
+    """Return the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1], or None where a kernel computes both."""
     if elementwise.can_use(x, weight):
         return elementwise.rms_norm(x, weight, eps, offset), None
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -178,8 +178,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def _run(plain: Function, eager: Function, function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Returns the result of one of three forms of a layer: compiled code traces the plain one, eager code runs the
-    operations of the autograd function's forward, and the function around them where gradients are recorded."""
+    """Return the result of one of three forms of a layer: compiled code traces the plain one, eager code runs the
+    operations of the autograd function's forward, and the function around them where gradients are recorded.
+    """
     if torch.compiler.is_compiling():
         return plain(*args)
     return function.apply(*args) if torch.is_grad_enabled() else eager(*args)
@@ -198,7 +199,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 def norm_and_rotate(
     x: Tensor, norm: tuple[Tensor, float, float, bool], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """Returns `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
+    """Return `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
     weight, eps, offset, _ = norm
     if not torch.is_grad_enabled() and cos.shape[0] == len(x) and elementwise.can_use(x, cos, sin, weight):
         return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)

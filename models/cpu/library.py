@@ -48,7 +48,7 @@ _RESULTS: dict[str, Any] = {**dict.fromkeys(_FALLIBLE, _INT), "panel_width": _LO
 
 @functools.cache
 def kernels() -> dict[str, Callable[..., int]] | None:
-    """Returns the compiled functions by name, built if need be; None where they cannot be."""
+    """Return the compiled functions by name, built if need be; None where they cannot be."""
     try:
         ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would have threads of its own
         library = ctypes.CDLL(str(_library()))
@@ -65,7 +65,7 @@ def kernels() -> dict[str, Callable[..., int]] | None:
 
 
 def _library() -> Path:
-    """Returns the shared library for this source, compiler and processor, built where it is missing."""
+    """Return the shared library for this source, compiler and processor, built where it is missing."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     if b"clang" in version:
@@ -94,8 +94,9 @@ def _library() -> Path:
 
 
 def _is_complete(library: Path) -> bool:
-    """Returns whether the file ends with the digest of what is before it: a process that loads a part of a library
-    ends."""
+    """Return whether the file ends with the digest of what is before it: a process that loads a part of a library
+    ends.
+    """
     content = library.read_bytes() if library.exists() else b""
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
 
@@ -105,7 +106,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _processor() -> bytes:
-    """Returns what code for this processor may use; a home folder may be shared by machines."""
+    """Return what code for this processor may use; a home folder may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

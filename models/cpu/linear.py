@@ -33,7 +33,7 @@ class PackedLinear:
     columns: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns [..., columns] for x [..., in]."""
+        """Return [..., columns] for x [..., in]."""
         functions, depth = kernels(), self.panels.shape[1]
         assert functions is not None and x.dtype == torch.float32 and x.shape[-1] == depth
         rows = x.reshape(-1, depth)
@@ -47,7 +47,7 @@ class PackedLinear:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """Returns weight [out, in] and bias [out] packed, as copies; None where the kernels cannot be built."""
+    """Return weight [out, in] and bias [out] packed, as copies; None where the kernels cannot be built."""
     functions = kernels()
     if functions is None:
         return None

@@ -43,7 +43,7 @@ class Routes:
 
     @classmethod
     def from_trees(cls, trees: Sequence[list[list[int]]]) -> Routes:
-        """Returns the paths of trees, given as the path of each of their tokens by the tokens' numbers in the tree."""
+        """Return the paths of trees, given as the path of each of their tokens by the tokens' numbers in the tree."""
         firsts = bounds(np.array([len(tree) for tree in trees], dtype=np.int64))
         lengths = np.array([len(path) for tree in trees for path in tree], dtype=np.int64)
         within = np.array([token for tree in trees for path in tree for token in path], dtype=np.int64)
@@ -54,7 +54,7 @@ class Routes:
 
     @classmethod
     def from_documents(cls, lengths: Sequence[int]) -> Routes:
-        """Returns the paths of documents of these lengths, whose tokens each see those before it."""
+        """Return the paths of documents of these lengths, whose tokens each see those before it."""
         documents = np.array(lengths, dtype=np.int64)
         firsts = bounds(documents)
         first = firsts[:-1].repeat(documents)  # of each token's document
@@ -63,14 +63,15 @@ class Routes:
 
 
 def can_use(q: Tensor, k: Tensor, v: Tensor, longest: int, spec: AttentionSpec) -> bool:
-    """Returns whether the functions compute attention on paths of at most `longest` tokens: on short ones, without
-    sinks and a soft cap, of tokens that see none after them."""
+    """Return whether the functions compute attention on paths of at most `longest` tokens: on short ones, without
+    sinks and a soft cap, of tokens that see none after them.
+    """
     plain = spec.causal and spec.sinks is None and spec.soft_cap is None
     return plain and longest <= LONGEST and elementwise.can_use(q, k, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec) -> Tensor:
-    """Returns `tree_attention`, where `can_use`; differentiable."""
+    """Return `tree_attention`, where `can_use`; differentiable."""
     return _TreeAttention.apply(q, k, v, routes, spec.scale, spec.window or 0)
 
 

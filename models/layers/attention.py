@@ -22,18 +22,18 @@ from archon.parallel.comm import Group, all_gather, local
 
 @dataclass(frozen=True)
 class AttentionLayer(MixerSpec):
-    """Attention of `n_heads` query heads and `n_kv_heads` key and value heads, each of `head_dim` features.
+    """Grouped-query attention: `n_heads` query heads and `n_kv_heads` key-value heads of `head_dim` features.
 
     Attributes:
         rope: None for a layer without positions.
         scale: factor on the scores; None for head_dim^(-1/2).
-        window: each token sees itself and the window - 1 tokens before it; None for all.
+        window: each token attends to itself and the window - 1 tokens before it; None for all.
         bias, out_bias: biases on wq, wk, wv and on wo.
         qk_norm: norms over each head's queries and keys; None for none.
-        full_width_qk_norm: they are over the features of all heads together.
+        full_width_qk_norm: normalize over the features of all heads together.
         soft_cap: see `AttentionSpec`.
         sinks: each query head has a learned sink, see `AttentionSpec`.
-        gated: a head's output is multiplied by the sigmoid of a gate, which wq gives after its query (Qwen3-Next).
+        gated: multiply a head's output by sigmoid(gate); wq projects the gate next to the query (Qwen3-Next).
     """
 
     n_heads: int
@@ -60,22 +60,28 @@ class AttentionLayer(MixerSpec):
 
     @property
     def attention_width(self) -> int:
+        """See `MixerSpec.attention_width`."""
         return self.n_heads * self.head_dim
 
     @property
     def heads(self) -> tuple[int, int]:
+        """See `MixerSpec.heads`."""
         return self.n_heads, self.n_kv_heads
 
     @property
     def cache(self) -> PagedRows:
+        """See `MixerSpec.cache`."""
         return PagedRows(self.n_kv_heads, self.head_dim, self.head_dim)
 
 
 class Attention(nn.Module):
-    """Projects and rotates queries, keys and values for `AttentionMeta.attend`; knows nothing of packing or kernels.
+    """Attention layer: wo(attend(rope(norm(wq x)), rope(norm(wk x)), wv x)).
+
+    Shapes: q [T, H, K], k and v [T, G, K], with T tokens, H query heads, G key heads, K features. `AttentionMeta.attend`
+    hides packing, caches and kernels.
 
     Args:
-        layer: index of the layer, which a cache needs.
+        layer: index of the layer, used by caches.
         dim: width of the residual stream.
     """
 
@@ -107,7 +113,7 @@ class Attention(nn.Module):
         return norm(x_THK.flatten(-2)).view_as(x_THK) if isinstance(norm, FullWidthRMSNorm) else norm(x_THK)
 
     def _rotated(self, norm: RMSNorm | None, x_THK: Tensor, rotation: Rotation | None) -> Tensor:
-        """Returns the heads' features normed and rotated, as far as the layer does."""
+        """Apply the layer's norm and rotation, if it has them, to x [T, H, K]."""
         if rotation is None:
             return self._normed(norm, x_THK)
         angles = rotation.cos, rotation.sin, self.interleaved
@@ -116,22 +122,24 @@ class Attention(nn.Module):
         return rotate(self._normed(norm, x_THK), *angles)
 
     def input_projections(self) -> tuple[Linear, ...]:
-        """Returns the layers that project the residual stream."""
+        """Return the layers that project the residual stream."""
         return self.wq, self.wk, self.wv
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
-        """Returns [T, dim] for x [T, dim]."""
+        """Return [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        # The head count is read off the tensor, since a sharded projection holds fewer heads.
+        # 1. Project; the head count comes from the tensor, since a sharded projection holds fewer heads.
         projected = project(x, self.input_projections(), attention.lora_mapping)
         q_THK, k_TGK, v_TGK = (out.unflatten(-1, (-1, self.head_dim)) for out in projected)
         gate_THK = None
         if self.gated:
             q_THK, gate_THK = q_THK.unflatten(1, (-1, 2)).unbind(2)
+        # 2. Normalize and rotate queries and keys.
         q_THK, k_TGK = self._rotated(self.q_norm, q_THK, rotation), self._rotated(self.k_norm, k_TGK, rotation)
         if rotation is not None and rotation.query_scale is not None:
             q_THK = q_THK * rotation.query_scale
+        # 3. Attend, gate, and project back to the residual stream.
         spec = self.spec if self.sinks is None else replace(self.spec, sinks=local(self.sinks))
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
         if gate_THK is not None:

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over packed documents: each channel sees itself and the few tokens before it."""
+"""Causal depthwise convolution over packed documents: each channel mixes a token with the few before it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from archon.parallel.comm import local
 
 
 class ShortConvolution(nn.Module):
-    """The weights of a convolution of `heads * features` channels: `kernel_size` of each, the last for the token
-    itself.
+    """Weights of a depthwise convolution over `heads * features` channels.
 
-    Tensor parallelism shards it by heads; `rows` are those of a rank where there are fewer heads than ranks.
+    Each channel has `kernel_size` taps; the last one multiplies the token itself.
+
+    Attributes:
+        rows: this rank's rows of a replicated weight, if there are fewer heads than ranks.
     """
 
     role: Role = "column"
@@ -27,29 +29,32 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * features, 1, kernel_size))
 
     def forward(self) -> Tensor:
-        """Returns this rank's weights [heads, features, taps]."""
+        """Return this rank's weights [heads, features, taps]."""
         weight = local(self.weight)
         return (weight if self.rows is None else weight[self.rows]).view(-1, self.features, weight.shape[-1])
 
     def extra_repr(self) -> str:
+        """Describe the module in one line."""
         return f"{tuple(self.weight.shape)}, heads={self.heads}"
 
 
 def causal_convolution(
     x: Tensor, weight: Tensor, documents: PackedDocuments, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns y [T, C], y_t = sum over i of weight[:, n - 1 - i] x_{t - i} within each document, and the last inputs.
+    """Compute y_t = sum over i of weight[:, n - 1 - i] x_{t - i} within each document.
 
     Args:
         x: [T, C], the tokens of B documents.
         weight: [C, n].
+        documents: boundaries of the B documents.
         history: [B, n - 1, C], the inputs before each document's first token; zeros by default.
 
-    The second result is `history` [B, n - 1, C] for the tokens after these.
+    Returns:
+        y [T, C], and the `history` [B, n - 1, C] for the next tokens.
     """
     gap = weight.shape[1] - 1
     spaced = documents.spaced(gap)
-    # Before each document are `gap` rows of its own, so that no window reaches into the document before it.
+    # `gap` rows before each document keep its windows out of the previous document.
     padded = x.new_zeros(spaced.length, x.shape[1]).index_copy(0, spaced.rows, x)
     if history is not None:
         padded = padded.index_copy(0, spaced.history_rows, history.flatten(0, 1).to(x.dtype))

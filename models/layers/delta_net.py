@@ -68,14 +68,17 @@ class DeltaNetLayer(MixerSpec):
 
     @property
     def attention_width(self) -> int:
+        """See `MixerSpec.attention_width`."""
         return 0
 
     @property
     def heads(self) -> tuple[int, int]:
+        """See `MixerSpec.heads`."""
         return self.n_heads, self.n_key_heads
 
     @property
     def cache(self) -> RecurrentStates:
+        """See `MixerSpec.cache`."""
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
         return RecurrentStates((self.kernel_size - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
 
@@ -115,7 +118,7 @@ class DeltaNet(nn.Module):
         self.wo = Linear(s.n_heads * s.value_dim, dim, bias=False, role="row")
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
-        """Returns [T, dim] for x [T, dim]."""
+        """Return [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head counts are read off the tensors, since a sharded projection holds fewer heads.
@@ -137,7 +140,7 @@ class DeltaNet(nn.Module):
         documents: PackedDocuments,
         state: RecurrentState | None,
     ) -> tuple[Tensor, RecurrentState]:
-        """Returns the heads' outputs [T, H, V], and the state after each of the B documents: see
+        """Return the heads' outputs [T, H, V], and the state after each of the B documents: see
         `AttentionMeta.run_recurrence`.
 
         Args:
@@ -159,7 +162,7 @@ class DeltaNet(nn.Module):
 
 
 def _log_uniform(x: Tensor) -> Tensor:
-    """Fills x with logarithms of numbers between 0.01 and 16, as transformers does."""
+    """Fill x with logarithms of numbers between 0.01 and 16, as transformers does."""
     return x.uniform_(0.01, 16).log_()
 
 
@@ -183,7 +186,7 @@ class LogDecay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns [T, H] for a [T, H]."""
+        """Return [T, H] for a [T, H]."""
         wide = torch.promote_types(a.dtype, torch.float32)
         rate, bias = local(self.A_log).to(wide).exp(), local(self.dt_bias).to(wide)
         return -rate * F.softplus(a.to(wide) + bias)

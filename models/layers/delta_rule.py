@@ -43,7 +43,7 @@ def require_delta_rule(rule: DeltaRule, device: torch.device, dtype: torch.dtype
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Returns x / sqrt(|x|^2 + 1e-6) over the last dimension."""
+    """Return x / sqrt(|x|^2 + 1e-6) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
@@ -57,7 +57,7 @@ def gated_delta_rule(
     state: Tensor | None = None,
     rule: DeltaRule = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Returns o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
+    """Return o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
 
     Args:
         q, k: [T, G, K] with H a multiple of G, of any length: they are normalized, and q divided by sqrt(K).
@@ -82,7 +82,7 @@ def gated_delta_rule(
 def _fla_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
+    """Return `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
 
     Tested against a reference of its interface (fla-core 0.6). On Hopper fla refuses a backward that Triton before
     3.7.1 would compute wrongly, so that gradients are not yet verified on a GPU.
@@ -108,7 +108,7 @@ def _fla_delta_rule(
 def _single_token_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns `gated_delta_rule` of documents of one token each, by the definition."""
+    """Return `gated_delta_rule` of documents of one token each, by the definition."""
     state = state * log_decay.exp()[..., None, None]
     held = (k.unsqueeze(-2) @ state).squeeze(-2)
     correction = (v - held) * beta.unsqueeze(-1)
@@ -151,6 +151,6 @@ def _chunks(
 
 
 def _to_chunks(x: Tensor, chunks: DocumentChunks) -> Tensor:
-    """Returns x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
+    """Return x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
     padded = x.new_zeros(sum(chunks.steps) * chunks.size, *x.shape[1:]).index_copy(0, chunks.positions, x)
     return padded.unflatten(0, (-1, chunks.size)).transpose(1, 2)

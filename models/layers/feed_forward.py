@@ -33,7 +33,7 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# Functions, not lambdas: a module can be pickled. `gelu_new` rounds after each operation, as transformers does.
+# Functions, not lambdas, so that modules can be pickled. `gelu_new` rounds after each operation, as transformers does.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -46,11 +46,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-"""The activations, by Hugging Face's `hidden_act`."""
+"""Activations by Hugging Face's `hidden_act`."""
 
 
 def get_activation(name: str) -> Activation:
-    """Returns the activation with this name in `ACTIVATIONS`. Raises ConfigError for an unknown one."""
+    """Return the activation with this name in `ACTIVATIONS`; ConfigError for an unknown name."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"hidden_act is {name!r}; expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -58,9 +58,9 @@ def get_activation(name: str) -> Activation:
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The gated activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with clamped gate and up.
+    """Gated activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with clamped gate and up.
 
-    Gates are at most `limit`, and ups between -limit and limit.
+    The gate is clamped to at most `limit`, and up to [-limit, limit].
     """
 
     alpha: float = 1.702
@@ -68,7 +68,7 @@ class ClampedSwiGLU:
 
 
 def gated_activation(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) -> Tensor:
-    """Returns act(gate) * up, or the activation of both."""
+    """Return act(gate) * up, or `ClampedSwiGLU` of both."""
     if isinstance(act, ClampedSwiGLU):
         return clamped_swiglu(gate, up, act.alpha, act.limit)
     return swiglu(gate, up) if act is F.silu else act(gate) * up
@@ -76,7 +76,7 @@ def gated_activation(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) 
 
 @dataclass(frozen=True)
 class DenseLayer(FeedForwardSpec):
-    """A gated network of inner width `hidden_dim`."""
+    """Gated feed-forward network of inner width `hidden_dim`."""
 
     hidden_dim: int
     hidden_act: str | ClampedSwiGLU = "silu"
@@ -93,11 +93,15 @@ class DenseLayer(FeedForwardSpec):
 
     @property
     def hidden_dims(self) -> tuple[int, ...]:
+        """See `FeedForwardSpec.hidden_dims`."""
         return (self.hidden_dim,)
 
 
 class FeedForward(nn.Module):
-    """w2(act(w1 x) * w3 x), without biases; w1 is Hugging Face's gate_proj, w3 its up_proj, w2 its down_proj."""
+    """w2(act(w1 x) * w3 x), without biases.
+
+    w1, w3 [hidden, dim] and w2 [dim, hidden] are Hugging Face's gate_proj, up_proj and down_proj.
+    """
 
     tp: Group | None = None
 
@@ -109,11 +113,11 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
     def input_projections(self) -> tuple[Linear, ...]:
-        """Returns the layers of the gate and of what it multiplies."""
+        """Return the gate and up projections, which share an input."""
         return self.w1, self.w3
 
     def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Returns [T, dim] for x [T, dim]."""
+        """Return [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
         gate, up = project(x, self.input_projections(), lora_mapping)

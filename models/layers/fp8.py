@@ -41,17 +41,17 @@ class Quantized(NamedTuple):
     by_row: bool
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns scale · values in `dtype`."""
+        """Return scale · values in `dtype`."""
         return self.values.to(dtype) * self.scale.to(dtype)
 
     def transposed(self) -> Quantized:
-        """Returns the transpose [k, m] of a matrix, or of each of a stack, that has one scale."""
+        """Return the transpose [k, m] of a matrix, or of each of a stack, that has one scale."""
         assert not self.by_row
         return Quantized(self.values.transpose(-2, -1), self.scale, by_row=False)
 
 
 def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Tensor:
-    """Returns the scale with which x [m, k] or [E, m, k] fits into an 8-bit `dtype`, see `Quantized`.
+    """Return the scale with which x [m, k] or [E, m, k] fits into an 8-bit `dtype`, see `Quantized`.
 
     `groups` are the ranks that hold other parts of what the scale is of. Zeros have the smallest normal scale.
     """
@@ -68,7 +68,7 @@ def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
-    """Returns x / scale, rounded to the nearest number of `dtype`; what is beyond its largest becomes that."""
+    """Return x / scale, rounded to the nearest number of `dtype`; what is beyond its largest becomes that."""
     largest = torch.finfo(dtype).max
     return Quantized((x.to(scale.dtype) / scale).clamp(-largest, largest).to(dtype), scale, by_row)
 
@@ -78,7 +78,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Grou
 
 
 def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
-    """Returns left [m, k] times the transpose of right [n, k], in `dtype`: [m, n].
+    """Return left [m, k] times the transpose of right [n, k], in `dtype`: [m, n].
 
     `use_fast_accum`: sums of products on Hopper GPUs have fewer bits, as torchao's recipes have it.
     """
@@ -106,7 +106,7 @@ def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fas
 
 
 def _contiguous(values: Tensor) -> Tensor:
-    """Returns 8-bit values [..., m, k] in memory of their own, with zeros appended up to a multiple of 16 along k.
+    """Return 8-bit values [..., m, k] in memory of their own, with zeros appended up to a multiple of 16 along k.
 
     A number of tokens may be any; zeros add nothing to a sum.
     """
@@ -155,12 +155,12 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
-    """Returns x [T, in] times the transpose of weight [out, in], plus bias [out]: [T, out]. Differentiable."""
+    """Return x [T, in] times the transpose of weight [out, in], plus bias [out]: [T, out]. Differentiable."""
     return _Fp8Linear.apply(x, weight, bias, scaling)
 
 
 def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns rows left [N, k], sorted by expert, times the transpose of the expert's matrix of right [E, n, k]."""
+    """Return rows left [N, k], sorted by expert, times the transpose of the expert's matrix of right [E, n, k]."""
     if not left.values.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return grouped_linear(left.dequantize(wide), right.dequantize(wide), counts).to(dtype)
@@ -207,5 +207,5 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 
 def fp8_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, scaling: Fp8Scaling) -> Tensor:
-    """Returns what `grouped_linear` does, of rows x [N, in] and matrices weight [E, out, in], in 8 bits."""
+    """Return what `grouped_linear` does, of rows x [N, in] and matrices weight [E, out, in], in 8 bits."""
     return _Fp8GroupedLinear.apply(x, weight, counts, scaling)

@@ -17,9 +17,9 @@ IGNORE_INDEX = -100
 
 
 class TokenScores(NamedTuple):
-    """Per token [T], in at least float32: log p(label) and the entropy of p in nats; 0 where the label is ignored.
+    """Per-token log p(label) and entropy of p in nats, [T] in at least float32; 0 for ignored labels.
 
-    Both are differentiable. `entropy` is None where it was not requested.
+    Both are differentiable. `entropy` is None if it was not requested.
     """
 
     logprobs: Tensor
@@ -27,27 +27,27 @@ class TokenScores(NamedTuple):
 
 
 class WeightedLoss(NamedTuple):
-    """`loss`: the sum of -weight * log p(label), a differentiable scalar; `logprobs` [T], not differentiable."""
+    """Sum of -weight * log p(label), a differentiable scalar, and constant logprobs [T]."""
 
     loss: Tensor
     logprobs: Tensor
 
 
 class _RowSelection:
-    """Selects the scored rows [n] of [T], so that ignored rows are left out of the matrix products."""
+    """Select the n scored rows of [T], so that the matmuls skip ignored rows."""
 
     def __init__(self, total: int, index: Tensor) -> None:
         self.total, self.index = total, index
 
     def select_hidden(self, x: Tensor, token_rows: Tensor | None) -> Tensor:
-        """Returns the selected rows of hidden states, of which that at token_rows[t] is row t's."""
+        """Gather the hidden state of each selected token t, at row token_rows[t]."""
         return self.select(x) if token_rows is None else x.index_select(0, self.select(token_rows))
 
     def select(self, x: Tensor) -> Tensor:
         return x if len(self.index) == self.total else x.index_select(0, self.index)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Returns `values` [n] of the selected rows as [T], 0 elsewhere."""
+        """Return `values` [n] of the selected rows as [T], 0 elsewhere."""
         if len(self.index) == self.total:
             return values
         return values.new_zeros(self.total).index_copy(0, self.index, values)
@@ -57,7 +57,7 @@ class LMHead(nn.Linear):
     """Projection to the vocabulary, weight [vocab, dim], without bias.
 
     Attributes:
-        tied: the weight is the embedding's, or a copy of it in the last stage of a pipeline.
+        tied: the weight is the embedding's, or a copy of it in the last pipeline stage.
         soft_cap: bounds the logits to soft_cap * tanh(logits / soft_cap); None for no bound.
     """
 
@@ -79,27 +79,28 @@ class LMHead(nn.Linear):
         rows: Tensor | None = None,
         token_rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """Returns logits [T, vocab] in hidden's dtype, or `TokenScores` with labels, or `WeightedLoss` with weights.
+        """Return logits [T, vocab], `TokenScores` with labels, or `WeightedLoss` with labels and weights.
 
-        One method, because FSDP hooks wrap `forward`.
+        This is one method, because FSDP hooks wrap `forward`.
 
         Args:
-            hidden: [T, dim], after the final norm; under tensor parallelism this rank's shard [T / tp, dim].
+            hidden: [T, dim], after the final norm; this rank's shard [T / tp, dim] under tensor parallelism.
             labels: int64 [T], the token that each position predicts, -100 for rows that are not scored.
             temperature: divides the logits; a positive number, or [T].
             entropy: compute entropies too, which takes three more passes over each tile.
             weights: [T]; compute the fused weighted loss instead of scores.
-            rows: int64 [n], the positions to score, if known, with valid labels; by default they are found and checked
-                here, for which the host waits for the GPU.
-            token_rows: int64 [T], which row of hidden, of all tensor-parallel ranks together, predicts each label; by
-                default its own. Documents with a common beginning share rows.
+            rows: int64 [n], positions to score, with valid labels. By default this method finds and checks them, which
+                makes the host wait for the GPU.
+            token_rows: int64 [T], the row of hidden (over all tensor-parallel ranks) that predicts each label; row t by
+                default. Documents with a shared prefix share rows.
 
-        Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
-        without labels; LayoutError for logits under tensor parallelism.
+        Raises:
+            ValueError: a label is outside the vocabulary, a temperature is not positive, or weights come without labels.
+            LayoutError: logits were requested under tensor parallelism.
         """
         if labels is None:
             if weights is not None:
-                raise ValueError("weights were given without labels; expected both, or neither")
+                raise ValueError("weights without labels: expected both, or neither; pass labels too")
             if self.tp is not None:
                 raise LayoutError(
                     "labels are None; under tensor parallelism full logits are never computed: pass labels"
@@ -128,10 +129,10 @@ class LMHead(nn.Linear):
         rows: Tensor | None = None,
         token_rows: Tensor | None = None,
     ) -> WeightedLoss:
-        """Returns the sum over tokens of -weight * log p(label), whose gradient is computed in the same pass.
+        """Return the sum over tokens of -weight * log p(label), with its gradient computed in the same pass.
 
-        For losses whose weights are known before the forward, such as cross-entropy. Arguments as in `forward`. Without
-        `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
+        For losses with weights that are known before the forward, such as cross-entropy. The arguments are those of `forward`.
+        Without `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
         """
         if rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
@@ -155,7 +156,7 @@ class LMHead(nn.Linear):
         rows: Tensor | None,
         token_rows: Tensor | None,
     ) -> tuple[_RowSelection, Tensor, Tensor, float | Tensor]:
-        """Returns the selection of scored rows, and hidden, labels and temperature of these rows."""
+        """Return the selection of scored rows, and hidden, labels and temperature of these rows."""
         if self.tp is not None:
             hidden = all_gather(hidden, self.tp)
         selected = _RowSelection(

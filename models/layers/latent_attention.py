@@ -21,16 +21,20 @@ from archon.parallel.comm import Group, all_gather
 
 @dataclass(frozen=True)
 class LatentLayer(MixerSpec):
-    """Attention of `n_heads` heads, whose keys and values are expanded from one latent for each token.
+    """Latent attention of `n_heads` heads: keys and values expand from one latent per token.
+
+        c, r = wkv_a x                    latent c [kv_rank], shared rotated key features r [rope.dim]
+        k_h = [K_h norm(c), rope(r)]      v_h = V_h norm(c), with K_h and V_h in wkv_b
+        q = wq_b norm(wq_a x), or wq x if q_rank is 0
 
     Attributes:
-        kv_rank: features of the latent, which is normalized.
-        key_features: features of a head's query and key that are not rotated.
+        kv_rank: features of the latent.
+        key_features: unrotated features of a head's query and key.
         value_features: features of a head's value.
-        rope: rotation of `rope.dim` further features of queries, and of keys, where all heads share them.
-        norm: of the latents.
-        q_rank: features of the latent that queries are expanded from; 0 for queries without one.
-        bias: biases on the products that compress, and on wo.
+        rope: rotation of `rope.dim` further features of queries and of the shared key.
+        norm: norm of the latents.
+        q_rank: features of the query latent; 0 projects queries directly.
+        bias: biases on the compressing matrices and on wo.
     """
 
     n_heads: int
@@ -50,7 +54,7 @@ class LatentLayer(MixerSpec):
 
     @property
     def scale(self) -> float:
-        """Factor on the scores: q_features^(-1/2), and the square of YaRN's factor for `mscale_all_dim`."""
+        """Factor on the scores: q_features^(-1/2) times the square of YaRN's `mscale_all_dim` factor."""
         scaling = self.rope.scaling
         factor = yarn_mscale(scaling, self.rope.max_seq_len, scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
         return self.q_features**-0.5 * factor**2
@@ -69,14 +73,17 @@ class LatentLayer(MixerSpec):
 
     @property
     def attention_width(self) -> int:
+        """See `MixerSpec.attention_width`."""
         return self.n_heads * (self.q_features + self.value_features) // 2
 
     @property
     def heads(self) -> tuple[int, int]:
+        """See `MixerSpec.heads`."""
         return self.n_heads, self.n_heads
 
     @property
     def cache(self) -> PagedRows:
+        """See `MixerSpec.cache`."""
         return PagedRows(1, self.kv_rank + self.rope.dim, self.kv_rank, values_in_keys=True)
 
 
@@ -84,7 +91,7 @@ class LatentAttention(nn.Module):
     """Attention module of `LatentLayer`.
 
     Args:
-        layer: index of the layer, which a cache needs.
+        layer: index of the layer, used by caches.
         dim: width of the residual stream.
     """
 
@@ -103,23 +110,25 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = s.norm.build(s.kv_rank)
         expanded = s.n_heads * (s.key_features + s.value_features)
         self.wkv_b = Linear(s.kv_rank, expanded, bias=False, role="column", heads=s.n_heads)
-        # Where context parallelism gathers latents, each rank's gradient is a term of a sum, which must not be rounded.
+        # If context parallelism gathers latents, each rank's gradient is one term of a sum and must not be rounded.
         self.wkv_b.quantizable = False
         self.wo = Linear(s.n_heads * s.value_features, dim, bias=s.bias, role="row")
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
-        """Returns [T, dim] for x [T, dim].
+        """Return [T, dim] for x [T, dim].
 
-        Under tensor parallelism each rank compresses its share of the tokens, and the latents are gathered: their
-        gradients are then summed over the heads of all ranks, and the weights' gradients over the shares of tokens.
+        Under tensor parallelism each rank compresses its token shard and gathers the latents. The latents' gradients are
+        then summed over the heads of all ranks, and the weights' gradients over the token shards.
         """
         assert rotation is not None
         s, lora_mapping = self.layer_spec, attention.lora_mapping
+        # 1. Compress the tokens of this rank, and gather the latents of all ranks.
         latents, k_rot = self.wkv_a(x, lora_mapping).split((s.kv_rank, s.rope.dim), dim=-1)
         rows = torch.cat((self.kv_a_norm(latents), k_rot), dim=-1)
         queries = x if self.wq_a is None or self.q_a_norm is None else self.q_a_norm(self.wq_a(x, lora_mapping))
         if self.tp is not None:
             rows, queries = all_gather(rows, self.tp), all_gather(queries, self.tp)
+        # 2. Expand the queries, and rotate their last features and the shared key features.
         project = self.wq or self.wq_b
         assert project is not None
         q_THK = project(queries, lora_mapping).unflatten(-1, (-1, s.q_features))
@@ -129,6 +138,7 @@ class LatentAttention(nn.Module):
         q_THK = torch.cat((q_THK, q_rot), dim=-1)
         if rotation.query_scale is not None:
             q_THK = q_THK * rotation.query_scale
+        # 3. Attend; training expands the keys, decoding attends to the latents themselves.
         keys = LatentKeys(
             torch.cat((latents, k_rot), dim=-1), self.wkv_b, s.key_features, s.value_features, lora_mapping
         )

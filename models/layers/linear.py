@@ -17,9 +17,9 @@ from archon.parallel.comm import Group, local, reduce_scatter
 from archon.parallel.fp8 import Fp8Scaling
 
 # column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
-# head_norm: a norm over one head's features, whose input is sharded by heads; heads_norm: a norm over the features of
-# all heads, sharded by heads; heads: one row per head; tower: of a vision tower, whole on every rank. A module has one
-# role, of its weight and bias, and declares the roles of further parameters in `parameter_roles`.
+# head_norm: norm over one head's features, input sharded by heads; heads_norm: norm over the features of all heads,
+# sharded by heads; heads: one row per head; vision: part of a vision encoder, replicated on every rank. A module has
+# one role for its weight and bias, and declares the roles of further parameters in `parameter_roles`.
 Role = Literal[
     "column",
     "row",
@@ -41,12 +41,12 @@ class Linear(nn.Linear):
     """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view.
 
     Attributes:
-        heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
-        rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
-        lora: the layer's adapter, or those that rows may have.
-        joint: the product of this layer and of those that have the same input, if these are packed as one.
-        fp8: how the operands of its products are scaled, if these are in 8 bits; an adapter's are not.
-        quantizable: whether they may be.
+        heads: heads that the rows of the weight form; tensor parallelism shards by heads.
+        rows: this rank's rows of a replicated weight, if there are fewer heads than ranks.
+        lora: the layer's LoRA, or several by name.
+        joint: one matmul for this layer and others with the same input, if their weights are packed together.
+        fp8: scaling of the FP8 matmuls; None for the compute dtype. LoRA matmuls are never FP8.
+        quantizable: whether its matmuls may be FP8.
     """
 
     tp: Group | None = None
@@ -64,11 +64,14 @@ class Linear(nn.Linear):
         self.lora: LoRALayer | MultiLoRALayer | None = None
 
     def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Returns [T, out] for x [T, in], whose rows have `lora_mapping` if the layer has several; None for none of
-        them.
+        """Return [T, out] for x [T, in].
 
         Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
-        features, and returns all features of its shard of the tokens.
+        features, and returns all features of its token shard.
+
+        Args:
+            x: input rows.
+            lora_mapping: LoRA of each row, for a multi-LoRA layer; None if no row has one.
         """
         weight, bias = local(self.weight), local(self.bias)
         if self.rows is not None:
@@ -87,10 +90,7 @@ class Linear(nn.Linear):
         return self.apply_lora(linear(x, weight, bias), x, lora_mapping)
 
     def apply_lora(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping | None) -> Tensor:
-        """Returns out [T, out], the product for x [T, in], plus what the layer's adapter adds, or that of each row.
-
-        What it returns may be `out`, changed.
-        """
+        """Add the LoRA term for x [T, in] to the product out [T, out]. May modify `out`."""
         if self.lora is None or not self.lora.enabled:
             return out
         if isinstance(self.lora, LoRALayer):
@@ -102,7 +102,7 @@ class Linear(nn.Linear):
 
 
 def project(x: Tensor, layers: Sequence[Linear], lora_mapping: LoRAMapping | None) -> list[Tensor]:
-    """Returns what each of the layers gives for x [T, in]; views of one product, where they have a joint one."""
+    """Return each layer's output for x [T, in]; views of one matmul if the layers have a joint one."""
     joint = layers[0].joint
     if joint is None:
         return [layer(x, lora_mapping) for layer in layers]
@@ -111,13 +111,13 @@ def project(x: Tensor, layers: Sequence[Linear], lora_mapping: LoRAMapping | Non
 
 
 class Embedding(nn.Embedding):
-    """Token embedding [vocab, dim]; the row of `padding_idx`, if given, gets no gradient from lookups."""
+    """Token embedding [vocab, dim]. The row of `padding_idx` gets no gradient from lookups."""
 
     role: Role = "embedding"
     tp: Group | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns [T, dim] for tokens int [T]; under tensor parallelism this rank's shard [T / tp, dim]."""
+        """Return [T, dim] for tokens int [T]; this rank's shard [T / tp, dim] under tensor parallelism."""
         weight, padding = local(self.weight), self.padding_idx
         if self.tp is None:
             return F.embedding(tokens, weight, padding)

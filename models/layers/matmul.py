@@ -1,8 +1,8 @@
-"""Float32 matrix products on a CPU by oneDNN, where torch uses MKL, and products of groups of rows.
+"""Float32 matmuls by oneDNN on a CPU, LoRA matmuls, and grouped matmuls.
 
-On AMD processors with AVX-512, oneDNN is up to twice as fast as MKL, which uses AVX2 there. torch has oneDNN's float32
-product only as the operator that its compiler emits, without a gradient, so the gradient is implemented here.
-Everything else (other dtypes and devices, compiled code, tensor subclasses, tiny matrices) uses torch's own product.
+On AMD processors with AVX-512, oneDNN is up to twice as fast as MKL, which torch uses and which runs AVX2 there. torch
+exposes oneDNN's float32 matmul only as an operator without a gradient, so this module implements the gradient. Other
+dtypes and devices, compiled code, tensor subclasses and tiny matrices use torch's matmul.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Smaller products use torch's: creating oneDNN's primitive for a new shape (half a millisecond), as each batch of other
-# documents has, would cost more than it saves.
+# Smaller matmuls use torch: oneDNN spends half a millisecond on a primitive for each new shape, and every batch of
+# documents has new shapes.
 MIN_MULTIPLICATIONS = 1 << 25
 
 
 @functools.cache
 def has_onednn() -> bool:
-    """Returns whether this processor and this version of torch support oneDNN's product."""
+    """Return whether this processor and torch version support oneDNN's matmul."""
     return (
         platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()
@@ -34,7 +34,7 @@ def has_onednn() -> bool:
 
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()  # first: compiled code would be compiled for each outcome of the others
+        not torch.compiler.is_compiling()  # first: torch.compile would specialize on the other conditions
         and left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
         and left.dtype == right.dtype == torch.float32
         and left.device.type == "cpu"
@@ -45,30 +45,30 @@ def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Returns x, copied unless it is contiguous or a transposed contiguous matrix, the layouts that oneDNN can read."""
+    """Return x in a layout that oneDNN reads: contiguous, or a transposed contiguous matrix."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 def matmul_nt(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns left [..., k] times the transpose of right [n, k], plus bias [n]: [..., n]. Not differentiable."""
+    """Return left [..., k] @ right [n, k]^T + bias [n]: [..., n]. Not differentiable."""
     if _can_use_onednn(left, right):
         return torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), bias, "none", [], "")
     return F.linear(left, right, bias)
 
 
 def mm(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left [n, k] times right [k, m]: [n, m]; each may be row- or column-major. Not differentiable."""
+    """Return left [n, k] @ right [k, m]: [n, m], each row- or column-major. Not differentiable."""
     if not _can_use_onednn(left, right.t()):
         return left @ right
     (n, k), m = left.shape, right.shape[1]
     if not left.is_contiguous() and m * (n + k) < n * k:
-        # oneDNN copies a column-major left matrix; copying the right one and the result instead moves fewer bytes here.
+        # oneDNN copies a column-major left matrix; here copying the right matrix and the result moves fewer bytes.
         return matmul_nt(right.t(), left).t().contiguous()
     return matmul_nt(left, right.t())
 
 
 def accumulate_matmul(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """Compute out += left @ right, or out = left @ right if `first`, in the dtype of `out`. Not differentiable."""
+    """Compute out += left @ right, or out = left @ right if `first`. Not differentiable."""
     if out.dtype == left.dtype and not _can_use_onednn(left, right.t()):
         out.addmm_(left, right, beta=0 if first else 1)
     elif first:
@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `F.linear` of x [..., k], weight [n, k] and bias [n]: [..., n]. Differentiable."""
+    """Return `F.linear` of x [..., k], weight [n, k] and bias [n]: [..., n]. Differentiable."""
     if not _can_use_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -108,7 +108,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        # Not in place: recomputation that keeps the results of products (`selective: op`) refuses to see them change.
+        # Not in place: `selective: op` recomputation keeps matmul results and rejects changes to them.
         low = matmul_nt(x, a) * scale
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
@@ -135,9 +135,9 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Returns `linear(x, weight, bias)` plus scale * b a x, for x [T, in], weight [out, in], a [r, in], b [out, r].
+    """Return x W^T + bias + scale * x a^T b^T, for x [T, in], W [out, in], a [r, in], b [out, r].
 
-    A custom function, since autograd's own would add the two terms in new memory, forward and backward.
+    A custom autograd function: plain autograd would allocate memory for the sum of the two terms, forward and backward.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * scale, b)
@@ -145,12 +145,12 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Te
 
 
 class LoRAGroup(NamedTuple):
-    """The adapter of some consecutive rows.
+    """Consecutive rows with one LoRA.
 
     Attributes:
-        n_rows: their number.
-        lora: its index among those whose a and b are given; None for rows without one.
-        expert: whose matrices of stacks these are; None for adapters without experts.
+        n_rows: number of rows.
+        lora: index of the LoRA in the list of (a, b) pairs; None for rows without one.
+        expert: index into stacks of expert matrices; None without experts.
         scale: factor on b a.
     """
 
@@ -166,14 +166,14 @@ class _AddLoRAs(torch.autograd.Function):
         result, counts = torch.empty_like(out), [rows.n_rows for rows in groups]
         lows = []
         splits = (tensor.split(counts) for tensor in (x, out, result))
-        for rows, own, own_out, own_result in zip(groups, *splits, strict=True):
+        for rows, x_rows, out_rows, result_rows in zip(groups, *splits, strict=True):
             if rows.lora is None:
-                own_result.copy_(own_out)
+                result_rows.copy_(out_rows)
                 continue
             a, b = _matrices(rows, parts)
-            # Not in place, see `_LoRALinear`; and in its order, so that an adapter computes what it does alone.
-            lows.append(matmul_nt(own, a) * rows.scale)
-            torch.add(own_out, mm(lows[-1], b.t()), out=own_result)
+            # Not in place, and in the order of `_LoRALinear`, so that a LoRA computes the same bits as on its own.
+            lows.append(matmul_nt(x_rows, a) * rows.scale)
+            torch.add(out_rows, mm(lows[-1], b.t()), out=result_rows)
         ctx.save_for_backward(x, *parts, *lows)
         ctx.groups, ctx.counts = groups, counts
         return result
@@ -187,15 +187,15 @@ class _AddLoRAs(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * n_parts
         x_grad = torch.empty_like(x)
         splits = (tensor.split(ctx.counts) for tensor in (x, grad, x_grad))
-        for rows, own, own_grad, own_x_grad in zip(ctx.groups, *splits, strict=True):
+        for rows, x_rows, grad_rows, x_grad_rows in zip(ctx.groups, *splits, strict=True):
             if rows.lora is None:
-                own_x_grad.zero_()
+                x_grad_rows.zero_()
                 continue
             a, b = _matrices(rows, parts)
-            low_grad = matmul_nt(own_grad, b.t()).mul_(rows.scale)
-            accumulate_matmul(own_x_grad, low_grad, a, first=True)
-            found = mm(low_grad.t(), own), mm(own_grad.t(), next(lows))
-            for index, matrix in zip((2 * rows.lora, 2 * rows.lora + 1), found, strict=True):
+            low_grad = matmul_nt(grad_rows, b.t()).mul_(rows.scale)
+            accumulate_matmul(x_grad_rows, low_grad, a, first=True)
+            matrix_grads = mm(low_grad.t(), x_rows), mm(grad_rows.t(), next(lows))
+            for index, matrix in zip((2 * rows.lora, 2 * rows.lora + 1), matrix_grads, strict=True):
                 if rows.expert is None:
                     grads[index] = matrix
                     continue
@@ -203,44 +203,45 @@ class _AddLoRAs(torch.autograd.Function):
                 if stack is None:
                     stack = grads[index] = torch.zeros_like(parts[index])
                 stack[rows.expert] = matrix
-        whole = (torch.zeros_like(part) if found is None else found for part, found in zip(parts, grads, strict=True))
-        return grad, x_grad, None, *whole
+        part_grads = (torch.zeros_like(part) if g is None else g for part, g in zip(parts, grads, strict=True))
+        return grad, x_grad, None, *part_grads
 
 
 def _matrices(rows: LoRAGroup, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the a and b of rows that have an adapter."""
     assert rows.lora is not None
     a, b = parts[2 * rows.lora], parts[2 * rows.lora + 1]
     return (a, b) if rows.expert is None else (a[rows.expert], b[rows.expert])
 
 
 def add_loras(out: Tensor, x: Tensor, groups: Sequence[LoRAGroup], parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns out [N, out] plus scale * b a x for x [N, in] of each group of rows: products for each.
+    """Return out [N, out] + scale * x a^T b^T for x [N, in], with one pair of matmuls per group of rows.
 
-    Every a [r, in] and b [out, r] of `parts`, or [E, r, in] and [E, out, r], has a gradient, 0 without rows. No two
-    groups have the same matrices.
+    Every a [r, in] and b [out, r] of `parts`, or [E, r, in] and [E, out, r], gets a gradient, 0 without rows. No two
+    groups use the same matrices.
     """
     return _AddLoRAs.apply(out, x, groups, *(matrix for part in parts for matrix in part))
 
 
 def supports_grouped_mm(x: Tensor, *widths: int) -> bool:
-    """Returns whether `grouped_mm` takes rows x and matrices of these widths: not float64, no rows, and rows that are
-    no multiple of 16 bytes."""
+    """Return whether `grouped_mm` supports rows x and matrices of these widths.
+
+    It rejects float64, an empty x, and rows that are not a multiple of 16 bytes.
+    """
     aligned = not any(width * x.element_size() % 16 for width in widths)
     return aligned and x.dtype != torch.float64 and x.shape[0] > 0
 
 
 def padded_group_width(width: int, x: Tensor) -> int:
-    """Returns the next width that `supports_grouped_mm` rows of the dtype of x."""
+    """Return the next width that `grouped_mm` supports in the dtype of x."""
     step = 16 // x.element_size()
     return -(-width // step) * step
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Returns x [N, in] times the transpose of its expert's matrix in weight [E, out, in]: [N, out].
+    """Multiply rows x [N, in], sorted by expert, by their expert's matrix in weight [E, out, in]: [N, out].
 
-    The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
-    the counts; a loop for what it does not support.
+    The first counts[0] rows belong to expert 0, and so on. `grouped_mm` needs no host synchronization on the counts; a loop
+    covers the shapes that it does not support.
     """
     if not supports_grouped_mm(x, *weight.shape[1:]):
         parts = x.split(counts.tolist())
@@ -249,11 +250,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """Returns the gradient [E, out, in] of the weight of `grouped_linear`, whose result has `grad` [N, out].
+    """Return the weight gradient [E, out, in] of `grouped_linear` for output gradient grad [N, out].
 
     Not differentiable.
     """
     if not supports_grouped_mm(x, grad.shape[1], x.shape[1]):
         sizes = counts.tolist()
-        return torch.stack([own.t() @ rows for own, rows in zip(grad.split(sizes), x.split(sizes), strict=True)])
+        pairs = zip(grad.split(sizes), x.split(sizes), strict=True)
+        return torch.stack([grad_rows.t() @ x_rows for grad_rows, x_rows in pairs])
     return F.grouped_mm(grad.contiguous().t(), x, offs=counts.cumsum(0).to(torch.int32))

@@ -135,18 +135,22 @@ class ExpertsLayer(FeedForwardSpec):
 
     @property
     def has_balancing_loss(self) -> bool:
+        """See `FeedForwardSpec.has_balancing_loss`."""
         return self.score == "softmax"
 
     @property
     def hidden_dims(self) -> tuple[int, ...]:
+        """See `FeedForwardSpec.hidden_dims`."""
         return (self.shared_hidden_dim,) if self.shared_hidden_dim else ()
 
     @property
     def n_active_experts(self) -> int:
+        """See `FeedForwardSpec.n_active_experts`."""
         return self.top_k
 
     @property
     def expert_dim(self) -> int:
+        """See `FeedForwardSpec.expert_dim`."""
         return self.hidden_dim
 
 
@@ -188,7 +192,7 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, valid_mask: Tensor | None, routed_experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterStats]:
-        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], and statistics, in which each row
+        """Return weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], and statistics, in which each row
         counts `valid_mask` [T] times.
 
         `routed_experts` [T, k] are experts that were chosen before, negative for a token whose experts are chosen
@@ -214,7 +218,7 @@ class Router(nn.Module):
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens, replayed, changed, recorded)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Returns the logits [T, E] in at least float32, rounded to the dtype of x first unless `fp32_logits`."""
+        """Return the logits [T, E] in at least float32, rounded to the dtype of x first unless `fp32_logits`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if not self.spec.fp32_logits or x.dtype == wide:
             return self.gate(x).to(wide)
@@ -222,7 +226,7 @@ class Router(nn.Module):
         return F.linear(x.to(wide), local(self.gate.weight).to(wide), None if bias is None else bias.to(wide))
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Returns the k experts of the highest scores [T, E], among those of the best groups: [T, k]."""
+        """Return the k experts of the highest scores [T, E], among those of the best groups: [T, k]."""
         if self.spec.n_groups > 1:
             groups = scores.unflatten(-1, (self.spec.n_groups, -1))
             best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
@@ -232,9 +236,10 @@ class Router(nn.Module):
 
 
 def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the experts int64 [T, k] that are `routed_experts` where they are not negative, else `chosen`; how
+    """Return the experts int64 [T, k] that are `routed_experts` where they are not negative, else `chosen`; how
     many tokens
-    were given theirs, a row counted `valid_mask` times, and how many of those chose others."""
+    were given theirs, a row counted `valid_mask` times, and how many of those chose others.
+    """
     is_replayed = routed_experts[:, :1] >= 0
     experts = torch.where(is_replayed, routed_experts.to(chosen.dtype), chosen)
     differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
@@ -270,7 +275,7 @@ class GroupedExperts(nn.Module):
         self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
 
     def forward(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...] = ()) -> Tensor:
-        """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert.
+        """Return [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert.
 
         With n `lora_names` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
         """
@@ -298,8 +303,9 @@ class GroupedExperts(nn.Module):
         return _add_rows(product(hidden, "w2"), out_bias, experts)
 
     def _can_compile(self, x: Tensor) -> bool:
-        """Returns whether torch's compiler knows the shapes of these products: those of `grouped_mm` in bfloat16 alone,
-        and of `scaled_grouped_mm` since torch 2.13."""
+        """Return whether torch's compiler knows the shapes of these products: those of `grouped_mm` in bfloat16 alone,
+        and of `scaled_grouped_mm` since torch 2.13.
+        """
         return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and CAN_COMPILE_SCALED_GROUPED_MM))
 
     @torch.compiler.disable
@@ -307,7 +313,7 @@ class GroupedExperts(nn.Module):
         return self._compute(x, counts, lora_names)
 
     def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, lora_names: tuple[str, ...]) -> Tensor:
-        """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
+        """Return the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
         weight = local(getattr(self, matrix))
         if self.fp8 is None:
             out = grouped_linear(x, weight, counts)
@@ -327,11 +333,12 @@ class GroupedExperts(nn.Module):
         return out + grouped_linear(grouped_linear(x, a, counts) * lora.scale, b, counts)
 
     def extra_repr(self) -> str:
+        """Describe the module in one line."""
         return f"{tuple(self.w1.shape)}"
 
 
 def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Returns x [N, out] plus the row of bias [E, out] of each row's expert, int64 [N].
+    """Return x [N, out] plus the row of bias [E, out] of each row's expert, int64 [N].
 
     The gradient of the bias, a sum over many rows, is accumulated in at least float32.
     """
@@ -364,7 +371,7 @@ class MoE(nn.Module):
         lora_mapping: LoRAMapping | None = None,
         routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
-        """Returns [T, dim] for x [T, dim], and the router's statistics: see `AttentionMeta.valid_mask`.
+        """Return [T, dim] for x [T, dim], and the router's statistics: see `AttentionMeta.valid_mask`.
 
         `routed_experts` [T, k] are experts chosen before, see `Router`.
         """
@@ -386,7 +393,7 @@ class MoE(nn.Module):
     def _apply_experts(
         self, x: Tensor, weights: Tensor, experts: Tensor, lora_names: tuple[str, ...], ids: Tensor | None
     ) -> Tensor:
-        """Returns [T, dim] for x [T, dim], weights and experts [T, k], and the index [T] of each row's adapter."""
+        """Return [T, dim] for x [T, dim], weights and experts [T, k], and the index [T] of each row's adapter."""
         groups = experts if ids is None else experts * (len(lora_names) + 1) + ids.unsqueeze(1)
         group_ids = groups.flatten()
         order = group_ids.argsort(stable=True)
@@ -404,12 +411,12 @@ class MoE(nn.Module):
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
+    """Return the bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:
-    """Returns E * sum over experts of f_e P_e: share of the choices times mean probability, over all layers' tokens.
+    """Return E * sum over experts of f_e P_e: share of the choices times mean probability, over all layers' tokens.
 
     As in transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all layers at
     once), without a gradient through f. It is a scalar over the tokens of `stats` on the ranks of `groups`, equal on

@@ -14,10 +14,11 @@ from archon.parallel.comm import Group, all_reduce_sharded, local
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm with epsilon `eps`; its factor is `offset` + weight, and checkpoints store the weight.
+    """Epsilon and factor convention of a norm: the factor is `offset` + weight, checkpoints store the weight.
 
-    `rounds_once`: in a narrow dtype the result is rounded once, after the factor, as it is with an offset; otherwise
-    also before it.
+    Attributes:
+        rounds_once: in a narrow dtype, round the result once after the factor, as with an offset; otherwise also before
+            the factor.
     """
 
     eps: float
@@ -25,18 +26,18 @@ class NormSpec:
     rounds_once: bool = False
 
     def build(self, dim: int, role: Role = "norm") -> RMSNorm:
-        """Returns the norm of vectors of `dim` features."""
+        """Return a norm over `dim` features."""
         return RMSNorm(dim, self.eps, role=role, offset=self.offset, rounds_once=self.rounds_once)
 
     def build_full_width(self, heads: int, head_dim: int) -> FullWidthRMSNorm:
-        """Returns one norm over the features of all heads."""
+        """Return one norm over the features of all heads."""
         return FullWidthRMSNorm(heads, head_dim, self)
 
 
 class RMSNorm(nn.Module):
-    """(offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension, with statistics in at least float32.
+    """(offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension.
 
-    The initial factor is 1.
+    Statistics are in at least float32. The initial factor is 1.
     """
 
     def __init__(
@@ -48,21 +49,23 @@ class RMSNorm(nn.Module):
         self.role: Role = role
 
     def factors(self) -> tuple[Tensor, float, float, bool]:
-        """Returns what `rms_norm` takes next to x."""
+        """Return the arguments of `rms_norm` after x: this rank's weight, eps, offset, `rounds_once`."""
         return local(self.weight), self.eps, self.offset, self.rounds_once
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., dim]."""
         return rms_norm(x, *self.factors())
 
     def extra_repr(self) -> str:
+        """Describe the module in one line."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset:g}" if self.offset else "")
 
 
 class FullWidthRMSNorm(RMSNorm):
-    """A norm over the features of all `heads` heads together, which tensor parallelism shards by heads.
+    """Norm over the features of all `heads` heads together, sharded by heads under tensor parallelism.
 
     Attributes:
-        rows: the entries that this rank uses of a replicated weight with fewer heads than ranks.
+        rows: this rank's entries of a replicated weight, if there are fewer heads than ranks.
     """
 
     tp: Group | None = None
@@ -75,13 +78,13 @@ class FullWidthRMSNorm(RMSNorm):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x [T, this rank's features] with the statistics of the features of all ranks."""
+        """Normalize x [T, features of this rank] with the statistics over the features of all ranks."""
         if self.tp is None:
             return super().forward(x)
         weight = local(self.weight)
         weight = weight if self.rows is None else weight[self.rows]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # With fewer heads than ranks each is on several ranks, and its squares are in the sum as often.
+        # With fewer heads than ranks, each head is on several ranks and counts once for each of them.
         copies = x.shape[-1] * self.tp.size
         mean = all_reduce_sharded(wide.square().sum(-1, keepdim=True), self.tp) / copies
         normed = wide * torch.rsqrt(mean + self.eps)

@@ -60,7 +60,7 @@ class RopeConfig:
         return self.kind in ("dynamic", "longrope")
 
     def check_length(self, dim: int) -> None:
-        """Raises ConfigError unless LongRoPE's divisors are as many as pairs of `dim` features."""
+        """Raise ConfigError unless LongRoPE's divisors are as many as pairs of `dim` features."""
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self, name)
             if divisors is not None and len(divisors) != dim // 2:
@@ -124,7 +124,7 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, length: Tensor | int) -> Tensor:
-    """Returns NTK-aware frequencies for one document length (reddit /u/bloc97, /u/emozilla), a number or 0-dim."""
+    """Return NTK-aware frequencies for one document length (reddit /u/bloc97, /u/emozilla), a number or 0-dim."""
     assert config.factor is not None
     stretch = (config.factor * length / max_seq_len) - (config.factor - 1)
     base = theta * stretch ** (head_dim / (head_dim - 2))
@@ -137,13 +137,13 @@ def _yarn_factor(config: RopeConfig, max_seq_len: int) -> float:
 
 
 def yarn_mscale(config: RopeConfig, max_seq_len: int, weight: float) -> float:
-    """Returns YaRN's factor on queries and keys, 0.1 * weight * ln(s) + 1 for a context extended s times (s > 1)."""
+    """Return YaRN's factor on queries and keys, 0.1 * weight * ln(s) + 1 for a context extended s times (s > 1)."""
     factor = _yarn_factor(config, max_seq_len)
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, float]:
-    """Returns YaRN's frequencies and attention factor (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4)."""
+    """Return YaRN's frequencies and attention factor (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4)."""
     original = config.original_max_seq_len
     assert original is not None
     factor = _yarn_factor(config, max_seq_len)
@@ -171,7 +171,7 @@ def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> 
 
 
 def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Returns Llama 3.1's frequencies: long wavelengths are interpolated, short ones kept, those between blended."""
+    """Return Llama 3.1's frequencies: long wavelengths are interpolated, short ones kept, those between blended."""
     factor, low, high = config.factor, config.low_freq_factor, config.high_freq_factor
     original = config.original_max_seq_len
     assert factor is not None and low is not None and high is not None and original is not None
@@ -184,7 +184,7 @@ def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _proportional(config: RopeConfig, theta: float, head_dim: int) -> Tensor:
-    """Returns the frequencies of which only a share rotates; the others are 0, which leaves their features alone."""
+    """Return the frequencies of which only a share rotates; the others are 0, which leaves their features alone."""
     share = 1.0 if config.proportion is None else config.proportion
     rotated = int(share * head_dim // 2)
     inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
@@ -193,7 +193,7 @@ def _proportional(config: RopeConfig, theta: float, head_dim: int) -> Tensor:
 
 
 def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor, float]:
-    """Returns LongRoPE's short and long frequencies and attention factor (Ding et al. 2024, arXiv:2402.13753)."""
+    """Return LongRoPE's short and long frequencies and attention factor (Ding et al. 2024, arXiv:2402.13753)."""
     original, short, long = config.original_max_seq_len, config.short_factor, config.long_factor
     assert original is not None and short is not None and long is not None
     factor = max_seq_len / original if config.factor is None else config.factor
@@ -241,7 +241,7 @@ class RotaryEmbedding(nn.Module):
         return f"RoPE of type {self.config.kind!r}, theta {self.theta:g}, {given}"
 
     def _frequencies(self) -> tuple[Tensor, Tensor | None, float]:
-        """Returns inverse frequencies, those of long documents where they differ, and the attention factor."""
+        """Return inverse frequencies, those of long documents where they differ, and the attention factor."""
         config, theta, head_dim = self.config, self.theta, self.head_dim
         attention_factor = 1.0
         long_inv_freq: Tensor | None = None
@@ -262,8 +262,9 @@ class RotaryEmbedding(nn.Module):
         return inv_freq, long_inv_freq, attention_factor
 
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
-        """Returns inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document,
-        on the CPU."""
+        """Return inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document,
+        on the CPU.
+        """
         if self._long_inv_freq is not None:
             original = self.config.original_max_seq_len
             assert original is not None
@@ -282,7 +283,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
-        """Returns the rotation of every token, computed in at least float32, in `dtype` unless it `rounds_once`.
+        """Return the rotation of every token, computed in at least float32, in `dtype` unless it `rounds_once`.
 
         Args:
             positions: int [T], position of each token in its document, or [3, T] with its time, row and column.

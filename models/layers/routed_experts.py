@@ -20,7 +20,7 @@ _MAX_EXPERTS = 2**15
 
 
 def routed_experts_dtype(args: BaseModelArgs) -> torch.dtype:
-    """Returns the dtype in which a model's choices are stored. Raises ConfigError for a model without experts."""
+    """Return the dtype in which a model's choices are stored. Raises ConfigError for a model without experts."""
     _, _, n_experts = routed_experts_sizes(args)
     if n_experts > _MAX_EXPERTS:
         raise ConfigError(f"the model has {n_experts} experts a layer; records of experts hold up to {_MAX_EXPERTS}")
@@ -28,7 +28,7 @@ def routed_experts_dtype(args: BaseModelArgs) -> torch.dtype:
 
 
 def routed_experts_sizes(args: BaseModelArgs) -> tuple[int, int, int]:
-    """Returns a model's layers with experts, the experts that a token uses, and those there are.
+    """Return a model's layers with experts, the experts that a token uses, and those there are.
 
     Raises ConfigError for a model without experts, and for one whose layers differ in these numbers.
     """
@@ -45,7 +45,7 @@ def routed_experts_sizes(args: BaseModelArgs) -> tuple[int, int, int]:
 
 
 def unknown_expert_id(dtype: torch.dtype) -> int:
-    """Returns the number that stands for a token of which nothing is known, in a record of this dtype."""
+    """Return the number that stands for a token of which nothing is known, in a record of this dtype."""
     return torch.iinfo(dtype).max
 
 

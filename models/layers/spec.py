@@ -1,7 +1,7 @@
-"""What a layer of a decoder is: its mixer, its feed-forward network, and how both join the residual stream.
+"""Layer specs: the token mixer, the feed-forward network and their residual connections.
 
 Layers, parameter counts, FLOPs, caches and the planner's estimates derive from these specs. A new kind of mixer or
-feed-forward network is a module and a subclass of `MixerSpec` or `FeedForwardSpec`.
+feed-forward network is a module plus a subclass of `MixerSpec` or `FeedForwardSpec`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
 
 NormPlacement = Literal["before", "after", "both"]
-"""Where a block normalizes: the input of mixer and feed-forward network, their output, or both."""
+"""Where a block normalizes: the inputs of mixer and feed-forward network, their outputs, or both."""
 
 
 class MixerSpec(abc.ABC):
-    """The part of a layer that mixes tokens. Subclasses are frozen dataclasses, since equal layers share estimates.
+    """Token mixer of a layer. Subclasses are frozen dataclasses, because equal layers share estimates.
 
     Attributes:
         module_name: the block's attribute that holds the module.
-        rope: the rotation of its queries and keys; None for none.
-        window: each token sees itself and the window - 1 tokens before it; None for all.
-        attention_width: query heads times the mean of key and value features, which attention's FLOPs are proportional
-            to; 0 for a mixer without attention.
+        rope: rotation of queries and keys; None for none.
+        window: each token attends to itself and the window - 1 tokens before it; None for all.
+        attention_width: query heads times the mean of key and value features, proportional to attention FLOPs; 0
+            without attention.
         shares_prefixes: whether documents with a common prefix can share its computation.
-        gathers_keys: whether context parallelism can gather keys and values for it; else it must exchange tokens for
-            heads, as Ulysses does.
+        gathers_keys: whether context parallelism can gather keys and values; otherwise it uses Ulysses.
     """
 
     module_name: ClassVar[str] = "attention"
@@ -42,46 +41,48 @@ class MixerSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self, layer: int, dim: int) -> nn.Module:
-        """Returns the module of layer number `layer`: called as module(x [T, dim], rotation, attention) -> [T, dim]."""
+        """Return the module of layer number `layer`: module(x [T, dim], rotation, attention) -> [T, dim]."""
 
     @abc.abstractmethod
     def parameters(self, dim: int) -> int:
-        """Returns the parameters of its matrix products."""
+        """Return the parameter count of its matrices."""
 
     @property
     @abc.abstractmethod
-    def attention_width(self) -> int: ...
+    def attention_width(self) -> int:
+        """Query heads times the mean of key and value features."""
 
     @property
     @abc.abstractmethod
     def heads(self) -> tuple[int, int]:
-        """The query and key heads, which tensor and context parallelism divide."""
+        """Counts of query and key heads, which tensor and context parallelism divide."""
 
     @property
     @abc.abstractmethod
     def cache(self) -> CacheSpec:
-        """What it caches while a sequence is decoded."""
+        """Layout of its decoding cache."""
 
     def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
-        """Returns the bytes of a token that Ulysses exchanges over `cp` ranks in a forward: operands and result.
+        """Return the bytes that Ulysses exchanges per token in a forward: operands and result.
 
         Args:
-            tp: ranks that share the heads.
-            itemsize: bytes of a number in the dtype of the computation.
+            tp: tensor-parallel ranks, which divide the heads.
+            cp: context-parallel ranks of the exchange.
+            itemsize: bytes of a number in the compute dtype.
         """
         heads, kv_heads = (max(1, count // tp) for count in self.heads)
         return 2 * (self.attention_width // self.heads[0]) * (heads + max(kv_heads, cp)) * itemsize
 
 
 class FeedForwardSpec(abc.ABC):
-    """The part of a layer that processes each token alone. Subclasses are frozen dataclasses.
+    """Feed-forward network of a layer. Subclasses are frozen dataclasses.
 
     Attributes:
         module_name: the block's attribute that holds the module; `moe` for one that also returns `RouterStats`.
-        hidden_dims: the inner widths that tensor parallelism divides.
-        n_experts, n_active_experts, expert_dim: the experts of the layer, those that process a token, and the inner
-            width of one; 0 for a dense network.
-        has_balancing_loss: whether the load-balancing loss of its router's statistics is defined.
+        hidden_dims: inner widths that tensor parallelism divides.
+        n_experts, n_active_experts, expert_dim: experts of the layer, experts per token, and the inner width of one
+            expert; 0 for a dense network.
+        has_balancing_loss: whether the load-balancing loss is defined for its router.
     """
 
     module_name: ClassVar[str] = "feed_forward"
@@ -89,41 +90,45 @@ class FeedForwardSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self, dim: int) -> nn.Module:
-        """Returns the module."""
+        """Return the module."""
 
     @abc.abstractmethod
     def parameters(self, dim: int) -> tuple[int, int]:
-        """Returns (active, all) parameters of its matrix products; active ones are used for a token."""
+        """Return (active, total) parameter counts of its matrices; a token uses the active ones."""
 
     def with_balancing_bias(self) -> FeedForwardSpec:
-        """Returns this network with a balancing bias in its router, if it has one; see `ExpertsLayer.balance`."""
+        """Return a copy whose router has a balancing bias; see `ExpertsLayer.balance`."""
         return self
 
     @property
     @abc.abstractmethod
-    def hidden_dims(self) -> tuple[int, ...]: ...
+    def hidden_dims(self) -> tuple[int, ...]:
+        """Inner widths that tensor parallelism divides."""
 
     @property
     def has_balancing_loss(self) -> bool:
+        """Whether the load-balancing loss is defined for its router."""
         return False
 
     @property
     def n_active_experts(self) -> int:
+        """Experts per token."""
         return 0
 
     @property
     def expert_dim(self) -> int:
+        """Inner width of one expert."""
         return 0
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer.
+    """One decoder layer.
 
     Attributes:
-        norm: its norms of the residual stream.
+        norm: norms of the residual stream.
         norm_placement: see `NormPlacement`.
-        residual_multiplier: factor on what mixer and feed-forward network add to the residual stream.
+        residual_multiplier: factor on the outputs that mixer and feed-forward network add to the residual stream.
     """
 
     mixer: MixerSpec

@@ -39,7 +39,7 @@ def _spans(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def tile_shape(rows: int, vocab: int, device: torch.device, full_rows: bool) -> tuple[int, int]:
-    """Returns rows and columns of a tile: cache-sized on a CPU, full rows on a GPU, where launches would dominate."""
+    """Return rows and columns of a tile: cache-sized on a CPU, full rows on a GPU, where launches would dominate."""
     by_budget = max(128, min(CPU_ROWS * 4, ROWS_BYTES // (4 * vocab)))
     if device.type == "cpu":
         return min(rows, CPU_ROWS, by_budget if full_rows else CPU_ROWS), min(vocab, CPU_COLUMNS)
@@ -73,11 +73,11 @@ class _Projection:
         self.scratch = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
 
     def scale(self, r0: int, r1: int) -> Tensor | float:
-        """Returns 1 / τ of these rows, a number or [r, 1]."""
+        """Return 1 / τ of these rows, a number or [r, 1]."""
         return self.inv_temperature[r0:r1] if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
 
     def logits(self, r0: int, r1: int, c0: int, c1: int, *, offset: int = 0) -> Tensor:
-        """Returns one tile [r, c] in `wide`, a view of the shared buffer at `offset`."""
+        """Return one tile [r, c] in `wide`, a view of the shared buffer at `offset`."""
         tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
         accumulate_matmul(tile, self.hidden[r0:r1], self.weight[c0:c1].t(), first=True)
         scale = self.scale(r0, r1)
@@ -86,7 +86,7 @@ class _Projection:
         return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
 
     def slope(self, tile: Tensor, r0: int, r1: int) -> Tensor:
-        """Returns the derivative of the soft cap at a tile of logits of these rows, as a new tensor."""
+        """Return the derivative of the soft cap at a tile of logits of these rows, as a new tensor."""
         assert self.soft_cap is not None
         return (tile / (self.soft_cap * self.scale(r0, r1))).square_().neg_().add_(1)
 
@@ -120,7 +120,7 @@ class _Gradients:
             accumulate_matmul(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
 
     def results(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of hidden and weight in their dtypes."""
+        """Return the gradients of hidden and weight in their dtypes."""
         pairs = (self.hidden, self.projection.hidden), (self.weight, self.projection.weight)
         return tuple(None if gradient is None else gradient.to(x.dtype) for gradient, x in pairs)
 
@@ -161,7 +161,7 @@ class _RowSums:
 def _reduce_over_ranks(
     lse: Tensor, label_logits: Tensor, entropy: Tensor | None, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns lse, label logits and entropies [r, 1] of the full vocabulary, from those of each rank's columns."""
+    """Return lse, label logits and entropies [r, 1] of the full vocabulary, from those of each rank's columns."""
     if group is None:
         return lse, label_logits, entropy
     top = all_reduce(lse, group, "max")
@@ -180,7 +180,7 @@ class _TileLabels:
         self.entries = torch.arange(labels.shape[0], device=labels.device), (labels - c0).clamp(0, c1 - c0 - 1)
 
     def take(self, tile: Tensor) -> Tensor:
-        """Returns the tile's entries at the labels [r, 1], 0 for labels outside its columns."""
+        """Return the tile's entries at the labels [r, 1], 0 for labels outside its columns."""
         return torch.where(self.inside, tile[self.entries], 0.0).unsqueeze(1)
 
     def subtract(self, tile: Tensor, fraction: Tensor | float = 1.0) -> None:
@@ -320,7 +320,7 @@ def token_scores(
     soft_cap: float | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
+    """Return log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
 
     Args:
         hidden: [N, D] floating point, of the weight's dtype.
@@ -345,7 +345,7 @@ def weighted_loss(
     soft_cap: float | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N].
+    """Return the sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N].
 
     The latter is not differentiable. Arguments as in `token_scores`; weights [N] are constants.
     """
@@ -360,12 +360,12 @@ def weighted_loss(
 
 
 def apply_soft_cap(logits: Tensor, soft_cap: float | None) -> Tensor:
-    """Returns soft_cap * tanh(logits / soft_cap), or the logits as they are without a soft cap."""
+    """Return soft_cap * tanh(logits / soft_cap), or the logits as they are without a soft cap."""
     return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
 
 def _local_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:
-    """Returns labels relative to this rank's first row; those of other ranks are outside 0 .. V - 1 and match none."""
+    """Return labels relative to this rank's first row; those of other ranks are outside 0 .. V - 1 and match none."""
     return labels if group is None else labels - group.rank * weight.shape[0]
 
 

@@ -54,7 +54,7 @@ class LoRALayer(nn.Module):
         self.b = nn.Parameter(torch.empty(*stack, out_features, rank))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-        """Returns [T, out] for x [T, in] of a linear layer: the product with its weight and bias, and the adapter's.
+        """Return [T, out] for x [T, in] of a linear layer: the product with its weight and bias, and the adapter's.
 
         `rows` of b are this rank's of a shared head.
         """
@@ -62,23 +62,25 @@ class LoRALayer(nn.Module):
         return lora_linear(x, weight, bias, a, b, self.scale)
 
     def parts(self, dtype: torch.dtype, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Returns a and b as this rank uses them, in the dtype of the computation."""
+        """Return a and b as this rank uses them, in the dtype of the computation."""
         a = local(self.a)
         b = local(self.b)
         return a.to(dtype), (b if rows is None else b[rows]).to(dtype)
 
     def extra_repr(self) -> str:
+        """Describe the module in one line."""
         return f"{tuple(self.a.shape)}, {tuple(self.b.shape)}, scale={self.scale:g}"
 
 
 class MultiLoRALayer(nn.ModuleDict):
     """Several adapters of one matrix, or of one matrix of every expert, by name: `LoRALayer`s of any ranks and
-    scales."""
+    scales.
+    """
 
     enabled = True
 
     def forward(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping, rows: slice | None = None) -> Tensor:
-        """Returns out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LoRALayer`."""
+        """Return out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LoRALayer`."""
         if not self._has_any(lora_mapping.names):
             return out
         added = self._add_to(
@@ -87,12 +89,12 @@ class MultiLoRALayer(nn.ModuleDict):
         return lora_mapping.unsort(added)
 
     def part(self, name: str) -> LoRALayer | None:
-        """Returns the adapter of this name, None if this matrix has none."""
+        """Return the adapter of this name, None if this matrix has none."""
         lora = self._modules.get(name)
         return lora if isinstance(lora, LoRALayer) else None
 
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
-        """Returns out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by expert, then adapter.
+        """Return out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by expert, then adapter.
 
         Args:
             names: the n adapters that rows may have; one that this matrix lacks adds nothing.
@@ -106,7 +108,7 @@ class MultiLoRALayer(nn.ModuleDict):
     def _add_to(
         self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor, rows: slice | None = None
     ) -> Tensor:
-        """Returns out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by group.
+        """Return out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by group.
 
         Every adapter of `names` has a gradient, 0 without rows: ranks that sum gradients need the same ones.
         """
@@ -132,14 +134,14 @@ class MultiLoRALayer(nn.ModuleDict):
 
 
 def prefers_loop(x: Tensor) -> bool:
-    """Returns whether a product for each group of rows is faster than grouped ones, which stack all matrices."""
+    """Return whether a product for each group of rows is faster than grouped ones, which stack all matrices."""
     return x.is_cpu
 
 
 def _groups(
     counts: Sequence[int], of_expert: int, places: Mapping[int, tuple[int, float]], *, stacked: bool
 ) -> list[LoRAGroup]:
-    """Returns the groups of rows that are not empty.
+    """Return the groups of rows that are not empty.
 
     Args:
         counts: of every group, `of_expert` of each expert.
@@ -156,14 +158,14 @@ def _groups(
 
 
 def _padded(part: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """Returns a and b with zeros appended up to `rank`, which add nothing."""
+    """Return a and b with zeros appended up to `rank`, which add nothing."""
     a, b = part
     missing = rank - a.shape[-2]
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else part
 
 
 def _scaled(hidden: Tensor, scales: Sequence[float], counts: Tensor) -> Tensor:
-    """Returns rows hidden [N, r] times the scale of the group of each, rounded once."""
+    """Return rows hidden [N, r] times the scale of the group of each, rounded once."""
     if len({*scales}) == 1:
         return hidden * scales[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -41,7 +41,7 @@ class LoRAMapping:
 
     @classmethod
     def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> LoRAMapping:
-        """Returns the rows of adapter indices `ids`, int64 [T] on the CPU, on `device`.
+        """Return the rows of adapter indices `ids`, int64 [T] on the CPU, on `device`.
 
         Args:
             names: the adapters that the indices mean; `NO_LORA` is none of them.
@@ -75,11 +75,11 @@ class LoRAMapping:
         return tuple(found)
 
     def rows(self, first: int, last: int) -> LoRAMapping:
-        """Returns the adapters of the rows from `first` to before `last`."""
+        """Return the adapters of the rows from `first` to before `last`."""
         return LoRAMapping.of(self.names, self.host_ids[first:last], self.ids.device)
 
     def repeated(self, row: int, count: int) -> LoRAMapping:
-        """Returns the adapters of `count` rows that all have that of `row`."""
+        """Return the adapters of `count` rows that all have that of `row`."""
         return LoRAMapping.of(self.names, self.host_ids[row].expand(count), self.ids.device)
 
     @property
@@ -88,7 +88,7 @@ class LoRAMapping:
         return self.tp_shard or self
 
     def sort(self, x: Tensor) -> Tensor:
-        """Returns rows x [T, ...] sorted by adapter."""
+        """Return rows x [T, ...] sorted by adapter."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def unsort(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class LoRAMapping:
         return x if self.inverse is None else x.index_select(0, self.inverse)
 
     def gathered(self, group: Group) -> LoRAMapping:
-        """Returns the adapters of the rows of all ranks, in the order in which `all_gather` joins the rows."""
+        """Return the adapters of the rows of all ranks, in the order in which `all_gather` joins the rows."""
         ids = all_gather(self.ids, group)
         order = ids.argsort(stable=True)
         counts = ids.new_zeros(len(self.names) + 1).scatter_add_(0, ids, torch.ones_like(ids))

@@ -70,7 +70,8 @@ def add_lora_like(model: nn.Module, like: nn.Module) -> None:
 
 def share_frozen(model: nn.Module, owner: nn.Module) -> None:
     """Make frozen parameters of `model` those of `owner` with the same name, shape and dtype, also where both are
-    sharded alike; before the first forward."""
+    sharded alike; before the first forward.
+    """
     theirs = {name: parameter for name, parameter in owner.named_parameters() if not parameter.requires_grad}
     for module_name, module in model.named_modules():
         for name, own in list(module.named_parameters(recurse=False)):
@@ -87,7 +88,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def disable_lora(model: nn.Module) -> Iterator[None]:
-    """Makes the model compute what its frozen weights alone do, until the end of the block."""
+    """Make the model compute what its frozen weights alone do, until the end of the block."""
     loras = [module for module in model.modules() if isinstance(module, LoRALayer | MultiLoRALayer)]
     for lora in loras:
         lora.enabled = False
@@ -101,7 +102,7 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
 def initializers(
     model: nn.Module, kind: Literal["zero", "gaussian", "random"], lora_name: str | None = None
 ) -> Iterator[Fill]:
-    """Yields what gives an adapter's parameters their first values, as PEFT does; see `LoRASpec.init`."""
+    """Yield what gives an adapter's parameters their first values, as PEFT does; see `LoRASpec.init`."""
     for prefix, module in model.named_modules():
         if isinstance(module, LoRALayer) and (lora_name is None or prefix.endswith(f".{lora_name}")):
             normal = partial(nn.init.normal_, std=1 / module.a.shape[-2])
@@ -116,12 +117,12 @@ def _uniform(x: Tensor) -> Tensor:
 
 
 def is_lora(name: str) -> bool:
-    """Returns whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora." in name
 
 
 def lora_parameter_names(matrix: str, lora_name: str | None = None) -> tuple[str, str]:
-    """Returns the names of a and b of a matrix's adapter, which has a name where there are several."""
+    """Return the names of a and b of a matrix's adapter, which has a name where there are several."""
     owner, _, last = matrix.rpartition(".")
     prefix = f"{owner}.lora" if last == "weight" else f"{owner}.lora.{last}"
     if lora_name is not None:
@@ -130,7 +131,7 @@ def lora_parameter_names(matrix: str, lora_name: str | None = None) -> tuple[str
 
 
 def single_lora_names(matrices: Iterable[str], lora_name: str | None) -> dict[str, str]:
-    """Returns the names of an adapter's tensors, each with the one that it has where the adapter is the only one."""
+    """Return the names of an adapter's tensors, each with the one that it has where the adapter is the only one."""
     return {
         name: alone
         for matrix in matrices
@@ -141,7 +142,7 @@ def single_lora_names(matrices: Iterable[str], lora_name: str | None) -> dict[st
 def merge_lora_weights(
     weights: Iterable[tuple[str, Tensor]], lora_weights: Mapping[str, Tensor], sizes: Mapping[str, LoRASize]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole weights with their adapters merged, in the weights' dtypes.
+    """Yield whole weights with their adapters merged, in the weights' dtypes.
 
     Args:
         weights: (name, whole tensor) of the frozen model.
@@ -156,7 +157,7 @@ def merge_lora_weights(
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns weight + scale * b a in `dtype`, of a matrix or of a stack of them.
+    """Return weight + scale * b a in `dtype`, of a matrix or of a stack of them.
 
     The sum is computed in at least float32, and rounded once.
     """

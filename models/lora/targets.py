@@ -39,7 +39,7 @@ class LoRASize:
 
 
 def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
-    """Returns the adapters that `config` wants, by the native name of their matrix, in the model's order.
+    """Return the adapters that `config` wants, by the native name of their matrix, in the model's order.
 
     Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: one
     means every module whose name is it, or ends with a dot and it. Experts have the names of the checkpoint's modules,
@@ -80,7 +80,7 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
 
 
 def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
-    """Returns the native names of the matrices that can have an adapter, in the model's order."""
+    """Return the native names of the matrices that can have an adapter, in the model's order."""
     with torch.device("meta"):
         model = adapter.model_class(adapter.args)
     names = []
@@ -93,12 +93,12 @@ def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
 
 
 def hf_modules(adapter: BaseStateDictAdapter, name: str) -> list[str]:
-    """Returns the names of Hugging Face's modules that hold a matrix; one for each expert of stacked ones."""
+    """Return the names of Hugging Face's modules that hold a matrix; one for each expert of stacked ones."""
     return [hf.removesuffix(".weight") for hf in adapter.hf_names(name)]
 
 
 def _module_names(adapter: BaseStateDictAdapter, name: str) -> list[list[str]]:
-    """Returns the names of a matrix's modules in checkpoints, and in transformers' model, which stacks experts."""
+    """Return the names of a matrix's modules in checkpoints, and in transformers' model, which stacks experts."""
     return [hf_modules(adapter, name), hf_modules(adapter.in_memory, name)]
 
 
@@ -112,7 +112,7 @@ def _matches(target: str, spellings: Iterable[list[str]]) -> bool:
 def _pattern_value(
     field: str, patterns: NamePatterns[int] | NamePatterns[float], spellings: Iterable[list[str]], default: float
 ) -> float:
-    """Returns the value of the first pattern that means a matrix's modules."""
+    """Return the value of the first pattern that means a matrix's modules."""
     for modules in spellings:
         value = _common_value(field, modules, [patterns.first(module, 0) for module in modules])
         if value:
@@ -121,7 +121,7 @@ def _pattern_value(
 
 
 def _common_value(field: str, modules: Sequence[str], values: Sequence[Value]) -> Value:
-    """Returns the value that all modules of a matrix have. Raises ConfigError where some experts have another."""
+    """Return the value that all modules of a matrix have. Raises ConfigError where some experts have another."""
     for module, value in zip(modules, values, strict=True):
         if value != values[0]:
             raise ConfigError(
@@ -132,12 +132,12 @@ def _common_value(field: str, modules: Sequence[str], values: Sequence[Value]) -
 
 
 def parameter_count(shape: Sequence[int], size: LoRASize) -> int:
-    """Returns the parameters of the adapter of a matrix of this shape, or of a stack of them."""
+    """Return the parameters of the adapter of a matrix of this shape, or of a stack of them."""
     return math.prod(shape[:-2]) * size.rank * (shape[-2] + shape[-1])
 
 
 def active_parameters(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]) -> int:
-    """Returns how many parameters of adapters a token uses: of stacks of experts those of the chosen ones."""
+    """Return how many parameters of adapters a token uses: of stacks of experts those of the chosen ones."""
     active = 0
     for name, size in sizes.items():
         *experts, rows, columns = adapter.native_shapes[name]

@@ -217,7 +217,7 @@ def test_what_takes_no_part_in_the_loss_has_no_part_in_the_gradient(used: str) -
 
 def test_weights_without_labels_are_refused() -> None:
     head, hidden, _ = case()
-    with pytest.raises(ValueError, match="weights were given without labels"):
+    with pytest.raises(ValueError, match="weights without labels"):
         head(hidden, weights=torch.ones(T))
 
 

@@ -15,15 +15,17 @@ class CacheSpec:
 
     @property
     def token_features(self) -> int:
+        """See `CacheSpec.token_features`."""
         return 0
 
     def sequence_bytes(self, width: int) -> int:
-        """Returns the bytes that are cached for each sequence, whatever its length, by a model whose dtype has `width`
-        bytes."""
+        """Return the bytes that are cached for each sequence, whatever its length, by a model whose dtype has `width`
+        bytes.
+        """
         return 0
 
     def local_features(self, tp: int) -> int:
-        """Returns the numbers of a token that one of `tp` ranks computes, which split the heads or share one."""
+        """Return the numbers of a token that one of `tp` ranks computes, which split the heads or share one."""
         return self.token_features
 
 
@@ -44,6 +46,7 @@ class PagedRows(CacheSpec):
 
     @property
     def token_features(self) -> int:
+        """See `CacheSpec.token_features`."""
         return self.local_features(1)
 
     def local_features(self, tp: int) -> int:

@@ -35,23 +35,23 @@ class PageBatch:
     page_of_row: Tensor | None  # int64 [B], each row's index among the P, if R is 1 and each row has one page here
 
     def read(self, cache: Tensor) -> Tensor:
-        """Returns the pages of one layer's cache in the dtype of the scores, as a view if they are a range."""
+        """Return the pages of one layer's cache in the dtype of the scores, as a view if they are a range."""
         pages = cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
         return pages.to(self.bias.dtype)
 
     def gather_rows(self, rows: Tensor, n_kv_heads: int) -> Tensor:
-        """Returns rows [B, H, ...] of each slot: [P, n_kv_heads, R, H / n_kv_heads, ...]."""
+        """Return rows [B, H, ...] of each slot: [P, n_kv_heads, R, H / n_kv_heads, ...]."""
         n_pages, _, slots = self.bias.shape[:3]
         picked = rows.index_select(0, self.slot_rows)
         return picked.view(n_pages, slots, n_kv_heads, -1, *rows.shape[2:]).transpose(1, 2)
 
     def flatten_slots(self, values: Tensor) -> Tensor:
-        """Returns values [P, n_kv_heads, R, H / n_kv_heads, ...] as one row per slot: [P · R, H · ...]."""
+        """Return values [P, n_kv_heads, R, H / n_kv_heads, ...] as one row per slot: [P · R, H · ...]."""
         return values.transpose(1, 2).reshape(len(self.slot_rows), -1)
 
 
 def attend_to_pages(q: Tensor, paged: PagedTensors, batches: Sequence[PageBatch], spec: AttentionSpec) -> Tensor:
-    """Returns attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages in one layer.
+    """Return attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages in one layer.
 
     Args:
         batches: the pages that the sequences see through the window of `spec`, as `page_batches` makes them.
@@ -86,7 +86,7 @@ def attend_to_pages(q: Tensor, paged: PagedTensors, batches: Sequence[PageBatch]
 
 
 def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: PageBatch, spec: AttentionSpec) -> Tensor:
-    """Returns attention [B, H, V] of short sequences: none has a second page, so an ordinary softmax is enough."""
+    """Return attention [B, H, V] of short sequences: none has a second page, so an ordinary softmax is enough."""
     assert batch.page_of_row is not None
     queries = batch.gather_rows(q, keys.shape[1]).flatten(2, 3)
     scores = spec.apply_soft_cap(torch.matmul(queries, batch.read(keys).transpose(-1, -2))).add(batch.bias[:, :, 0])
@@ -98,7 +98,7 @@ def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: PageBat
 def page_batches(
     pages: np.ndarray, lengths: np.ndarray, cache: PagedCache, window: int | None, dtype: torch.dtype
 ) -> list[PageBatch]:
-    """Returns the pages that the decode rows see through `window`: those of one row, and those that rows share.
+    """Return the pages that the decode rows see through `window`: those of one row, and those that rows share.
 
     A shared page is read once for up to `_MAX_SLOTS` rows, which saves memory traffic for the samples of a prompt.
     """
@@ -130,7 +130,7 @@ def _page_batch(
     cache: PagedCache,
     dtype: torch.dtype,
 ) -> PageBatch:
-    """Returns a batch of pages with `slots` rows per page.
+    """Return a batch of pages with `slots` rows per page.
 
     Args:
         entries: arrays of page, decode row, position of the page's first token, and number of the entry among those

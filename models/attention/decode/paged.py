@@ -114,16 +114,18 @@ class PagedAttention(AttentionMeta):
         return self._on_device(np.pad(positions, padding))
 
     def prepare(self, hidden: Tensor) -> None:
+        """See `AttentionMeta.prepare`."""
         if self._packed is not None:
             self._packed.prepare(hidden)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
+        """See `AttentionMeta.document_lengths`."""
         lengths = [self.decode.lengths, *(np.full(chunk.length, chunk.document_length) for chunk in self.chunks)]
         lengths.append(np.ones(self._n_padding, dtype=np.int64))
         return torch.from_numpy(np.concatenate(lengths))
 
     def _cache_rows(self) -> dict[int, Tensor]:
-        """Returns `PagedCache.token_rows` of every token of this forward, then of the duplicates."""
+        """Return `PagedCache.token_rows` of every token of this forward, then of the duplicates."""
         size, decode = self.cache.page_size, self.decode
         last = decode.lengths - 1
         pages, positions = [decode.pages[np.arange(self.n_decode), last // size]], self._positions
@@ -138,6 +140,7 @@ class PagedAttention(AttentionMeta):
         return self.cache.token_rows(np.concatenate(pages), positions % size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
         q, k, v = self._prepare(layer, q, k, v)
         outs, first = list[Tensor](), self.n_decode
         if first:
@@ -147,6 +150,7 @@ class PagedAttention(AttentionMeta):
         return self._concat_outputs(outs)
 
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """See `AttentionMeta.run_recurrence`."""
         outs, first = list[Tensor](), self.n_decode
         if first:
             slots, fresh, documents = self._decode_states
@@ -179,14 +183,15 @@ class PagedAttention(AttentionMeta):
     def _states(
         self, slots: np.ndarray, fresh: np.ndarray, lengths: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None, PackedDocuments]:
-        """Returns the slots, which sequences begin (None if none), and the tokens of this forward as documents."""
+        """Return the slots, which sequences begin (None if none), and the tokens of this forward as documents."""
         bounds = self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
         mask = self._on_device(fresh) if fresh.any() else None
         return self._on_device(np.ascontiguousarray(slots)), mask, PackedDocuments(bounds, max(lengths), lengths)
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
-        narrower."""
+        narrower.
+        """
         q, rows = self._prepare(layer, q, keys.rows)
         outs, first = list[Tensor](), self.n_decode
         if first:
@@ -243,19 +248,19 @@ class PagedAttention(AttentionMeta):
         return unpadded
 
     def _zero_nonfinite(self, rows: Tensor) -> Tensor:
-        """Returns rows [T, heads, features], with zeros in those that are not finite, which are `overflowed`."""
+        """Return rows [T, heads, features], with zeros in those that are not finite, which are `overflowed`."""
         wrong = ~rows.isfinite().flatten(1).all(1)
         self.overflowed = wrong if self.overflowed is None else self.overflowed | wrong
         return rows.masked_fill(wrong.view(-1, 1, 1), 0)
 
     def _concat_outputs(self, outs: list[Tensor]) -> Tensor:
-        """Returns the results of this forward's tokens, and zeros for its padding."""
+        """Return the results of this forward's tokens, and zeros for its padding."""
         if self._n_padding:
             outs.append(outs[0].new_zeros(self._n_padding, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """Returns attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages."""
+        """Return attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages."""
         paged = self.cache.layers[layer]
         if decode_kernel.can_use(q, paged):
             return decode_kernel.attend(q, paged, self.decode.pages, self.decode.lengths, spec)
@@ -274,8 +279,9 @@ class PagedAttention(AttentionMeta):
         spec: AttentionSpec,
         expand: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Returns attention [S, H, V] of the chunks: packed documents if they start a sequence, else with the cache,
-        whose rows, and the rows' adapters, `expand` turns into keys and values."""
+        """Return attention [S, H, V] of the chunks: packed documents if they start a sequence, else with the cache,
+        whose rows, and the rows' adapters, `expand` turns into keys and values.
+        """
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.documents.lengths) == len(self.chunks):
             return self._packed.attend(layer, q, k, v, spec)

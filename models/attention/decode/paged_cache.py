@@ -41,7 +41,7 @@ class PagedTensors:
         return (self.keys,) if self.rows.values_in_keys else (self.keys, self.values)
 
     def layer(self, index: int) -> PagedTensors:
-        """Returns the pages of one of the layers, as views."""
+        """Return the pages of one of the layers, as views."""
         return PagedTensors(self.rows, self.keys[index], self.values[index])
 
 
@@ -91,8 +91,9 @@ class PagedCache:
         return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
 
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
-        """Returns the rows [T · heads] of tokens in a layer's cache as a matrix [n_pages · heads · page_size,
-        features], for each number of heads that layers have."""
+        """Return the rows [T · heads] of tokens in a layer's cache as a matrix [n_pages · heads · page_size,
+        features], for each number of heads that layers have.
+        """
         rows = {}
         for n_heads in {rows.heads for rows in self._members}:
             numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
@@ -110,8 +111,9 @@ class PagedCache:
                 memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
 
     def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
-        """Returns the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values
-        unless they are in the keys."""
+        """Return the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values
+        unless they are in the keys.
+        """
         stored = self.layers[layer].stored
         return [cache.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length] for cache in stored]
 
@@ -124,7 +126,7 @@ class PagedCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros; on a CPU they use memory only once written, so a large cache costs nothing until used."""
+    """Return zeros; on a CPU they use memory only once written, so a large cache costs nothing until used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size, alignment = math.prod(shape) * dtype.itemsize, 64

@@ -39,7 +39,7 @@ class StateCache:
         }
 
     def read(self, layer: int, slots: Tensor, fresh: Tensor | None) -> RecurrentState:
-        """Returns the states in `slots` int64 [B], and zeros where `fresh` bool [B] says that a sequence begins."""
+        """Return the states in `slots` int64 [B], and zeros where `fresh` bool [B] says that a sequence begins."""
         state = tuple(cache.index_select(0, slots) for cache in self.layers[layer])
         if fresh is None:
             return state

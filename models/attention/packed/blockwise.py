@@ -45,22 +45,23 @@ class _Blocks:
         self.masks: dict[tuple[int, int, int], Tensor] = {}
 
     def spans(self) -> Iterator[tuple[slice, slice, tuple[int, int, int]]]:
-        """Yields each block's rows of the queries, its rows of the keys, and its (first key, first query, end) as
-        positions in the document."""
+        """Yield each block's rows of the queries, its rows of the keys, and its (first key, first query, end) as
+        positions in the document.
+        """
         offset = self.keys - self.queries
         for start in range(offset, self.keys, self.block):
             low, end = 0 if self.window is None else max(0, start - self.window + 1), min(start + self.block, self.keys)
             yield slice(start - offset, end - offset), slice(low, end), (low, start, end)
 
     def groups(self, heads_per_group: int, groups: int) -> Iterator[slice]:
-        """Yields the head groups to compute at a time."""
+        """Yield the head groups to compute at a time."""
         size = heads_per_group * self.block * self.keys * self.like.element_size()
         budget = CPU_PROBABILITIES_BYTES if self.like.device.type == "cpu" else GPU_PROBABILITIES_BYTES
         step = max(1, budget // size)
         return (slice(start, start + step) for start in range(0, groups, step))
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns a @ b, with sinks in all but the last column of the result."""
+        """Return a @ b, with sinks in all but the last column of the result."""
         if self.sinks is None:
             return torch.bmm(a, b)
         out = a.new_empty(a.shape[0], a.shape[1], b.shape[2] + 1)
@@ -68,13 +69,13 @@ class _Blocks:
         return out
 
     def drop_sink_column(self, x: Tensor) -> Tensor:
-        """Returns the columns of keys, without that of the sinks."""
+        """Return the columns of keys, without that of the sinks."""
         return x if self.sinks is None else x[..., :-1]
 
     def probabilities(
         self, n: slice, q: Tensor, k: Tensor, span: tuple[int, int, int], *, needs_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the softmax over keys and sinks, and if asked for the slope [g, rows, end - low] of the soft cap.
+        """Return the softmax over keys and sinks, and if asked for the slope [g, rows, end - low] of the soft cap.
 
         Args:
             n: the head groups of q and k.
@@ -98,7 +99,7 @@ class _Blocks:
         return torch.softmax(columns, dim=-1), slope
 
     def _mask(self, low: int, start: int, end: int) -> Tensor:
-        """Returns [end - start, end - low]: 0 where query start + i sees key low + j, else -inf."""
+        """Return [end - start, end - low]: 0 where query start + i sees key low + j, else -inf."""
         key = (start - low, end - start, end - low)
         if key not in self.masks:
             i = torch.arange(start, end, device=self.like.device).unsqueeze(1)
@@ -111,12 +112,12 @@ class _Blocks:
 
 
 def group_heads(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Returns x [B, S, H, D] as a contiguous [B * groups, H / groups, S, D]."""
+    """Return x [B, S, H, D] as a contiguous [B * groups, H / groups, S, D]."""
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1).to(dtype).contiguous()
 
 
 def ungroup_heads(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """Returns x [B * G, R, S, D] as a contiguous [B, S, G * R, D]."""
+    """Return x [B * G, R, S, D] as a contiguous [B, S, G * R, D]."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
 
@@ -177,7 +178,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) ->
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Returns attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
+    """Return attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
 
     Uses `scaled_dot_product_attention` for short and for long documents, and on a GPU for all without a window; blocks
     otherwise, and for soft-capped scores and sinks.

@@ -16,13 +16,13 @@ from archon.parallel.transfer import to_device_async
 
 
 def check_lengths(documents: int, tokens: int) -> None:
-    """Raises ValueError unless the documents have as many tokens as were given."""
+    """Raise ValueError unless the documents have as many tokens as were given."""
     if documents != tokens:
         raise ValueError(f"documents of {documents} tokens in all, but {tokens} tokens were given; check cu_seqlens")
 
 
 def cu_seqlens_from_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns int32 [B + 1], the boundaries on `device` of documents of these lengths, one after another."""
+    """Return int32 [B + 1], the boundaries on `device` of documents of these lengths, one after another."""
     return to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
 
@@ -68,8 +68,9 @@ class PackedDocuments:
         return DocumentChunks.from_lengths(self.lengths, self.cu_seqlens.device)
 
     def runs(self, short: int) -> list[tuple[tuple[int, ...], Routes | None]]:
-        """Returns the documents in runs of those of at most `short` tokens, with what their tokens see, and of others;
-        computed once for each `short`."""
+        """Return the documents in runs of those of at most `short` tokens, with what their tokens see, and of others;
+        computed once for each `short`.
+        """
         if short not in self._runs:
             runs = [
                 (tuple(run), is_short) for is_short, run in groupby(self.lengths, key=lambda length: length <= short)
@@ -78,7 +79,7 @@ class PackedDocuments:
         return self._runs[short]
 
     def spaced(self, gap: int) -> SpacedRows:
-        """Returns the rows of the documents with `gap` rows before each; computed once for each gap."""
+        """Return the rows of the documents with `gap` rows before each; computed once for each gap."""
         if gap not in self._spaced:
             self._spaced[gap] = SpacedRows.from_lengths(self.lengths, gap, self.cu_seqlens.device)
         return self._spaced[gap]
@@ -102,7 +103,7 @@ class SpacedRows:
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], gap: int, device: torch.device) -> SpacedRows:
-        """Returns the rows of documents of these lengths."""
+        """Return the rows of documents of these lengths."""
         counts = torch.tensor(lengths)
         ends = (counts + gap).cumsum(0)
         gaps = torch.arange(gap)
@@ -137,7 +138,7 @@ class DocumentChunks:
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> DocumentChunks:
-        """Returns the chunks of documents of these lengths: of 64 tokens, or as few as the longest one has."""
+        """Return the chunks of documents of these lengths: of 64 tokens, or as few as the longest one has."""
         size = min(MAX_CHUNK, 1 << (max(lengths) - 1).bit_length())
         counts = (torch.tensor(lengths) + size - 1) // size
         order = counts.argsort(descending=True, stable=True)
@@ -171,12 +172,12 @@ class GatheredKeys:
         self._shard = shard
 
     def in_pack_order(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns k and v [T, G, D] in the order of the pack, from kv [T, 2 G, D] in the order of the ranks."""
+        """Return k and v [T, G, D] in the order of the pack, from kv [T, 2 G, D] in the order of the ranks."""
         k, v = kv.index_select(0, self._shard.inverse).chunk(2, dim=1)
         return k, v
 
     def by_chunk(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns k and v [K, G, D] of every chunk's keys, one chunk after another, from kv as in `in_pack_order`."""
+        """Return k and v [K, G, D] of every chunk's keys, one chunk after another, from kv as in `in_pack_order`."""
         k, v = kv.index_select(0, self.chunk_rows).chunk(2, dim=1)
         return k, v
 

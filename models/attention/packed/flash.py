@@ -30,16 +30,19 @@ class FlashAttention(AttentionBackend):
     saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward"})
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """See `AttentionBackend.unsupported_reason`."""
         reason = flash_unsupported_reason(device, dtype)
         if reason is None and importlib.util.find_spec("flash_attn") is None:
             return "flash-attn is not installed (pip install 'archon-engine[flash]')"
         return reason
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_packed`."""
         bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
         return _attend(q, k, v, _Flash(bounds, bounds, spec))
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_prefixed`."""
         return cascade_attention(q, k, v, shared, spec, _attend, _Flash)
 
 
@@ -54,7 +57,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Flash) -> Tensor:
 @dataclass
 class _Flash(KernelWithLse):
     """`flash_attn_varlen_func` of documents, with the boundaries of their queries and of their keys, in the two halves
-    that it has for itself."""
+    that it has for itself.
+    """
 
     queries: Bounds
     keys: Bounds

@@ -41,9 +41,11 @@ class ScaledDotProductAttention(AttentionBackend):
     prefers_equal_lengths = True
 
     def prepare_packed(self, documents: PackedDocuments) -> None:
+        """See `AttentionBackend.prepare_packed`."""
         _ = documents.length_tensor
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_packed`."""
         if torch.compiler.is_compiling() and spec.causal:
             options = spec.window or 0, spec.scale, spec.sinks, spec.soft_cap or 0.0
             return _packed_operator(q, k, v, documents.length_tensor, *options)
@@ -60,7 +62,7 @@ class ScaledDotProductAttention(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        """Computes adjacent chunks of equal shape together."""
+        """Compute adjacent chunks of equal shape together."""
         spec = spec.with_wide_sinks(q.dtype)
         pack, outs, row = keys.in_pack_order(kv), list[Tensor](), 0
         chunks = zip(keys.query_lengths, keys.key_spans, strict=True)
@@ -73,12 +75,13 @@ class ScaledDotProductAttention(AttentionBackend):
         return torch.cat(outs)
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_prefixed`."""
         return prefix_attention(q, k, v, shared, spec)
 
 
 @torch.compiler.disable
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """Returns attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
+    """Return attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
 
     Eager under `torch.compile`, which would otherwise recompile for each set of lengths.
     """

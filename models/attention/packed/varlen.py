@@ -34,20 +34,25 @@ class VarlenAttention(AttentionBackend):
     saved_ops = frozenset({"torch_attn::_varlen_attn"})
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """See `AttentionBackend.unsupported_reason`."""
         return flash_unsupported_reason(device, dtype)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_packed`."""
         bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
         return _attend(q, k, v, _Varlen(bounds, bounds, spec))
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_prefixed`."""
         return cascade_attention(q, k, v, shared, spec, _attend, _Varlen)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
+        """See `AttentionBackend.prepare_gathered`."""
         _ = keys.chunk_rows, keys.cu_seqlens
 
     def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
+        """See `AttentionBackend.attend_gathered`."""
         k, v = keys.by_chunk(kv)
         cu_q, cu_k = keys.cu_seqlens
         return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec))
@@ -107,7 +112,7 @@ def _check_parts() -> None:
 
 @functools.cache
 def _has_enable_gqa() -> bool:
-    """Returns whether this torch needs `enable_gqa` for fewer key heads than query heads, as 2.13 does."""
+    """Return whether this torch needs `enable_gqa` for fewer key heads than query heads, as 2.13 does."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -45,7 +45,7 @@ def cascade_attention(
     attend: Attend,
     make_kernel: MakeKernel,
 ) -> Tensor:
-    """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
+    """Return causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
     cascade, outs, first = shared.cascade, list[Tensor](), 0
     check_lengths(sum(length for _, length, _ in shared.parents), len(q))
     for trees in shared.trees:
@@ -130,5 +130,5 @@ def _rows(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Te
 
 
 def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:
-    """Returns [T, H, 1], the part of the probabilities that those of log-sum-exp [H, T] have."""
+    """Return [T, H, 1], the part of the probabilities that those of log-sum-exp [H, T] have."""
     return (lse - merged).exp().t().unsqueeze(-1)

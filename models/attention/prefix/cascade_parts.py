@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> Bounds:
-        """Returns the boundaries of documents of these lengths, on `device`."""
+        """Return the boundaries of documents of these lengths, on `device`."""
         return cls(cu_seqlens_from_lengths(lengths, device), max(lengths))
 
 
@@ -40,7 +40,7 @@ class Part:
 
     @classmethod
     def from_spans(cls, queries: Sequence[Spans], keys: Sequence[Spans], device: torch.device) -> Part:
-        """Returns the documents of these spans of tokens."""
+        """Return the documents of these spans of tokens."""
         bounds, rows = list[Bounds](), list[Tensor]()
         for side in (queries, keys):
             bounds.append(Bounds.from_lengths([sum(length for _, length in spans) for spans in side], device))
@@ -87,14 +87,14 @@ class Cascade:
         return Part.from_spans(queries, keys, self.device)
 
     def expand_window(self, window: int) -> Part:
-        """Returns each run with the keys that a window's queries see: some of its context's, and its own."""
+        """Return each run with the keys that a window's queries see: some of its context's, and its own."""
         if window not in self._expanded:
             keys = [[*self._tail(path, window - 1), own] for path, own in zip(self._paths, self._spans, strict=True)]
             self._expanded[window] = Part.from_spans([[span] for span in self._spans], keys, self.device)
         return self._expanded[window]
 
     def _tail(self, path: tuple[int, ...], tokens: int) -> list[tuple[int, int]]:
-        """Returns the spans of the last `tokens` of a context, or of all if it has fewer."""
+        """Return the spans of the last `tokens` of a context, or of all if it has fewer."""
         spans = list[tuple[int, int]]()
         for first, length in (self._spans[run] for run in reversed(path)):
             if seen := min(length, tokens):

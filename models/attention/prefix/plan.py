@@ -88,14 +88,14 @@ class SharedPrefixes:
     parents: tuple[tuple[int, int, int], ...]
 
     def to(self, device: torch.device) -> SharedPrefixes:
-        """Returns a copy whose indices are on `device`."""
+        """Return a copy whose indices are on `device`."""
         runs = tuple(replace(batch, index=to_device_async(batch.index, device)) for batch in self.runs)
         trees = tuple(tree.to(device) for tree in self.trees)
         rows, gather_index = (to_device_async(x, device) for x in (self.rows, self.gather_index))
         return replace(self, rows=rows, gather_index=gather_index, trees=trees, runs=runs)
 
     def padded(self, padding: int) -> SharedPrefixes:
-        """Returns the same with `padding` more computed tokens at the end, one more document that no token uses."""
+        """Return the same with `padding` more computed tokens at the end, one more document that no token uses."""
         if not padding:
             return self
         first = sum(length for _, length, _ in self.parents)
@@ -103,7 +103,7 @@ class SharedPrefixes:
         return replace(self, runs=(*self.runs, extra), parents=(*self.parents, (first, padding, -1)))
 
     def counts(self) -> Tensor:
-        """Returns how many of the pack's tokens use each computed one: int64 [U]."""
+        """Return how many of the pack's tokens use each computed one: int64 [U]."""
         return torch.zeros_like(self.rows).scatter_add_(0, self.gather_index, torch.ones_like(self.gather_index))
 
     @cached_property
@@ -141,7 +141,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool = True) -> SharedPrefixes | None:
-    """Returns the shared prefixes of a pack's documents; None if they save less than they cost.
+    """Return the shared prefixes of a pack's documents; None if they save less than they cost.
 
     Args:
         tokens: int64 [T] on the CPU.
@@ -188,7 +188,7 @@ def _length(node: PrefixNode) -> int:
 
 
 def _is_worthwhile(tokens: int, computed: int, forest: PrefixForest, lengths: Sequence[int]) -> bool:
-    """Returns whether computing `computed` of `tokens` tokens takes less time.
+    """Return whether computing `computed` of `tokens` tokens takes less time.
 
     Without sharing the documents of one length are one call of attention; here the runs of one length are, at least.
     """
@@ -206,7 +206,7 @@ def _runs(batch: Sequence[PrefixNode], number: dict[int, int]) -> Runs:
 
 @torch.compiler.disable
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-    """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
+    """Return causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
     sizes = [trees.tokens for trees in shared.trees] + [batch.tokens for batch in shared.runs]
     check_lengths(sum(sizes), len(q))
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
@@ -228,7 +228,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, sp
 
 
 def _context(batch: Runs, of_runs: Sequence[Tensor], window: int | None) -> Tensor:
-    """Returns the keys or values [N, n, G, D] before each run: all, or those that a window's first query sees."""
+    """Return the keys or values [N, n, G, D] before each run: all, or those that a window's first query sees."""
     last = batch.before if window is None else min(batch.before, window - 1)
     contexts = [torch.cat([of_runs[run] for run in context])[batch.before - last :] for context in batch.contexts]
     stacked = torch.stack(contexts)

@@ -33,7 +33,7 @@ class PrefixNode:
         self.ends = False
 
     def walk(self) -> Iterator[PrefixNode]:
-        """Yields this node and all below it, each before those below it, and a branch before the next one."""
+        """Yield this node and all below it, each before those below it, and a branch before the next one."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -41,7 +41,7 @@ class PrefixNode:
             waiting += reversed(node.children)
 
     def path(self) -> list[PrefixNode]:
-        """Returns the nodes from the first token to this one, which is last."""
+        """Return the nodes from the first token to this one, which is last."""
         nodes = [self]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
@@ -99,7 +99,7 @@ class PrefixForest:
 
 
 def _calls(root: PrefixNode) -> int:
-    """Returns how many runs are computed for themselves because of this root.
+    """Return how many runs are computed for themselves because of this root.
 
     Branches that would be trees of their own are cheap; after a beginning each run of theirs is one more call.
     """
@@ -122,7 +122,7 @@ def _prune(root: PrefixNode) -> None:
 
 
 def _build_forest(documents: Sequence[np.ndarray]) -> tuple[list[PrefixNode], list[PrefixNode]]:
-    """Returns the roots, and the node that each document ends with."""
+    """Return the roots, and the node that each document ends with."""
     order = sorted(range(len(documents)), key=lambda i: documents[i].tobytes())
     roots, end, path = list[PrefixNode](), dict[int, PrefixNode](), list[PrefixNode]()
     common = [0, *(_common_prefix_length(documents[a], documents[b]) for a, b in pairwise(order))]

@@ -29,7 +29,7 @@ TreePaths = list[list[int]]
 
 
 def tree_paths(lengths: Sequence[int], shared: Sequence[int]) -> TreePaths:
-    """Returns the tree of documents of these lengths; document i starts with shared[i] tokens of document i - 1."""
+    """Return the tree of documents of these lengths; document i starts with shared[i] tokens of document i - 1."""
     paths: TreePaths = []
     path: list[int] = []
     for length, common in zip(lengths, shared, strict=True):
@@ -55,7 +55,7 @@ class Trees:
 
     @classmethod
     def from_paths(cls, trees: Sequence[TreePaths]) -> Trees:
-        """Returns the batch of these trees."""
+        """Return the batch of these trees."""
         return cls(Routes.from_trees(trees))
 
     @property
@@ -78,7 +78,8 @@ class Trees:
     @cached_property
     def distance(self) -> Tensor:
         """int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it. Padding
-        sees only itself."""
+        sees only itself.
+        """
         routes, counts = self.routes, np.diff(self.routes.trees)
         size, lengths = int(counts.max()), np.diff(routes.starts)
         distance = np.full((len(counts) * size, size), -1, dtype=np.int16)
@@ -90,7 +91,7 @@ class Trees:
         return self._moved(padded)
 
     def to(self, device: torch.device) -> Trees:
-        """Returns the same for `device`."""
+        """Return the same for `device`."""
         return Trees(self.routes, device)
 
     def _places(self) -> np.ndarray:
@@ -105,14 +106,15 @@ class Trees:
 
 
 def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
-    """Returns trees, given smallest first, in groups to be padded together: sizes differ at most by a factor of 2, or
-    are at most 16."""
+    """Return trees, given smallest first, in groups to be padded together: sizes differ at most by a factor of 2, or
+    are at most 16.
+    """
     groups = groupby(trees, key=lambda paths: max(len(paths) - 1, 15).bit_length())
     return [list(group) for _, group in groups]
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: AttentionSpec) -> Tensor:
-    """Returns attention along paths [U, H, E], computed in at least float32.
+    """Return attention along paths [U, H, E], computed in at least float32.
 
     Args:
         q: [U, H, D]; k: [U, G, D] and v: [U, G, E] with H a multiple of G.
