@@ -22,7 +22,7 @@ from archon.parallel.comm import Group, all_gather, local
 
 @dataclass(frozen=True)
 class AttentionLayer(MixerSpec):
-    """Grouped-query attention: `n_heads` query heads and `n_kv_heads` key-value heads of `head_dim` features.
+    """Grouped-query attention: `n_heads` query heads, `n_kv_heads` key-value heads, `head_dim` features.
 
     Attributes:
         rope: None for a layer without positions.
@@ -77,8 +77,8 @@ class AttentionLayer(MixerSpec):
 class Attention(nn.Module):
     """Attention layer: wo(attend(rope(norm(wq x)), rope(norm(wk x)), wv x)).
 
-    Shapes: q [T, H, K], k and v [T, G, K], with T tokens, H query heads, G key heads, K features. `AttentionMeta.attend`
-    hides packing, caches and kernels.
+    Shapes: q [T, H, K], k and v [T, G, K], with T tokens, H query heads, G key heads, K features.
+    `AttentionMeta.attend` hides packing, caches and kernels.
 
     Args:
         layer: index of the layer, used by caches.

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over packed documents: each channel mixes a token with the few before it."""
+"""Causal depthwise convolution over packed documents."""
 
 from __future__ import annotations
 

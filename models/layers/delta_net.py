@@ -1,6 +1,6 @@
-"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464) as in Qwen3-Next: a mixer with a state of fixed size.
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464) as in Qwen3-Next.
 
-q, k, v = act(conv([wq x, wk x, wv x]))      g = -exp(A_log) softplus(wa x + dt_bias)      beta = sigmoid(wb x)
+q, k, v = act(conv([wq x, wk x, wv x]))    g = -exp(A_log) softplus(wa x + dt_bias)    beta = sigmoid(wb x)
 out = wo (rms_norm(gated_delta_rule(q, k, v, g, beta)) * silu(wz x))
 """
 
@@ -30,14 +30,14 @@ from archon.parallel.context import ulysses_repeat
 
 @dataclass(frozen=True)
 class DeltaNetLayer(MixerSpec):
-    """A gated delta net of `n_heads` value heads, several of which may share one of the `n_key_heads`.
+    """Gated delta net of `n_heads` value heads; several may share one of the `n_key_heads`.
 
     Attributes:
         key_dim, value_dim: features of a head's keys and queries, and of its values.
-        kernel_size: the tokens that the convolution sees.
-        norm: of each head's output.
+        kernel_size: tokens in the window of the convolution.
+        norm: norm of each head's output.
         hidden_act: activation after the convolution.
-        rule: what computes the delta rule.
+        rule: implementation of the delta rule.
     """
 
     module_name: ClassVar[str] = "delta_net"
@@ -58,9 +58,10 @@ class DeltaNetLayer(MixerSpec):
         return DeltaNet(layer, dim, self)
 
     def parameters(self, dim: int) -> int:
-        """See `MixerSpec.parameters`; the convolution and the state's products count as matrices of their sizes.
+        """Return the parameter count of its matrices; see `MixerSpec.parameters`.
 
-        A token decays, corrects, updates and reads each head's state: as many products as three matrices of its size.
+        The convolution counts as a matrix of its size. Each head's state counts as three matrices, because a token
+        decays, corrects, updates and reads it.
         """
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
         projections = dim * (2 * keys + 3 * values + 2 * self.n_heads)
@@ -83,17 +84,17 @@ class DeltaNetLayer(MixerSpec):
         return RecurrentStates((self.kernel_size - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
 
     def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
-        """See `MixerSpec.ulysses_bytes`: queries, keys and values, decay and beta in float32, and the result."""
+        """Count queries, keys, values and result in `itemsize`, decay and beta in at least float32."""
         heads, key_heads = (max(1, count // tp) for count in self.heads)
         keys = key_heads * ulysses_repeat(heads, key_heads, cp) * self.key_dim
         return 2 * (keys + heads * self.value_dim) * itemsize + 2 * heads * max(itemsize, 4)
 
 
 class DeltaNet(nn.Module):
-    """See `DeltaNetLayer`.
+    """Mixer module of `DeltaNetLayer`.
 
     Args:
-        layer: index of the layer, which a cache needs.
+        layer: index of the layer, used by caches.
         dim: width of the residual stream.
     """
 
@@ -109,7 +110,7 @@ class DeltaNet(nn.Module):
         self.wz = Linear(dim, s.n_heads * s.value_dim, bias=False, role="column", heads=s.n_heads)
         self.wa = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
         self.wb = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
-        self.wa.quantizable = self.wb.quantizable = False  # gates of a few features, which decide what a state keeps
+        self.wa.quantizable = self.wb.quantizable = False  # a few gate features that control the state
         self.q_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.kernel_size)
         self.k_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.kernel_size)
         self.v_conv = ShortConvolution(s.n_heads, s.value_dim, s.kernel_size)
@@ -121,7 +122,7 @@ class DeltaNet(nn.Module):
         """Return [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        # The head counts are read off the tensors, since a sharded projection holds fewer heads.
+        # The head counts come from the tensors, since a sharded projection holds fewer heads.
         lora_mapping = attention.lora_mapping
         q_TGK, k_TGK = (proj(x, lora_mapping).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
         v_THV, z_THV = (proj(x, lora_mapping).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
@@ -140,13 +141,16 @@ class DeltaNet(nn.Module):
         documents: PackedDocuments,
         state: RecurrentState | None,
     ) -> tuple[Tensor, RecurrentState]:
-        """Return the heads' outputs [T, H, V], and the state after each of the B documents: see
-        `AttentionMeta.run_recurrence`.
+        """Run the recurrence over B documents; see `AttentionMeta.run_recurrence`.
 
         Args:
             rows: queries and keys [T, G, 2 K], values [T, H, V], log-decay and beta [T, H, 2], before the convolution.
             filters: the convolution's weights [G, 2 K, taps] and [H, V, taps].
+            documents: boundaries of the B documents.
             state: the convolution's last inputs [B, taps - 1, channels], and the matrices [B, H, K, V].
+
+        Returns:
+            The heads' outputs [T, H, V], and the state after each document.
         """
         qk, v, gates = rows
         inputs, matrices = state or (None, None)
@@ -167,9 +171,9 @@ def _log_uniform(x: Tensor) -> Tensor:
 
 
 class LogDecay(nn.Module):
-    """The logarithm of each head's decay, -exp(A_log) softplus(a + dt_bias).
+    """Log-decay of each head, -exp(A_log) softplus(a + dt_bias).
 
-    Parameters and result are at least float32, whatever the model computes in: the decays of a document's tokens are
+    Parameters and result are in at least float32 in every model, because the decays of a document's tokens are
     multiplied.
     """
 

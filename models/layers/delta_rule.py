@@ -1,7 +1,7 @@
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) over packed documents.
 
-Each head keeps a matrix S [K, V] that maps keys to values. A token with query q, key k and value v lets it decay,
-corrects what it holds for k by a part beta of the error, and reads it:
+Each head keeps a matrix S [K, V] that maps keys to values. A token with query q, key k and value v decays S, corrects
+the value stored for k by a fraction beta of its error, and reads S with q:
 
     S_t = e^(g_t) S_{t-1} + beta_t k_t (v_t - e^(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
@@ -11,7 +11,7 @@ system,
 
     u_i + beta_i * sum over j < i of D_ij (k_i k_j) u_j = beta_i (v_i - e^(G_i) S^T k_i)
 
-and o_i = e^(G_i) S^T q_i + sum over j <= i of D_ij (q_i k_j) u_j. Everything is computed in at least float32.
+and o_i = e^(G_i) S^T q_i + sum over j <= i of D_ij (q_i k_j) u_j. All operations run in at least float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from archon.schema.errors import ConfigError
 
 L2_EPS = 1e-6
 DeltaRule = Literal["torch", "fla"]
-"""What computes the rule: the operators of torch on any device, or the kernels of the package fla on CUDA."""
+"""Implementation: torch operators on any device, or the CUDA kernels of the package fla."""
 
 
 def require_delta_rule(rule: DeltaRule, device: torch.device, dtype: torch.dtype) -> None:
@@ -57,15 +57,20 @@ def gated_delta_rule(
     state: Tensor | None = None,
     rule: DeltaRule = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Return o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
+    """Run the gated delta rule over packed documents.
 
     Args:
-        q, k: [T, G, K] with H a multiple of G, of any length: they are normalized, and q divided by sqrt(K).
-        v: [T, H, V].
-        log_decay, beta: [T, H], g and beta above.
+        q: queries [T, G, K] with H a multiple of G; normalized here and divided by sqrt(K).
+        k: keys [T, G, K], normalized here.
+        v: values [T, H, V].
+        log_decay: [T, H], g in the module's equation.
+        beta: [T, H].
         documents: the B documents of the T tokens; the state starts anew in each.
-        state: [B, H, K, V] before their first tokens; zeros by default.
-        rule: what computes documents of several tokens.
+        state: [B, H, K, V] before the first tokens; zeros by default.
+        rule: implementation for documents of several tokens.
+
+    Returns:
+        o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
     """
     if rule == "fla" and documents.max_seqlen > 1:
         return _fla_delta_rule(q, k, v, log_decay, beta, documents, state)
@@ -82,10 +87,10 @@ def gated_delta_rule(
 def _fla_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
+    """Compute `gated_delta_rule` by fla's chunked kernel, which normalizes with the same constant.
 
-    Tested against a reference of its interface (fla-core 0.6). On Hopper fla refuses a backward that Triton before
-    3.7.1 would compute wrongly, so that gradients are not yet verified on a GPU.
+    Tested against a reference of its interface (fla-core 0.6). On Hopper fla refuses its backward with Triton before
+    3.7.1, which miscompiles it, so gradients are not yet verified on a GPU.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -108,7 +113,7 @@ def _fla_delta_rule(
 def _single_token_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `gated_delta_rule` of documents of one token each, by the definition."""
+    """Compute `gated_delta_rule` for documents of one token each, by the definition."""
     state = state * log_decay.exp()[..., None, None]
     held = (k.unsqueeze(-2) @ state).squeeze(-2)
     correction = (v - held) * beta.unsqueeze(-1)
@@ -119,29 +124,31 @@ def _single_token_rule(
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Compute the rule chunk by chunk: parallel within a chunk, sequential over a document's chunks."""
     chunks = documents.chunks
-    # [N, H, C, ...]; padding has a key, a value and a beta of 0, so that it changes no state.
+    # 1. Cut into chunks [N, H, C, ...]; padding has key, value and beta 0, so it changes no state.
     q, k, v, log_decay, beta = (_to_chunks(x, chunks) for x in (q, k, v, log_decay, beta))
     total = log_decay.cumsum(-1)
     later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
-    # Masked before the exponential, which would overflow.
+    # 2. Solve for the corrections; the mask comes before the exponential, which would overflow.
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     from_start = total.exp().unsqueeze(-1)
     k_beta = k * beta.unsqueeze(-1)
-    system = (k_beta @ k.mT) * decay  # its diagonal counts as ones below
+    system = (k_beta @ k.mT) * decay  # its diagonal is ignored (unitriangular)
     solved = torch.linalg.solve_triangular(
         system, torch.cat((v * beta.unsqueeze(-1), k_beta * from_start), -1), upper=False, unitriangular=True
     )
-    of_values, of_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+    value_part, state_part = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores, reads = (q @ k.mT) * decay, q * from_start
     kept, writes = total[..., -1:].exp().unsqueeze(-1), (k * (total[..., -1:] - total).exp().unsqueeze(-1)).mT
 
+    # 3. Carry the state from chunk to chunk; shorter documents end first.
     outs, ended, first = list[Tensor](), list[Tensor](), 0
     state = state.index_select(0, chunks.order)
     for active in chunks.steps:
         ended.append(state[active:])
         state, now = state[:active], slice(first, first + active)
-        corrections = of_values[now] - of_state[now] @ state
+        corrections = value_part[now] - state_part[now] @ state
         outs.append(reads[now] @ state + scores[now] @ corrections)
         state = state * kept[now] + writes[now] @ corrections
         first += active

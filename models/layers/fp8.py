@@ -1,17 +1,17 @@
-"""Matrix products in 8-bit floating point (Micikevicius et al. 2022, arXiv:2209.05433), forward and backward.
+"""FP8 matmuls (Micikevicius et al. 2022, arXiv:2209.05433), forward and backward.
 
-An operand is rounded to 8 bits with a scale, x ≈ scale · q, where scale = max |x| / (the largest number of the format):
+An operand is quantized with a scale, x ≈ scale · q, with scale = max |x| / (largest value of the format):
 
-- `tensorwise`, as torchao's recipe of that name: one scale for each operand of the three products of a linear layer,
+- `tensorwise`, as torchao's recipe of that name: one scale for each operand of a linear layer's three matmuls,
   e4m3 for inputs and weights, e5m2 for gradients.
 - `rowwise`, as torchao's `rowwise_with_gw_hp`: e4m3 everywhere, one scale for each row of inputs, weights and
-  gradients; one for the whole weight where it is multiplied with gradients; its own gradient in the compute dtype.
+  gradients. The input gradient uses one scale for the whole weight; the weight gradient stays in the compute dtype.
 
-Experts have a scale for each row of inputs and of gradients, e4m3 and their weights' gradients in the compute dtype in
-both, as `scaled_grouped_mm` multiplies; `tensorwise` gives each expert's matrix one scale in place of one a row.
+Experts, multiplied by `scaled_grouped_mm`, use e4m3 and one scale for each row of inputs and gradients in both recipes,
+and weight gradients in the compute dtype. `tensorwise` uses one scale for each expert's matrix instead of one per row.
 
-On CUDA products are `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`, which `make test-gpu` compares with the
-emulation elsewhere: operands are rounded likewise, and multiplied in at least float32.
+CUDA uses `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`; other devices emulate them with the same rounding and
+matmuls in at least float32. `make test-gpu` compares the two.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Quantized(NamedTuple):
-    """A matrix [m, k], or a stack [E, m, k], as 8-bit `values` times a `scale`, in at least float32.
+    """FP8 `values` of a matrix [m, k], or a stack [E, m, k], times `scale` in at least float32.
 
-    The scale is [1, 1], or [m, 1] `by_row`; of a stack [E, 1, 1] or [E, m, 1].
+    The scale is [1, 1], or [m, 1] if `by_row`; for a stack [E, 1, 1] or [E, m, 1].
     """
 
     values: Tensor
@@ -45,15 +45,15 @@ class Quantized(NamedTuple):
         return self.values.to(dtype) * self.scale.to(dtype)
 
     def transposed(self) -> Quantized:
-        """Return the transpose [k, m] of a matrix, or of each of a stack, that has one scale."""
+        """Return the transpose of each matrix; each must have one scale."""
         assert not self.by_row
         return Quantized(self.values.transpose(-2, -1), self.scale, by_row=False)
 
 
 def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Tensor:
-    """Return the scale with which x [m, k] or [E, m, k] fits into an 8-bit `dtype`, see `Quantized`.
+    """Return the scale that fits x [m, k] or [E, m, k] into the FP8 `dtype`, shaped as in `Quantized`.
 
-    `groups` are the ranks that hold other parts of what the scale is of. Zeros have the smallest normal scale.
+    `groups` are the ranks with other parts of the scaled matrix or row. Zeros get the smallest normal scale.
     """
     dims = (-1,) if by_row or x.dim() == 2 else (-2, -1)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -62,13 +62,13 @@ def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[
         amax = amax.amax(0, keepdim=True)
     for group in groups:
         amax = all_reduce(amax, group, "max")
-    # Divided by a tensor: a GPU multiplies by the reciprocal of a number, whose scale rounds ties otherwise.
+    # Divide by a tensor: for a Python number a GPU multiplies by its reciprocal, which rounds ties differently.
     largest = amax.new_full((), torch.finfo(dtype).max)
     return (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
-    """Return x / scale, rounded to the nearest number of `dtype`; what is beyond its largest becomes that."""
+    """Return x / scale, rounded to the nearest value of `dtype` and clamped to its range."""
     largest = torch.finfo(dtype).max
     return Quantized((x.to(scale.dtype) / scale).clamp(-largest, largest).to(dtype), scale, by_row)
 
@@ -78,9 +78,9 @@ def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Grou
 
 
 def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
-    """Return left [m, k] times the transpose of right [n, k], in `dtype`: [m, n].
+    """Return left [m, k] @ right [n, k]^T in `dtype`: [m, n].
 
-    `use_fast_accum`: sums of products on Hopper GPUs have fewer bits, as torchao's recipes have it.
+    `use_fast_accum` sums with fewer bits on Hopper GPUs, as torchao's recipes do.
     """
     if left.values.is_cuda:
         return fp8_scaled_mm(left, right, dtype, use_fast_accum)
@@ -89,7 +89,7 @@ def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fas
 
 
 def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
-    """Same as `fp8_matmul`, by the 8-bit kernel, whose operands are contiguous along k."""
+    """Compute `fp8_matmul` by the CUDA kernel, which needs operands contiguous along k."""
     by_row = left.by_row or right.by_row
     recipe = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
     scales = [x.scale.expand(x.values.shape[0], 1).contiguous() if by_row else x.scale for x in (left, right)]
@@ -106,12 +106,12 @@ def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fas
 
 
 def _contiguous(values: Tensor) -> Tensor:
-    """Return 8-bit values [..., m, k] in memory of their own, with zeros appended up to a multiple of 16 along k.
+    """Return FP8 values [..., m, k] contiguous, with k padded by zeros to a multiple of 16.
 
-    A number of tokens may be any; zeros add nothing to a sum.
+    k may be a number of tokens, which is arbitrary; zeros add nothing to a sum.
     """
     missing = -values.shape[-1] % MULTIPLE
-    # As bytes, which every device copies; a zero is one in both formats.
+    # Copy as bytes, which every device supports; byte 0 is the number 0 in both formats.
     raw = values.view(torch.uint8).contiguous()
     return (F.pad(raw, (0, missing)) if missing else raw).view(values.dtype)
 
@@ -120,12 +120,12 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
         by_row, columns = scaling.by_row, (scaling.in_features,)
-        own = _quantize(x, E4M3, by_row, columns if by_row else (*scaling.tokens, *columns))
+        inputs = _quantize(x, E4M3, by_row, columns if by_row else (*scaling.tokens, *columns))
         matrix = _quantize(weight, E4M3, by_row, columns if by_row else (*columns, scaling.out_features))
-        # The input as it is, which other layers save too, and not its 8 bits.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, own.scale, matrix.scale)
+        # Save the input itself, which other layers save too, instead of its FP8 copy.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, inputs.scale, matrix.scale)
         ctx.scaling = scaling
-        out = fp8_matmul(own, matrix, x.dtype, use_fast_accum=True)
+        out = fp8_matmul(inputs, matrix, x.dtype, use_fast_accum=True)
         return out if bias is None else out + bias
 
     @staticmethod
@@ -134,40 +134,40 @@ class _Fp8Linear(torch.autograd.Function):
         scaling: Fp8Scaling = ctx.scaling
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         x_grad = weight_grad = None
-        own: Quantized | None = None
+        grads: Quantized | None = None
         if needs_x or not scaling.by_row:
-            of_rows = (scaling.out_features,)
-            groups = of_rows if scaling.by_row else (*scaling.tokens, *of_rows)
-            own = _quantize(grad, E4M3 if scaling.by_row else E5M2, scaling.by_row, groups)
+            row_groups = (scaling.out_features,)
+            groups = row_groups if scaling.by_row else (*scaling.tokens, *row_groups)
+            grads = _quantize(grad, E4M3 if scaling.by_row else E5M2, scaling.by_row, groups)
         if needs_x:
-            assert own is not None
+            assert grads is not None
             if scaling.by_row:
                 scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
             matrix = quantize_with_scale(weight, scale, E4M3, by_row=False)
-            x_grad = fp8_matmul(own, matrix.transposed(), grad.dtype, use_fast_accum=scaling.by_row)
+            x_grad = fp8_matmul(grads, matrix.transposed(), grad.dtype, use_fast_accum=scaling.by_row)
         if needs_weight and scaling.by_row:
             weight_grad = mm(grad.t(), x)
         elif needs_weight:
-            assert own is not None
+            assert grads is not None
             inputs = quantize_with_scale(x, x_scale, E4M3, by_row=False)
-            weight_grad = fp8_matmul(own.transposed(), inputs.transposed(), grad.dtype)
+            weight_grad = fp8_matmul(grads.transposed(), inputs.transposed(), grad.dtype)
         return x_grad, weight_grad, grad.sum(0) if needs_bias else None, None
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
-    """Return x [T, in] times the transpose of weight [out, in], plus bias [out]: [T, out]. Differentiable."""
+    """Return x [T, in] @ weight [out, in]^T + bias [out] in FP8: [T, out]. Differentiable."""
     return _Fp8Linear.apply(x, weight, bias, scaling)
 
 
 def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows left [N, k], sorted by expert, times the transpose of the expert's matrix of right [E, n, k]."""
+    """Multiply rows left [N, k], sorted by expert, by their expert's matrix of right [E, n, k]: [N, n]."""
     if not left.values.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return grouped_linear(left.dequantize(wide), right.dequantize(wide), counts).to(dtype)
     experts, n, _ = right.values.shape
     if left.values.shape[0] == 0:
         return left.values.new_zeros((0, n), dtype=dtype)
-    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # which the stubs leave out
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # missing in the stubs
         _contiguous(left.values),
         _contiguous(right.values).transpose(-2, -1),
         left.scale.flatten(),
@@ -183,13 +183,13 @@ def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dty
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, scaling: Fp8Scaling) -> Tensor:
-        of_columns = (scaling.in_features,)
-        own = _quantize(x, E4M3, True, of_columns)
-        groups = of_columns if scaling.by_row else (*of_columns, scaling.out_features)
+        column_groups = (scaling.in_features,)
+        inputs = _quantize(x, E4M3, True, column_groups)
+        groups = column_groups if scaling.by_row else (*column_groups, scaling.out_features)
         matrices = _quantize(weight, E4M3, scaling.by_row, groups)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts, matrices.scale)
         ctx.scaling = scaling
-        return _grouped(own, matrices, counts, x.dtype)
+        return _grouped(inputs, matrices, counts, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -201,11 +201,11 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             if scaling.by_row:
                 scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
             matrices = quantize_with_scale(weight, scale, E4M3, by_row=False)
-            own = _quantize(grad, E4M3, True, (scaling.out_features,))
-            x_grad = _grouped(own, matrices.transposed(), counts, grad.dtype)
+            grads = _quantize(grad, E4M3, True, (scaling.out_features,))
+            x_grad = _grouped(grads, matrices.transposed(), counts, grad.dtype)
         return x_grad, grouped_weight_gradient(grad, x, counts) if needs_weight else None, None, None
 
 
 def fp8_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, scaling: Fp8Scaling) -> Tensor:
-    """Return what `grouped_linear` does, of rows x [N, in] and matrices weight [E, out, in], in 8 bits."""
+    """Return `grouped_linear` of rows x [N, in] and weight [E, out, in], in FP8. Differentiable."""
     return _Fp8GroupedLinear.apply(x, weight, counts, scaling)

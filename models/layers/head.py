@@ -95,7 +95,7 @@ class LMHead(nn.Linear):
                 default. Documents with a shared prefix share rows.
 
         Raises:
-            ValueError: a label is outside the vocabulary, a temperature is not positive, or weights come without labels.
+            ValueError: a label is outside the vocabulary, a temperature is not positive, or labels are missing.
             LayoutError: logits were requested under tensor parallelism.
         """
         if labels is None:
@@ -131,8 +131,8 @@ class LMHead(nn.Linear):
     ) -> WeightedLoss:
         """Return the sum over tokens of -weight * log p(label), with its gradient computed in the same pass.
 
-        For losses with weights that are known before the forward, such as cross-entropy. The arguments are those of `forward`.
-        Without `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
+        For losses with weights that are known before the forward, such as cross-entropy. The arguments are those of
+        `forward`. Without `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
         """
         if rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)

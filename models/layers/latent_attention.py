@@ -117,8 +117,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
         """Return [T, dim] for x [T, dim].
 
-        Under tensor parallelism each rank compresses its token shard and gathers the latents. The latents' gradients are
-        then summed over the heads of all ranks, and the weights' gradients over the token shards.
+        Under tensor parallelism each rank compresses its token shard and gathers the latents. The latents' gradients
+        are then summed over the heads of all ranks, and the weights' gradients over the token shards.
         """
         assert rotation is not None
         s, lora_mapping = self.layer_spec, attention.lora_mapping

@@ -238,10 +238,10 @@ def padded_group_width(width: int, x: Tensor) -> int:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply rows x [N, in], sorted by expert, by their expert's matrix in weight [E, out, in]: [N, out].
+    """Multiply rows x [N, in], sorted by expert, by their expert's matrix of [E, out, in]: [N, out].
 
-    The first counts[0] rows belong to expert 0, and so on. `grouped_mm` needs no host synchronization on the counts; a loop
-    covers the shapes that it does not support.
+    The first counts[0] rows belong to expert 0, and so on. `grouped_mm` needs no host synchronization on the counts; a
+    loop covers the shapes that it does not support.
     """
     if not supports_grouped_mm(x, *weight.shape[1:]):
         parts = x.split(counts.tolist())

@@ -1,5 +1,4 @@
-"""Mixture of experts: a top-k router (Shazeer et al. 2017, arXiv:1701.06538), experts as stacked matrices, and load
-balancing.
+"""Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): router, experts and load balancing.
 
     out_t = sum over the k experts e chosen for token t of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
 
@@ -32,20 +31,21 @@ from archon.schema.errors import ConfigError
 
 CAN_COMPILE_SCALED_GROUPED_MM = TorchVersion(torch.__version__) >= "2.13"
 Score = Literal["softmax", "sigmoid"]
-"""How a router turns a token's logits into scores: a softmax over the experts, or a sigmoid of each."""
+"""Function from a token's router logits to scores: a softmax over the experts, or a sigmoid of each."""
 
 
 class RouterStats(NamedTuple):
-    """Statistics of one layer's router over this rank's tokens, without padding; a row that several documents share
-    counts for each of them.
+    """Statistics of one layer's router over this rank's tokens, without padding.
+
+    A row that several documents share counts once for each of them.
 
     Attributes:
-        counts: [E], how often each expert was chosen.
+        counts: [E], number of times each expert was chosen.
         probabilities: [E], sum of each expert's scores, differentiable.
         tokens: number of tokens, a scalar.
-        replayed: how many of them were given their experts, a scalar; None where none could be.
-        changed: for how many of those the router would have chosen others.
-        experts: int64 [T, k], the experts of all T tokens, padding included; None where gradients are recorded.
+        replayed: number of tokens with replayed experts, a scalar; None without replay.
+        changed: number of replayed tokens for which the router would have chosen other experts.
+        experts: int64 [T, k], the experts of all T tokens, padding included; None while gradients are recorded.
     """
 
     counts: Tensor
@@ -58,26 +58,27 @@ class RouterStats(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsLayer(FeedForwardSpec):
-    """A mixture of `n_experts` gated networks of inner width `hidden_dim`, of which each token uses `top_k`.
+    """Mixture of `n_experts` gated networks of inner width `hidden_dim`; each token uses `top_k`.
 
     Attributes:
         hidden_act: the name of an activation, or an activation of gate and up.
-        score: the function of the logits that experts are chosen by and weighed with.
+        score: function from logits to scores, used to choose and to weigh experts.
         normalize: divide the chosen experts' scores by their sum plus `normalize_epsilon`. With softmax scores this is
             the softmax over the chosen experts' logits.
         scale: factor on the weights.
-        n_groups, top_groups: the experts are `n_groups` groups of neighbors, and a token uses only those of the
-            `top_groups` groups whose two best experts have the highest sum of scores (DeepSeek-AI 2024,
-            arXiv:2412.19437, section 2.1.2).
+        n_groups, top_groups: the experts form `n_groups` groups of neighbors. A token uses only experts of the
+            `top_groups` groups with the highest sum of their two best scores (DeepSeek-AI 2024, arXiv:2412.19437,
+            section 2.1.2).
         fp32_logits: compute the router's logits in at least float32.
         router_bias: the router's linear layer has a bias.
-        correction_bias: experts are chosen by score plus a bias that checkpoints store, see `Router`.
+        correction_bias: choose experts by score plus a bias that checkpoints store, see `Router`.
         balance: `archon.engine.router_balance` changes that bias, which starts at 0 if checkpoints do not store it.
         expert_biases: the three matrices of each expert have biases.
         shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
-        shared_gate: the shared experts' output is multiplied by the sigmoid of a linear function of the token.
+        shared_gate: multiply the shared experts' output by the sigmoid of a linear function of the token.
 
-    Raises ConfigError for values that contradict each other.
+    Raises:
+        ConfigError: fields contradict each other.
     """
 
     module_name: ClassVar[str] = "moe"
@@ -130,7 +131,7 @@ class ExpertsLayer(FeedForwardSpec):
 
     @property
     def has_expert_bias(self) -> bool:
-        """Whether the router adds a bias to the scores that it chooses by."""
+        """Whether the router adds a bias to the scores to choose experts."""
         return self.correction_bias or self.balance
 
     @property
@@ -157,8 +158,8 @@ class ExpertsLayer(FeedForwardSpec):
 class Router(nn.Module):
     """Chooses `top_k` of `n_experts` for each token and computes their weights, in at least float32.
 
-    If its spec has one, `expert_bias` [E], in at least float32, is added to the scores to choose experts, but not to
-    compute their weights (Wang et al. 2024, arXiv:2408.15664).
+    `expert_bias` [E], if the spec has one, is added to the scores to choose experts, but not to compute their weights
+    (Wang et al. 2024, arXiv:2408.15664). It stays in at least float32.
     """
 
     expert_bias: Tensor | None
@@ -170,19 +171,19 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(spec.n_experts) if spec.has_expert_bias else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Convert or move the module, but keep the bias in at least float32, and 0 where it is given memory."""
+        """Convert or move the module; keep the bias in at least float32, and 0 when it leaves the meta device."""
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias is not None:
             device, dtype = self.expert_bias.device, torch.promote_types(self.expert_bias.dtype, torch.float32)
-            given_memory = before.is_meta and device.type != "meta"
+            leaves_meta = before.is_meta and device.type != "meta"
             self.expert_bias = (
-                torch.zeros_like(before, dtype=dtype, device=device) if given_memory else before.to(device, dtype)
+                torch.zeros_like(before, dtype=dtype, device=device) if leaves_meta else before.to(device, dtype)
             )
         return self
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Move the bias to `device`; one on the meta device becomes 0, another one keeps its values."""
+        """Move the bias to `device`; a bias on the meta device becomes 0, another one keeps its values."""
         if self.expert_bias is not None:
             meta = self.expert_bias.is_meta
             self.expert_bias = (
@@ -192,24 +193,31 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, valid_mask: Tensor | None, routed_experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterStats]:
-        """Return weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], and statistics, in which each row
-        counts `valid_mask` [T] times.
+        """Choose the experts of x [T, dim].
 
-        `routed_experts` [T, k] are experts that were chosen before, negative for a token whose experts are chosen
-        now; their
-        weights are computed from the scores of now (Ma et al. 2025, arXiv:2510.11370).
+        Args:
+            x: hidden states [T, dim].
+            valid_mask: [T], how often each row counts in the statistics; None for once.
+            routed_experts: [T, k], experts to replay, negative for tokens whose experts the router chooses. Their
+                weights come from the current scores (Ma et al. 2025, arXiv:2510.11370).
+
+        Returns:
+            weights [T, k] in the dtype of x, experts int64 [T, k], and statistics.
         """
+        # 1. Choose the experts of each token: by score plus bias, or as recorded.
         logits = self._logits(x)
         p = logits.sigmoid() if self.spec.score == "sigmoid" else torch.softmax(logits, dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
         experts, replayed, changed = self._choose(scores), None, None
         if routed_experts is not None:
             experts, replayed, changed = _replay(experts, routed_experts, valid_mask)
+        # 2. Weigh them by their scores, without the bias.
         weights = p.gather(-1, experts)
         if self.spec.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + self.spec.normalize_epsilon)
         if self.spec.scale != 1:
             weights = weights * self.spec.scale
+        # 3. Count choices and sum probabilities for load balancing.
         ones = torch.ones_like(experts, dtype=p.dtype) if valid_mask is None else valid_mask.to(p.dtype).unsqueeze(-1)
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
         kept = p if valid_mask is None else p * ones
@@ -226,19 +234,21 @@ class Router(nn.Module):
         return F.linear(x.to(wide), local(self.gate.weight).to(wide), None if bias is None else bias.to(wide))
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the k experts of the highest scores [T, E], among those of the best groups: [T, k]."""
+        """Return the k experts with the highest scores [T, E] among the best groups: [T, k]."""
         if self.spec.n_groups > 1:
             groups = scores.unflatten(-1, (self.spec.n_groups, -1))
             best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
-            others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-            scores = groups.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
+            excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            scores = groups.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(self.spec.top_k, dim=-1).indices
 
 
 def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the experts int64 [T, k] that are `routed_experts` where they are not negative, else `chosen`; how
-    many tokens
-    were given theirs, a row counted `valid_mask` times, and how many of those chose others.
+    """Replace `chosen` [T, k] by `routed_experts` where these are not negative.
+
+    Returns:
+        experts int64 [T, k]; the number of replayed tokens; the number of replayed tokens with another choice. A row
+        counts `valid_mask` times.
     """
     is_replayed = routed_experts[:, :1] >= 0
     experts = torch.where(is_replayed, routed_experts.to(chosen.dtype), chosen)
@@ -248,12 +258,16 @@ def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -
 
 
 class GroupedExperts(nn.Module):
-    """The experts' gated networks, with weights [E, out, in]; under expert parallelism of this rank's experts.
+    """Gated networks of all local experts: w1, w3 [E, hidden, dim] and w2 [E, dim, hidden].
 
-    With `expert_biases` b1, b2 and b3 [E, out] are the biases of w1, w2 and w3. `etp` shards w1, w3, b1, b3 and the
-    columns of w2 by hidden features, so that the ranks' outputs are terms of a sum, and b2 by its features, so that
-    each is in one of these terms. `lora` has the adapters of w1, w2 and w3 by their names, `fp8` how the operands of
-    their products are scaled, if these are in 8 bits.
+    Under expert parallelism E counts this rank's experts. `etp` shards w1, w3, b1, b3 and the columns of w2 by hidden
+    features, so that the ranks' outputs are terms of a sum; it shards b2 by features, so that each feature of b2 is in
+    one term.
+
+    Attributes:
+        b1, b2, b3: [E, out], biases of w1, w2 and w3; None without `expert_biases`.
+        lora: LoRAs of w1, w2 and w3 by matrix name.
+        fp8: scaling of the FP8 matmuls by matrix name; None for the compute dtype.
     """
 
     role: Role = "experts"
@@ -275,9 +289,9 @@ class GroupedExperts(nn.Module):
         self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
 
     def forward(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...] = ()) -> Tensor:
-        """Return [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert.
+        """Return [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] are the rows of each expert.
 
-        With n `lora_names` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
+        With n `lora_names` the rows of an expert are sorted by LoRA, rows without one last: counts [E (n + 1)].
         """
         compute = self._compute if self._can_compile(x) or not torch.compiler.is_compiling() else self._compute_eager
         return compute(x, counts, lora_names)
@@ -303,8 +317,9 @@ class GroupedExperts(nn.Module):
         return _add_rows(product(hidden, "w2"), out_bias, experts)
 
     def _can_compile(self, x: Tensor) -> bool:
-        """Return whether torch's compiler knows the shapes of these products: those of `grouped_mm` in bfloat16 alone,
-        and of `scaled_grouped_mm` since torch 2.13.
+        """Return whether torch's compiler knows the shapes of the grouped matmuls.
+
+        It knows `grouped_mm` only in bfloat16, and `scaled_grouped_mm` since torch 2.13.
         """
         return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and CAN_COMPILE_SCALED_GROUPED_MM))
 
@@ -313,7 +328,7 @@ class GroupedExperts(nn.Module):
         return self._compute(x, counts, lora_names)
 
     def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, lora_names: tuple[str, ...]) -> Tensor:
-        """Return the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
+        """Multiply rows x [N, in] by their experts' matrix, plus the LoRA term: [N, out]."""
         weight = local(getattr(self, matrix))
         if self.fp8 is None:
             out = grouped_linear(x, weight, counts)
@@ -338,7 +353,7 @@ class GroupedExperts(nn.Module):
 
 
 def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Return x [N, out] plus the row of bias [E, out] of each row's expert, int64 [N].
+    """Add to row n of x [N, out] the bias of its expert, from bias [E, out] and experts int64 [N].
 
     The gradient of the bias, a sum over many rows, is accumulated in at least float32.
     """
@@ -348,9 +363,11 @@ def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Router and experts, and optionally shared experts that process every token.
+    """Router and routed experts, and optionally shared experts that process every token.
 
-    `etp` are the ranks that shard each expert's hidden features; tokens are gathered over them.
+    Attributes:
+        ep: expert parallelism, which sends rows to the ranks of their experts.
+        etp: ranks that shard each expert's hidden features; tokens are gathered over them.
     """
 
     ep: ExpertParallel | None = None
@@ -371,9 +388,16 @@ class MoE(nn.Module):
         lora_mapping: LoRAMapping | None = None,
         routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
-        """Return [T, dim] for x [T, dim], and the router's statistics: see `AttentionMeta.valid_mask`.
+        """Run router and experts.
 
-        `routed_experts` [T, k] are experts chosen before, see `Router`.
+        Args:
+            x: hidden states [T, dim].
+            valid_mask: see `AttentionMeta.valid_mask`.
+            lora_mapping: LoRA of each row, for a multi-LoRA model.
+            routed_experts: [T, k], experts to replay, see `Router`.
+
+        Returns:
+            [T, dim], and the router's statistics.
         """
         names, ids = ((), None) if lora_mapping is None else (lora_mapping.names, lora_mapping.local_rows.ids)
         weights, experts, stats = self.router(x, valid_mask, routed_experts)
@@ -393,7 +417,8 @@ class MoE(nn.Module):
     def _apply_experts(
         self, x: Tensor, weights: Tensor, experts: Tensor, lora_names: tuple[str, ...], ids: Tensor | None
     ) -> Tensor:
-        """Return [T, dim] for x [T, dim], weights and experts [T, k], and the index [T] of each row's adapter."""
+        """Return [T, dim] for x [T, dim], weights and experts [T, k], and LoRA indices `ids` [T]."""
+        # 1. Sort the T k (token, expert) pairs by expert, then by LoRA.
         groups = experts if ids is None else experts * (len(lora_names) + 1) + ids.unsqueeze(1)
         group_ids = groups.flatten()
         order = group_ids.argsort(stable=True)
@@ -401,27 +426,29 @@ class MoE(nn.Module):
         counts = torch.zeros(n_groups, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, group_ids, torch.ones_like(group_ids))
         rows = x.index_select(0, order // experts.shape[1])
+        # 2. Run the experts, on their ranks under expert parallelism.
         if self.ep is None:
             out = self.experts(rows, counts, lora_names)
         else:
             rows, counts, routes = self.ep.dispatch(rows, counts)
             out = self.ep.combine(self.experts(rows, counts, lora_names), routes)
+        # 3. Undo the sort and sum each token's k outputs by weight.
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Return the bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
+    """Return the bias [E] (not a copy) of each router that has one, by name, in layer order."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:
-    """Return E * sum over experts of f_e P_e: share of the choices times mean probability, over all layers' tokens.
+    """Return E * sum over experts of f_e P_e over all layers: fraction of choices times mean probability.
 
     As in transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all layers at
-    once), without a gradient through f. It is a scalar over the tokens of `stats` on the ranks of `groups`, equal on
-    every rank; its gradient must be counted once. It is not the mean of the losses of two halves of the tokens. The
-    scores must be a softmax: those of a sigmoid do not compete, and lowering all of them would lower the loss.
+    once), without a gradient through f. The result is a scalar over the tokens of `stats` on the ranks of `groups`,
+    equal on every rank; count its gradient once. It is not the mean of the losses of two halves of the tokens. The
+    scores must be a softmax: sigmoid scores do not compete, so lowering all of them would lower the loss.
     """
     counts = torch.stack([s.counts for s in stats]).sum(0)
     probabilities = torch.stack([s.probabilities for s in stats]).sum(0)

@@ -14,7 +14,7 @@ from archon.parallel.comm import Group, all_reduce_sharded, local
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Epsilon and factor convention of a norm: the factor is `offset` + weight, checkpoints store the weight.
+    """Epsilon and factor of a norm: the factor is `offset` + weight, and checkpoints store the weight.
 
     Attributes:
         rounds_once: in a narrow dtype, round the result once after the factor, as with an offset; otherwise also before

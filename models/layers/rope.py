@@ -1,8 +1,12 @@
-"""Rotary position embedding: default, linear, dynamic NTK, YaRN, llama3, LongRoPE and proportional frequencies.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its context extensions.
 
-The inverse frequencies are constants of a checkpoint: they are computed on the CPU in float32, operation by operation
-as transformers (`modeling_rope_utils`) does, because one ulp of a frequency becomes a visible angle at a far position.
-Everything after them runs in `promote_types(dtype, float32)`.
+    (x_1, x_2) -> (x_1 cos(p f_i) - x_2 sin(p f_i), x_2 cos(p f_i) + x_1 sin(p f_i)),    f_i = theta^(-2i/d)
+
+for pair i at position p. Scalings change f: linear, dynamic NTK, YaRN, llama3, LongRoPE and proportional frequencies.
+
+The inverse frequencies are constants of a checkpoint. They are computed on the CPU in float32 with the same operations
+as transformers (`modeling_rope_utils`), because one ulp of a frequency becomes a visible angle at a far position. All
+later operations run in `promote_types(dtype, float32)`.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from archon.schema.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 RopeUse = Literal["global", "local", "none"]
-"""Which of a model's rotations a layer has: that of most layers, that of layers with a sliding window, or none."""
+"""Rotation of a layer: the model's global one, the one of layers with a sliding window, or none."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How the frequencies theta^(-2i/d) are scaled. Fields that `kind` does not use are None.
+    """Scaling of the frequencies theta^(-2i/d). Fields that `kind` does not use are None.
 
     Attributes:
         kind: `default | linear | dynamic | yarn | llama3 | longrope | proportional`.
@@ -36,7 +40,7 @@ class RopeConfig:
         truncate: whether YaRN's ramp bounds are rounded outwards.
         low_freq_factor, high_freq_factor: llama3's wavelength bounds as divisors of the original context.
         short_factor, long_factor: LongRoPE's divisors of the frequencies, head_dim / 2 each.
-        proportion: the share of the frequencies, from the highest, that are not 0 (proportional).
+        proportion: fraction of the frequencies, from the highest, that are not 0 (proportional).
     """
 
     kind: RopeKind = "default"
@@ -60,7 +64,7 @@ class RopeConfig:
         return self.kind in ("dynamic", "longrope")
 
     def check_length(self, dim: int) -> None:
-        """Raise ConfigError unless LongRoPE's divisors are as many as pairs of `dim` features."""
+        """Raise ConfigError unless LongRoPE has one divisor per pair of `dim` features."""
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self, name)
             if divisors is not None and len(divisors) != dim // 2:
@@ -72,18 +76,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The rotation of a layer's queries and keys.
+    """Rotation of a layer's queries and keys.
 
     Attributes:
-        dim: the features of a head that are rotated, from the first one; an even number.
+        dim: rotated features of a head, from the first one; even.
         theta: base of the frequencies theta^(-2i/dim).
-        max_seq_len: `max_position_embeddings`, which some kinds of scaling use.
-        interleaved: pairs are (x_{2i}, x_{2i + 1}) in place of (x_i, x_{i + dim/2}).
+        max_seq_len: `max_position_embeddings`, which some scalings use.
+        interleaved: pairs are (x_{2i}, x_{2i + 1}) instead of (x_i, x_{i + dim/2}).
         query_beta, query_period: queries at position p are multiplied by 1 + query_beta * log(1 + p // query_period)
             (Llama 4, Ministral 3); None for none.
-        sections: the frequencies that turn by the time, row and column of an image's patch, interleaved (M-RoPE, Qwen
+        sections: counts of frequencies that use the time, row and column of an image patch, interleaved (M-RoPE, Qwen
             2025, arXiv:2511.21631); None for positions with one coordinate.
-        rounds_once: in a narrow dtype cos and sin are not rounded, only the rotated features are.
+        rounds_once: in a narrow dtype keep cos and sin wide, and round only the rotated features.
     """
 
     dim: int
@@ -98,7 +102,7 @@ class RopeSpec:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The coordinate that each of the dim / 2 frequencies turns by: 0 for time, 1 for the row, 2 for the column."""
+        """Coordinate of each of the dim / 2 frequencies: 0 for time, 1 for the row, 2 for the column."""
         axes = [0] * (self.dim // 2)
         for axis in (1, 2):
             for frequency in range(axis, min(3 * self.sections[axis], len(axes)) if self.sections else 0, 3):
@@ -107,7 +111,7 @@ class RopeSpec:
 
 
 class Rotation(NamedTuple):
-    """The rotation of every token of a forward.
+    """Rotation of every token of a forward.
 
     Attributes:
         cos, sin: [T, 1, dim / 2], of the angles of each token.
@@ -124,7 +128,7 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, length: Tensor | int) -> Tensor:
-    """Return NTK-aware frequencies for one document length (reddit /u/bloc97, /u/emozilla), a number or 0-dim."""
+    """Return NTK-aware frequencies for one document length (reddit /u/bloc97, /u/emozilla)."""
     assert config.factor is not None
     stretch = (config.factor * length / max_seq_len) - (config.factor - 1)
     base = theta * stretch ** (head_dim / (head_dim - 2))
@@ -137,7 +141,7 @@ def _yarn_factor(config: RopeConfig, max_seq_len: int) -> float:
 
 
 def yarn_mscale(config: RopeConfig, max_seq_len: int, weight: float) -> float:
-    """Return YaRN's factor on queries and keys, 0.1 * weight * ln(s) + 1 for a context extended s times (s > 1)."""
+    """Return YaRN's factor on queries and keys: 0.1 * weight * ln(s) + 1 for an extension s > 1."""
     factor = _yarn_factor(config, max_seq_len)
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -171,7 +175,7 @@ def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> 
 
 
 def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Return Llama 3.1's frequencies: long wavelengths are interpolated, short ones kept, those between blended."""
+    """Return Llama 3.1's frequencies: interpolate long wavelengths, keep short ones, blend in between."""
     factor, low, high = config.factor, config.low_freq_factor, config.high_freq_factor
     original = config.original_max_seq_len
     assert factor is not None and low is not None and high is not None and original is not None
@@ -184,9 +188,9 @@ def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _proportional(config: RopeConfig, theta: float, head_dim: int) -> Tensor:
-    """Return the frequencies of which only a share rotates; the others are 0, which leaves their features alone."""
-    share = 1.0 if config.proportion is None else config.proportion
-    rotated = int(share * head_dim // 2)
+    """Return frequencies with only the first fraction nonzero; frequency 0 leaves features unrotated."""
+    fraction = 1.0 if config.proportion is None else config.proportion
+    rotated = int(fraction * head_dim // 2)
     inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
     inv_freq[:rotated] = 1.0 / (theta ** _exponents(head_dim)[:rotated])
     return inv_freq / (config.factor or 1.0)
@@ -208,9 +212,9 @@ def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int)
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes the rotation of every token, once per forward for all layers of a `RopeSpec`.
+    """Computes the rotation of every token, once per forward for all layers with the same `RopeSpec`.
 
-    The frequencies are attributes and not buffers, because `to(bfloat16)`, `to_empty` and sharding must not change
+    The frequencies are attributes instead of buffers, because `to(bfloat16)`, `to_empty` and sharding must not change
     them.
     """
 
@@ -221,27 +225,28 @@ class RotaryEmbedding(nn.Module):
         self.init_buffers(torch.device("cpu"))
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """(Re)compute the inverse frequencies [head_dim / 2] float32 and put them on `device`.
+        """Compute the inverse frequencies [head_dim / 2] in float32 and move them to `device`.
 
-        Raises ConfigError where the scaling gives none that are finite.
+        Raises:
+            ConfigError: the scaling has no finite frequencies.
         """
         try:
             inv_freq, long_inv_freq, self.attention_factor = self._frequencies()
         except (ArithmeticError, ValueError) as error:
             raise ConfigError(f"{self._scaling()} cannot be computed ({error}); check its numbers") from error
-        found = [inv_freq] if long_inv_freq is None else [inv_freq, long_inv_freq]
-        if not all(bool(frequencies.isfinite().all()) for frequencies in found):
+        tables = [inv_freq] if long_inv_freq is None else [inv_freq, long_inv_freq]
+        if not all(bool(frequencies.isfinite().all()) for frequencies in tables):
             raise ConfigError(f"{self._scaling()} gives frequencies that are NaN or infinite; check its numbers")
         self._inv_freq = inv_freq.to(device)
         self._axes = torch.tensor(self.spec.axes, device=device)
         self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
 
     def _scaling(self) -> str:
-        given = {name: value for name, value in vars(self.config).items() if value is not None and name != "kind"}
-        return f"RoPE of type {self.config.kind!r}, theta {self.theta:g}, {given}"
+        fields = {name: value for name, value in vars(self.config).items() if value is not None and name != "kind"}
+        return f"RoPE of type {self.config.kind!r}, theta {self.theta:g}, {fields}"
 
     def _frequencies(self) -> tuple[Tensor, Tensor | None, float]:
-        """Return inverse frequencies, those of long documents where they differ, and the attention factor."""
+        """Return inverse frequencies, separate ones for long documents or None, and the attention factor."""
         config, theta, head_dim = self.config, self.theta, self.head_dim
         attention_factor = 1.0
         long_inv_freq: Tensor | None = None
@@ -262,15 +267,13 @@ class RotaryEmbedding(nn.Module):
         return inv_freq, long_inv_freq, attention_factor
 
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
-        """Return inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document,
-        on the CPU.
-        """
+        """Return inverse frequencies [T, head_dim / 2] for document lengths [T] on the CPU."""
         if self._long_inv_freq is not None:
             original = self.config.original_max_seq_len
             assert original is not None
             is_long = to_device_async(lengths > original, self._inv_freq.device)
             return torch.where(is_long.unsqueeze(-1), self._long_inv_freq, self._inv_freq)
-        # One row per distinct length, each computed from a 0-dim tensor: exactly the operations of transformers.
+        # One row per distinct length, each from a 0-dim tensor: the same operations as transformers.
         device = self._inv_freq.device
         distinct, row_T = torch.unique(lengths.clamp(min=self.max_seq_len), return_inverse=True)
         rows = [
@@ -283,10 +286,11 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
-        """Return the rotation of every token, computed in at least float32, in `dtype` unless it `rounds_once`.
+        """Return the rotation of every token, computed in at least float32.
 
         Args:
             positions: int [T], position of each token in its document, or [3, T] with its time, row and column.
+            dtype: dtype of the result, unless the spec sets `rounds_once`.
             lengths: int [T] on the CPU, length of each token's document; required if `config.depends_on_length`, else
                 ignored.
         """

@@ -1,7 +1,7 @@
-"""Experts that a generator chose, as trajectories store them and as a trainer's routers are given them.
+"""Recorded experts: the format in trajectories, and the format that routers replay.
 
-Stored are the experts of each token in each layer that has experts: uint8, or uint16 where there are more than 255; the
-largest number stands for a token of which nothing is known. Routers are given int16, negative for such a token.
+Records hold the experts of each token in each MoE layer: uint8, or uint16 for more than 255 experts. The largest value
+marks an unknown token. Routers take int16, negative for an unknown token.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from archon.models.args.base import BaseModelArgs
 from archon.schema.errors import BatchError, ConfigError
 
 FIELD = "routed_experts"
-"""The name of the column, [B, S, layers with experts, experts a token]; index t is about the token t that is read."""
+"""Name of the column, [B, S, MoE layers, experts per token]; index t holds the experts of input token t."""
 UNKNOWN_EXPERT = -1
-"""What routers are given for a token whose experts they choose themselves."""
+"""Replay value of a token whose experts the router chooses."""
 _MAX_EXPERTS = 2**15
 
 
 def routed_experts_dtype(args: BaseModelArgs) -> torch.dtype:
-    """Return the dtype in which a model's choices are stored. Raises ConfigError for a model without experts."""
+    """Return the dtype of a model's records; ConfigError for a model without experts."""
     _, _, n_experts = routed_experts_sizes(args)
     if n_experts > _MAX_EXPERTS:
         raise ConfigError(f"the model has {n_experts} experts a layer; records of experts hold up to {_MAX_EXPERTS}")
@@ -28,24 +28,25 @@ def routed_experts_dtype(args: BaseModelArgs) -> torch.dtype:
 
 
 def routed_experts_sizes(args: BaseModelArgs) -> tuple[int, int, int]:
-    """Return a model's layers with experts, the experts that a token uses, and those there are.
+    """Return a model's MoE layers, experts per token, and experts per layer.
 
-    Raises ConfigError for a model without experts, and for one whose layers differ in these numbers.
+    Raises:
+        ConfigError: the model has no experts, or its layers differ in these numbers.
     """
     layers = [args.layer_specs[layer].feed_forward for layer in args.expert_layers]
     sizes = {(layer.n_active_experts, layer.n_experts) for layer in layers}
     if len(sizes) != 1:
-        found = "no layer with experts" if not sizes else f"layers of {sorted(sizes)} experts a token and in all"
+        layout = f"(experts per token, experts) {sorted(sizes)}" if sizes else "no MoE layers"
         raise ConfigError(
-            f"experts can be recorded and replayed in a model whose layers with experts are alike, and this one has "
-            f"{found}; leave generator.record_experts out"
+            f"this model has {layout}; recording and replaying experts needs MoE layers of one size: leave "
+            "generator.record_experts out"
         )
     ((top_k, n_experts),) = sizes
     return len(layers), top_k, n_experts
 
 
 def unknown_expert_id(dtype: torch.dtype) -> int:
-    """Return the number that stands for a token of which nothing is known, in a record of this dtype."""
+    """Return the value that marks an unknown token in a record of this dtype."""
     return torch.iinfo(dtype).max
 
 
@@ -65,15 +66,15 @@ def to_replay(record: Tensor) -> Tensor:
 
 
 def check_replay(experts: Tensor, args: BaseModelArgs) -> None:
-    """Check that experts can be replayed in a model.
+    """Check that a model can replay these experts.
 
     Args:
         experts: int16 [T, L, k], as `to_replay` returns them, on the CPU.
         args: the model's arguments.
 
     Raises:
-        BatchError: the shape or an index is not the model's, a token has experts in some of the k places of a layer
-            and none in the others, or it has one expert twice.
+        BatchError: the shape or an index does not fit the model, a token has only some of the k experts of a layer, or
+            it has one expert twice.
     """
     layers, top_k, n_experts = routed_experts_sizes(args)
     if tuple(experts.shape[1:]) != (layers, top_k):

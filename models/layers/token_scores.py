@@ -1,14 +1,14 @@
-"""Log-probabilities, entropies and weighted cross-entropy of a vocabulary projection, without storing its logits.
+"""Log-probabilities, entropies and weighted cross-entropy without storing the logits [N, V].
 
-The logits of N tokens over V words are computed in tiles of some rows and columns, used while they are in the cache,
-and recomputed for the gradient (the idea of Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009, with ordinary
-matrix products). With l the logits over the temperature τ, p = softmax(l), H the entropy, y the label:
+Tiles of logits (some rows and columns) are computed, used while they are in the cache, and recomputed for the gradient
+(the idea of Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009, with ordinary matmuls). With l the logits over
+the temperature τ, p = softmax(l), H the entropy, y the label:
 
     log p_y = l_y - lse(l)                  d log p_y / dl_j = [j = y] - p_j
     H = lse(l) - sum_j p_j l_j              d H / dl_j       = -p_j (log p_j + H)
 
-Where the vocabulary is sharded (Shoeybi et al. 2019, arXiv:1909.08053, section 3), each rank computes its own columns,
-and only numbers per row are communicated: with lse_r, H_r of rank r's columns alone and w_r = exp(lse_r - lse),
+If ranks shard the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3), each rank computes its columns and
+communicates only numbers per row: with lse_r, H_r over rank r's columns and w_r = exp(lse_r - lse),
 
     lse = log sum_r exp(lse_r)              H = lse - sum_r w_r (lse_r - H_r)
 
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from archon.models.layers.matmul import accumulate_matmul
 from archon.parallel.comm import Group, all_reduce
 
-# Size of a tile on a CPU: 8 MB in float32, which stays in the last-level cache; the fastest of 256 to 2,048 rows and
+# Tile on a CPU: 8 MB in float32, which stays in the last-level cache. It was the fastest of 256 to 2,048 rows and
 # 512 to 32,768 columns.
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 # Bytes of full rows of logits on a GPU, and for the weighted loss on any device.
@@ -47,9 +47,9 @@ def tile_shape(rows: int, vocab: int, device: torch.device, full_rows: bool) -> 
 
 
 class _Projection:
-    """Computes tiles of the scaled logits of hidden [N, D] and weight [V, D].
+    """Tiles of the scaled logits of hidden [N, D] and weight [V, D].
 
-    Products are in the dtype of `hidden`; softmax and sums in `wide`, at least float32.
+    Matmuls run in the dtype of `hidden`; softmax and sums in `wide`, at least float32.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _Projection:
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, full_rows)
         self.row_spans, self.column_spans = _spans(hidden.shape[0], max(self.rows, 1)), _spans(vocab, self.columns)
-        # Reused by every tile, even if a product must be copied into it: page faults of newly allocated memory would
+        # Every tile reuses these buffers, even if a product must be copied into them: page faults of new memory would
         # take longer than the arithmetic.
         self.buffer = hidden.new_empty(self.rows * (vocab if full_rows else self.columns), dtype=self.wide)
         self.scratch = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
@@ -86,7 +86,7 @@ class _Projection:
         return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
 
     def slope(self, tile: Tensor, r0: int, r1: int) -> Tensor:
-        """Return the derivative of the soft cap at a tile of logits of these rows, as a new tensor."""
+        """Return the derivative of the soft cap at a tile of logits, as a new tensor."""
         assert self.soft_cap is not None
         return (tile / (self.soft_cap * self.scale(r0, r1))).square_().neg_().add_(1)
 
@@ -95,7 +95,10 @@ class _Projection:
 
 
 class _Gradients:
-    """Accumulates the gradients of hidden and weight over tiles, scaling rows on the smaller side of the products."""
+    """Gradients of hidden and weight, accumulated over tiles.
+
+    Rows are scaled on the smaller operand of each matmul.
+    """
 
     def __init__(self, projection: _Projection, needs_hidden: bool, needs_weight: bool) -> None:
         hidden, weight, wide = projection.hidden, projection.weight, projection.wide
@@ -106,7 +109,7 @@ class _Gradients:
             self.weight.zero_()
 
     def add(self, core: Tensor, factor: Tensor, scaled_hidden: Tensor, r0: int, r1: int, c0: int, c1: int) -> None:
-        """Add the contribution of one tile, whose gradient is factor [r, 1] * core [r, c].
+        """Add the contribution of one tile with gradient factor [r, 1] * core [r, c].
 
         scaled_hidden [r, D] is factor * hidden.
         """
@@ -126,7 +129,7 @@ class _Gradients:
 
 
 class _RowSums:
-    """Running maximum, sum of exponentials and, for the entropy, their weighted sum, over the tiles of some rows."""
+    """Running maximum, sum of exponentials and (for the entropy) weighted sum over the tiles of some rows."""
 
     def __init__(self, rows: int, like: Tensor, with_entropy: bool) -> None:
         self.maximum = like.new_full((rows, 1), -torch.inf)
@@ -134,13 +137,13 @@ class _RowSums:
         self.weighted = like.new_zeros((rows, 1)) if with_entropy else None
 
     def add(self, tile: Tensor, scratch: Tensor) -> Tensor:
-        """Add a tile of logits. Returns the new maximum; the tile is overwritten by exp(tile - maximum)."""
+        """Add a tile of logits, overwrite it by exp(tile - maximum), and return the new maximum."""
         maximum = torch.maximum(self.maximum, tile.amax(1, keepdim=True))
         drop = self.maximum - maximum
         decay = drop.exp()
         tile.sub_(maximum)
         if self.weighted is not None:
-            # For the first tile the drop is -inf, and the sums are still 0.
+            # For the first tile the drop is -inf and the sums are 0.
             self.weighted.add_(self.total * drop.clamp(min=torch.finfo(drop.dtype).min)).mul_(decay)
             exponentials = torch.exp(tile, out=scratch)
             self.weighted.add_(tile.mul_(exponentials).sum(1, keepdim=True))
@@ -161,7 +164,7 @@ class _RowSums:
 def _reduce_over_ranks(
     lse: Tensor, label_logits: Tensor, entropy: Tensor | None, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lse, label logits and entropies [r, 1] of the full vocabulary, from those of each rank's columns."""
+    """Combine lse, label logits and entropies [r, 1] of each rank's columns over the full vocabulary."""
     if group is None:
         return lse, label_logits, entropy
     top = all_reduce(lse, group, "max")
@@ -173,7 +176,7 @@ def _reduce_over_ranks(
 
 
 class _TileLabels:
-    """The labels [r] of a tile's rows, some outside its columns; needs no host synchronization to find them."""
+    """Labels [r] of a tile's rows, some outside its columns; indexed without host synchronization."""
 
     def __init__(self, labels: Tensor, c0: int, c1: int) -> None:
         self.inside = (labels >= c0) & (labels < c1)
@@ -217,7 +220,7 @@ class _TokenScores(torch.autograd.Function):
         lse, label_logits, entropy = _reduce_over_ranks(lse, label_logits, entropy, group)
         ctx.inv_temperature, ctx.soft_cap = inv_temperature, soft_cap
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
-        # Where the entropy gets no gradient, its gradient stays None, and the cheaper backward of logprobs alone runs.
+        # An unused entropy keeps gradient None, so the cheaper backward of logprobs alone runs.
         ctx.set_materialize_grads(False)
         return (label_logits - lse).squeeze(1), None if entropy is None else entropy.squeeze(1)
 
@@ -232,11 +235,11 @@ class _TokenScores(torch.autograd.Function):
         logprob_grad = logprob_grad.unsqueeze(1)
         for r0, r1 in projection.row_spans:
             # The gradient is factor * core: core = p - [j = y] alone, or g p + g_H p (log p + H) - g [j = y].
-            label_share: Tensor | float = 1.0
+            label_grad: Tensor | float = 1.0
             factor = -logprob_grad[r0:r1] * projection.scale(r0, r1)
             if entropy_grad is not None:
-                slope, label_share = entropy_grad[r0:r1].unsqueeze(1), logprob_grad[r0:r1]
-                constant = torch.addcmul(label_share, slope, entropy[r0:r1])
+                slope, label_grad = entropy_grad[r0:r1].unsqueeze(1), logprob_grad[r0:r1]
+                constant = torch.addcmul(label_grad, slope, entropy[r0:r1])
                 factor = torch.full_like(factor, -1.0) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
             for c0, c1 in projection.column_spans:
@@ -248,14 +251,17 @@ class _TokenScores(torch.autograd.Function):
                 else:
                     p = torch.exp(tile, out=projection.scratch_like(tile))
                     torch.addcmul(constant, tile, slope, out=tile).mul_(p)
-                _TileLabels(labels[r0:r1], c0, c1).subtract(tile, label_share)
+                _TileLabels(labels[r0:r1], c0, c1).subtract(tile, label_grad)
                 tile = tile if cap_slope is None else tile.mul_(cap_slope)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         return *gradients.results(), None, None, None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
-    """Computes the gradient in the forward pass, since the weights are known: three matrix products instead of four."""
+    """Loss with its gradient computed in the forward: three matmuls instead of four.
+
+    This needs weights that are known before the forward.
+    """
 
     @staticmethod
     def forward(
@@ -279,7 +285,7 @@ class _WeightedLoss(torch.autograd.Function):
                 tile_labels = _TileLabels(labels[r0:r1], c0, c1)
                 label_logits += tile_labels.take(tile)
                 scratch = projection.scratch_like(tile)
-                # A soft cap's derivative needs the logits once more, so that the exponentials are of a copy.
+                # A soft cap's derivative needs the logits again, so exponentiate a copy.
                 maximum = sums.add(tile if soft_cap is None else scratch.copy_(tile), scratch)
                 tiles.append((tile, maximum, tile_labels))
             lse, label_logits, _ = _reduce_over_ranks(sums.lse(), label_logits, None, group)
@@ -304,7 +310,7 @@ class _WeightedLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "backward of the weighted loss was called twice; its gradients are kept for one call: run forward again"
+                "backward of the weighted loss was called twice; it keeps its gradients for one call: run forward again"
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None, None
@@ -327,9 +333,10 @@ def token_scores(
         weight: [V, D].
         labels: int64 [N], each in 0 .. V - 1.
         temperature: divides the logits; a positive number, or a tensor [N].
+        with_entropy: compute the entropy.
         soft_cap: bounds the logits before the temperature divides them; None for no bound.
-        group: ranks that hold equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks
-            pass the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
+        group: ranks with equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks pass
+            the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
     """
     labels = _local_labels(labels, weight, group)
     return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, soft_cap, group)
@@ -345,9 +352,10 @@ def weighted_loss(
     soft_cap: float | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N].
+    """Return the sum of -weights * log p(label), differentiable, and constant logprobs [N].
 
-    The latter is not differentiable. Arguments as in `token_scores`; weights [N] are constants.
+    The sum is differentiable in hidden and weight; the logprobs are not differentiable. Weights [N] are constants; the
+    other arguments are those of `token_scores`.
     """
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():
@@ -360,12 +368,12 @@ def weighted_loss(
 
 
 def apply_soft_cap(logits: Tensor, soft_cap: float | None) -> Tensor:
-    """Return soft_cap * tanh(logits / soft_cap), or the logits as they are without a soft cap."""
+    """Return soft_cap * tanh(logits / soft_cap), or the unchanged logits without a soft cap."""
     return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
 
 def _local_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:
-    """Return labels relative to this rank's first row; those of other ranks are outside 0 .. V - 1 and match none."""
+    """Return labels relative to this rank's first row; labels of other ranks are outside 0 .. V - 1."""
     return labels if group is None else labels - group.rank * weight.shape[0]
 
 

@@ -157,7 +157,7 @@ def answered(prompt: list[int], output: list[int], expert: int) -> ModelResponse
 
 
 def test_a_model_without_experts_has_none_to_record() -> None:
-    with pytest.raises(ConfigError, match=r"no layer with experts; leave generator.record_experts out"):
+    with pytest.raises(ConfigError, match=r"no MoE layers.*leave generator.record_experts out"):
         recording(make_model())
 
 

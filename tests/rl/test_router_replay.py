@@ -212,7 +212,7 @@ def test_a_workflows_experts_are_checked_and_a_dense_model_replays_none(blank: P
         validate_trajectory(wrong)
     run = small_run(blank, tmp_path / "run")
     run["generator"]["record_experts"] = True
-    with pytest.raises(ConfigError, match=r"no layer with experts; leave generator.record_experts out"):
+    with pytest.raises(ConfigError, match=r"no MoE layers.*leave generator.record_experts out"):
         RLTrainer(RLConfig.parse(run)).train()
 
 
