@@ -1,1 +1,1 @@
-"""Attention of queries, keys and values: packed documents, shared prefixes, a paged cache, and the backends."""
+"""Attention: packed documents, shared prefixes, a paged cache, and the backends."""

@@ -1,6 +1,6 @@
-"""The interface of an attention backend: what it supports, and how it computes attention.
+"""Interface of an attention backend.
 
-To add one, write a file with a subclass and pass an instance to `register_attention_backend`.
+To add one, subclass `AttentionBackend` in a new file and pass an instance to `register_attention_backend`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class AttentionBackend(abc.ABC):
 
     Attributes:
         name: its `attn_type`.
-        features: the options of `AttentionSpec` that it supports, and `bidirectional` for attention that is not causal;
-            a layer that sets another one is an error.
-        saved_ops: `namespace::operator` of the operators whose results selective recomputation keeps.
+        features: supported options of `AttentionSpec`, and `bidirectional` for non-causal attention; other options
+            raise an error.
+        saved_ops: `namespace::operator` names; selective recomputation keeps their results.
         prefers_equal_lengths: adjacent documents of equal length cost less; the engine then sorts them.
     """
 
@@ -39,18 +39,19 @@ class AttentionBackend(abc.ABC):
         return None
 
     def prepare_packed(self, documents: PackedDocuments) -> None:  # noqa: B027 - most have nothing to prepare
-        """Called once per forward before `packed`, outside compiled and recomputed code."""
+        """Prepare for `attend_packed` once per forward, outside compiled and recomputed code."""
 
     @abc.abstractmethod
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        """Return attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], H a multiple of G."""
+        """Return attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], G dividing H."""
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:  # noqa: B027
-        """Called once per forward before `gathered`, outside compiled and recomputed code."""
+        """Prepare for `attend_gathered` once per forward, outside compiled and recomputed code."""
 
     def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        """Return attention [Q, H, D] of this rank's queries under context parallelism, for q [Q, H, D] and the
-        gathered kv [T, 2 G, D], which `keys` splits. Optional; never called under `torch.compile`.
+        """Return attention [Q, H, D] of this rank's queries [Q, H, D] under context parallelism.
+
+        `keys` splits the gathered kv [T, 2 G, D]. Optional; never called under `torch.compile`.
         """
         raise NotImplementedError
 
@@ -60,12 +61,12 @@ class AttentionBackend(abc.ABC):
 
     @property
     def supports_gathered(self) -> bool:
-        """Whether it implements `gathered`."""
+        """Whether it implements `attend_gathered`."""
         return type(self).attend_gathered is not AttentionBackend.attend_gathered
 
     @property
     def supports_prefixed(self) -> bool:
-        """Whether it implements `prefixed`."""
+        """Whether it implements `attend_prefixed`."""
         return type(self).attend_prefixed is not AttentionBackend.attend_prefixed
 
     def require(self, spec: AttentionSpec) -> None:

@@ -1,4 +1,4 @@
-"""Attention under context parallelism: each rank holds some of a pack's tokens."""
+"""Attention under context parallelism: each rank holds a token shard of the pack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from archon.parallel.context import SequenceShard, ulysses_repeat
 
 
 class ContextParallelAttention(AttentionMeta):
-    """Base class: `shard` has the documents of the full pack, and which of their tokens this rank holds."""
+    """Base class; `shard` has the documents of the full pack and this rank's tokens."""
 
     def __init__(self, shard: SequenceShard, attn_type: str) -> None:
         self.shard, self.attn_type, self.valid_mask = shard, attn_type, shard.valid_mask
@@ -32,7 +32,7 @@ class ContextParallelAttention(AttentionMeta):
 class UlyssesAttention(ContextParallelAttention):
     """Each rank attends over the full pack with some of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-    If there are fewer key heads than ranks, they are repeated. `shard` must be contiguous; `packed` is the attention
+    Key heads are repeated if there are fewer of them than ranks. `shard` must be contiguous; `packed` is the attention
     over the full pack, by default within its documents.
     """
 
@@ -62,15 +62,15 @@ class UlyssesAttention(ContextParallelAttention):
         group, heads = self.shard.cp, max(x.shape[1] for x in rows)
         repeats = [ulysses_repeat(heads, x.shape[1], group.size) for x in rows]
         rows = [_tokens_to_heads(x.repeat_interleave(n, 1), group) for x, n in zip(rows, repeats, strict=True)]
-        own = [
+        local_weights = [
             weight.repeat_interleave(ulysses_repeat(heads, len(weight), group.size), 0).chunk(group.size)[group.rank]
             for weight in weights
         ]
-        return _heads_to_tokens(self.packed.run_recurrence(layer, rows, own, scan), group)
+        return _heads_to_tokens(self.packed.run_recurrence(layer, rows, local_weights, scan), group)
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:
-    """Return x [T / cp, H, D], all heads of this rank's tokens, as [T, H / cp, D], this rank's heads of all tokens."""
+    """Exchange x [T / cp, H, D], all heads of this rank's tokens, for [T, H / cp, D], some heads of all tokens."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     return all_to_all(by_rank.flatten(0, 1), group)
 
@@ -81,7 +81,7 @@ def _heads_to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class GatheredAttention(ContextParallelAttention):
-    """Each rank gathers all keys and values and attends with its own queries, for any number of heads and ranks."""
+    """Each rank gathers all keys and values and attends with its queries; any number of heads and ranks."""
 
     def prepare(self, hidden: Tensor) -> None:
         """See `AttentionMeta.prepare`."""
@@ -98,7 +98,7 @@ class GatheredAttention(ContextParallelAttention):
 
     @torch.compiler.disable
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
-        """Gather the latents, which are narrower than the keys, and expands those of all ranks."""
+        """Gather the latents, which are narrower than keys, and expand the latents of all ranks."""
         self.backend.require(spec)
         lora_mapping = None if keys.lora_mapping is None else keys.lora_mapping.gathered(self.shard.cp)
         kv = torch.cat(keys.expand(all_gather(keys.rows, self.shard.cp), lora_mapping), dim=1)

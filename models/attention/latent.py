@@ -1,4 +1,4 @@
-"""Keys and values compressed to a latent that all heads share (DeepSeek-V2: arXiv:2405.04434, section 2.1)."""
+"""Latent keys and values, compressed for all heads (DeepSeek-V2: arXiv:2405.04434, section 2.1)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from archon.models.lora.mapping import LoRAMapping
 class LatentKeys:
     """Compressed keys and values of every token.
 
-    A head's key is [K_h c, r] and its value V_h c, with the latent c [C] and the rotated features r [R] of a row. The
-    expanded keys and values, and queries, are padded with zeros to one width D, since attention backends expect one.
+    A head's key is [K_h c, r] and its value V_h c, for the latent c [C] and the rotated features r [R] of a row.
+    Attention backends expect one width D, so expanded keys, values and queries are padded with zeros.
+
+    Decoding absorbs K_h into the query instead: q_h^T K_h c = (K_h^T q_h)^T c, so attention runs on the cached rows.
 
     Attributes:
-        rows: [T, 1, C + R], latent and rotated key features of each token; what a cache stores.
-        expansion: the linear layer whose weight [H (N + V), C] has K_h [N, C] and V_h [V, C] of each head.
-        key_features, value_features: N, the features of a key besides the rotated ones, and V.
-        lora_mapping: those of `rows`, where the layer has several.
+        rows: [T, 1, C + R], latent and rotated key features of each token; the cache stores them.
+        expansion: the linear layer with weight [H (N + V), C], which holds K_h [N, C] and V_h [V, C] of each head.
+        key_features, value_features: N, the unrotated features of a key, and V.
+        lora_mapping: LoRA of each row, for a multi-LoRA layer.
     """
 
     rows: Tensor
@@ -35,16 +37,16 @@ class LatentKeys:
 
     @property
     def rank(self) -> int:
-        """C."""
+        """Latent features C."""
         return self.expansion.in_features
 
     def pad(self, x: Tensor) -> Tensor:
-        """Return x [..., n] with zeros appended up to the larger width of keys and values."""
+        """Return x [..., n] padded with zeros to the larger width of keys and values."""
         width = max(self.key_features + self.rows.shape[-1] - self.rank, self.value_features)
         return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
     def expand(self, rows: Tensor, lora_mapping: LoRAMapping | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values [T, H, D] of rows [T, 1, C + R], which have `lora_mapping`."""
+        """Return keys and values [T, H, D] of rows [T, 1, C + R] with LoRAs `lora_mapping`."""
         expanded = self.expansion(rows[:, 0, : self.rank], lora_mapping)
         expanded = expanded.unflatten(-1, (-1, self.key_features + self.value_features))
         keys, values = expanded.split((self.key_features, self.value_features), dim=-1)
@@ -52,9 +54,10 @@ class LatentKeys:
         return self.pad(torch.cat((keys, rotated), dim=-1)), self.pad(values)
 
     def absorb(self, q: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Return queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys.
+        """Return queries [B, H, C + R] for attention to latent rows, from q [B, H, N + R].
 
-        `lora_mapping` are those of the queries and of the rows that they attend to; so below.
+        Their products with rows equal the products of q with expanded keys. `lora_mapping` holds the LoRAs of the
+        queries and of the rows that they attend to; the same holds for `expand_values`.
         """
         keys, rotated = q.split((self.key_features, q.shape[-1] - self.key_features), dim=-1)
         absorbed = torch.bmm(keys.transpose(0, 1), self._matrices()[:, : self.key_features])
@@ -64,7 +67,7 @@ class LatentKeys:
         return torch.cat((absorbed, rotated), dim=-1)
 
     def expand_values(self, latents: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Return sums of values [B, H, V] for the same sums of latents [B, H, C]."""
+        """Return weighted sums of values [B, H, V] from the weighted sums of latents [B, H, C]."""
         matrices = self._matrices()[:, self.key_features :]
         values = torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
         for rows, a, b in self._parts(lora_mapping):
@@ -72,7 +75,7 @@ class LatentKeys:
         return values
 
     def _parts(self, lora_mapping: LoRAMapping | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield the rows of each enabled adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
+        """Yield the rows of each enabled LoRA of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
         several: Any = getattr(self.expansion, "lora", None)
         if lora_mapping is None or several is None or not several.enabled:
             return
@@ -81,7 +84,7 @@ class LatentKeys:
                 yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 
     def _matrices(self) -> Tensor:
-        """Return the weight, with its adapter added if it has one of its own, as [H, N + V, C]."""
+        """Return the weight [H, N + V, C], with a single LoRA merged."""
         weight: Tensor = self.expansion.weight
         lora: Any = getattr(self.expansion, "lora", None)
         if lora is not None and lora.enabled and not isinstance(lora, nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""How the tokens of a forward attend, as attention modules see it.
+"""Attention of one forward, as attention modules see it.
 
 Training passes `PackedAttention`, decoding `archon.models.attention.decode.paged.PagedAttention`; the modules are
 the same.
@@ -22,7 +22,7 @@ from archon.models.lora.mapping import LoRAMapping
 from archon.schema.errors import ConfigError
 
 RecurrentState = tuple[Tensor, ...]
-"""What a recurrent mixer knows of the tokens before: tensors [B, ...], a row for each of B documents."""
+"""State of a recurrent mixer: tensors [B, ...], a row for each of B documents."""
 
 Scan = Callable[
     [Sequence[Tensor], Sequence[Tensor], PackedDocuments, RecurrentState | None], tuple[Tensor, RecurrentState]
@@ -31,15 +31,15 @@ Scan = Callable[
 
 
 class AttentionMeta(abc.ABC):
-    """How the tokens of one forward attend to each other and to cached tokens.
+    """Attention of the tokens of one forward to each other and to cached tokens.
 
     Attributes:
-        valid_mask: [T], how many tokens of the batch each of the rows stands for that this rank holds between layers: a
-            bool or int64, 0 for padding; None for one each.
-        lora_mapping: of the tokens' documents, for a model with several adapters; None if no document has one.
-        gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None if
-            they are the computed ones.
-        token_rows: int64 [N], the same for the N tokens that a head scores, whose rows it gathers itself.
+        valid_mask: [T], bool or int64, how many batch tokens each local row stands for, 0 for padding; None for one
+            each.
+        lora_mapping: LoRA of each token, for a multi-LoRA model; None if no document has one.
+        gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None for
+            the computed ones.
+        token_rows: int64 [N], the same for the N tokens that a head scores; the head gathers these rows itself.
     """
 
     valid_mask: Tensor | None = None
@@ -48,7 +48,7 @@ class AttentionMeta(abc.ABC):
     token_rows: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
-        """Called once per forward with the first layer's input [T, dim], which has the compute device and dtype."""
+        """Prepare once per forward for the first layer's input [T, dim], in the compute device and dtype."""
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -56,12 +56,14 @@ class AttentionMeta(abc.ABC):
 
         Args:
             layer: index of the layer, for caches.
-            q: [T, H, D], rotated; k, v: [T, G, D] with H a multiple of G.
-            spec: the layer's options; ConfigError for one that is not supported.
+            q: [T, H, D], rotated.
+            k: [T, G, D], rotated, with H a multiple of G.
+            v: [T, G, D].
+            spec: the layer's options; ConfigError for an unsupported one.
         """
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
-        """Return attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
+        """Return attention [T, H, V] of queries q [T, H, N + R] to the expanded `keys`."""
         k, v = keys.expand(keys.rows, keys.lora_mapping)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
@@ -72,15 +74,17 @@ class AttentionMeta(abc.ABC):
             layer: index of the layer, for caches.
             rows: tensors [T, H_i, ...] of the tokens, by heads; each H_i divides the largest.
             weights: tensors [H_i, ...] of the heads.
-            scan: what the mixer computes of any share of the heads.
+            scan: the mixer's computation for any subset of the heads.
 
-        Raises ConfigError where tokens and states cannot be brought together.
+        Raises:
+            ConfigError: this attention does not support states.
         """
         raise ConfigError(f"a layer with a recurrent state cannot run under {type(self).__name__}")
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
-        """Return the length of each token's document, int64 [T] on the CPU, for dynamic and LongRoPE frequencies; None
-        if unknown.
+        """Return each token's document length, int64 [T] on the CPU, or None if unknown.
+
+        Dynamic and LongRoPE frequencies need it.
         """
         return None
 
@@ -135,7 +139,7 @@ class PackedAttention(AttentionMeta):
 
 
 class PrefixAttention(AttentionMeta):
-    """Documents whose shared prefixes are computed once (see `archon.models.attention.prefix.plan`).
+    """Documents with shared prefixes, computed once (see `archon.models.attention.prefix.plan`).
 
     The model takes the pack's tokens at `shared.rows`, and its head scores all tokens of the pack.
     """
@@ -154,15 +158,13 @@ class PrefixAttention(AttentionMeta):
         self.backend.require(spec)
         if not spec.causal:
             raise ConfigError(
-                "tokens that see later ones cannot share a prefix with other documents; expected causal attention"
+                "shared prefixes need causal attention, and this layer is bidirectional; disable prefix sharing"
             )
         return self.backend.attend_prefixed(q, k, v, self.shared, spec)
 
     @torch.compiler.disable
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
-        """See `AttentionMeta.run_recurrence`: a branch starts with the state after the run of tokens that it
-        continues.
-        """
+        """Run level by level: each branch starts with the state after its parent run."""
         outs = list[Tensor]()
         state: RecurrentState | None = None
         for level in self.shared.levels:

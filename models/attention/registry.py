@@ -1,4 +1,4 @@
-"""The attention backends by name; the choice is explicit, and checked against device and dtype."""
+"""Attention backends by name; the choice is explicit, and checked against device and dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archon.models.attention.packed.varlen import VarlenAttention
 from archon.schema.errors import ConfigError
 
 AUTO_ORDER = ("varlen", "sdpa")
-"""`auto` chooses the first of these that can run."""
+"""`auto` chooses the first one that can run."""
 
 _BACKENDS: dict[str, AttentionBackend] = {}
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def register_attention_backend(backend: AttentionBackend) -> None:
-    """Make a backend available as `attn_type`. Raises ValueError for a name that is taken."""
+    """Make a backend available as `attn_type`; ValueError for a name that is taken."""
     if backend.name in ("auto", *_BACKENDS):
         raise ValueError(f"attention backend {backend.name!r} is already registered; choose another name")
     _BACKENDS[backend.name] = backend
@@ -34,10 +34,7 @@ register_attention_backend(FlashAttention())
 
 
 def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
-    """Return the backends that `attn_type` can resolve to: one, or those that `auto` chooses from.
-
-    Raises ConfigError for an unknown name, listing the known ones.
-    """
+    """Return the backends that `attn_type` can resolve to; ConfigError for an unknown name."""
     names = AUTO_ORDER if attn_type == "auto" else (attn_type,)
     if any(name not in _BACKENDS for name in names):
         raise ConfigError(f"attn_type is {attn_type!r}; expected one of {', '.join(('auto', *_BACKENDS))}")
@@ -56,9 +53,10 @@ def saved_ops(attn_type: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=64)
 def resolve_backend(attn_type: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return the backend for tensors of this device and dtype; `auto` logs what it chose, once.
+    """Return the backend for tensors of this device and dtype; `auto` logs its choice once.
 
-    Raises ConfigError for an unknown name and for a backend that cannot run here.
+    Raises:
+        ConfigError: the name is unknown, or the backend cannot run here.
     """
     for backend in candidates(attn_type):
         reason = backend.unsupported_reason(device, dtype)

@@ -1,13 +1,13 @@
-"""Attention sinks around a kernel that knows none: exact results and gradients from its log-sum-exp and its backward.
+"""Attention sinks around a kernel without sinks, exact through its log-sum-exp and its backward.
 
-With a sink s per head (Xiao et al. 2023, arXiv:2309.17453) and the kernel's own out and lse,
+With a sink s per head (Xiao et al. 2023, arXiv:2309.17453) and the kernel's out and lse,
 
     lse' = log(e^lse + e^s)    out' = out e^(lse - lse')
 
 FlashAttention's backward (Dao et al. 2022, arXiv:2205.14135, algorithm 4) recomputes probabilities as e^(score - lse)
 and subtracts the row sum of grad * out from the gradient of each. Given out' and lse' it therefore computes the
-gradients of attention with sinks; that of s is minus e^(s - lse') times the row sum. Gradients around a kernel whose
-lse is a constant would be wrong by tens of percent.
+gradients of attention with sinks; the gradient of s is minus e^(s - lse') times the row sum. Treating lse as a constant
+would make the gradients wrong by tens of percent.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class KernelWithLse(abc.ABC):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, for what `forward` returned."""
+        """Return the gradients of q, k and v, from the results of `forward`."""
 
 
 def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return log-sum-exps [H, T] with those of sinks [H]."""
+    """Add sinks [H] to log-sum-exps [H, T]."""
     return torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient [H] of sinks, for that of out [T, H, D], and log-sum-exps [H, T] with the sinks."""
+    """Return the gradient of sinks [H], from grad and out [T, H, D] and log-sum-exps [H, T] with the sinks."""
     row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
     dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
     return dsinks.to(sinks.dtype)
@@ -68,5 +68,5 @@ class _WithSinks(torch.autograd.Function):
 
 @torch.compiler.disable
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
-    """Return attention [T, H, D] with sinks [H], for q [T, H, D], k and v as `kernel` takes them."""
+    """Return attention [T, H, D] with sinks [H], for q [T, H, D] and the kernel's k and v."""
     return _WithSinks.apply(q, k, v, sinks, kernel)

@@ -1,4 +1,4 @@
-"""A layer's attention options, for any backend."""
+"""Attention options of a layer, for any backend."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class AttentionSpec:
 
     Args:
         scale: factor on the scores before the softmax.
-        window: each token sees itself and the window - 1 tokens before it in its document; None for all.
+        window: each token attends to itself and the window - 1 tokens before it in its document; None for all.
         soft_cap: replaces scaled scores by soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118).
-        sinks: [H], one score per head that is added to the softmax and has no value (Xiao et al. 2023,
-            arXiv:2309.17453).
-        causal: False lets each token see all of its document, as the patches of an image do; only in packed documents,
+        sinks: [H], one score per head that joins the softmax without a value (Xiao et al. 2023, arXiv:2309.17453).
+        causal: False lets each token attend to its whole document, as image patches do; only in packed documents,
             without window, soft cap and sinks.
     """
 
@@ -34,14 +33,14 @@ class AttentionSpec:
     def require(self, features: Collection[str], backend: str) -> None:
         """Raise ConfigError, naming `backend`, for an option that is not in `features`.
 
-        The options are `window`, `soft_cap` and `sinks`, and `bidirectional` for attention that is not causal.
+        The options are `window`, `soft_cap` and `sinks`, and `bidirectional` for non-causal attention.
         """
-        given = [name for name in ("window", "soft_cap", "sinks") if getattr(self, name) is not None]
+        options = [name for name in ("window", "soft_cap", "sinks") if getattr(self, name) is not None]
         if not self.causal:
-            if given:
-                raise ConfigError(f"attention that is not causal has {', '.join(given)}; expected none of them")
-            given = ["bidirectional"]
-        for name in given:
+            if options:
+                raise ConfigError(f"attention that is not causal has {', '.join(options)}; expected none of them")
+            options = ["bidirectional"]
+        for name in options:
             if name not in features:
                 supported = ", ".join(sorted(features)) or "none of these options"
                 raise ConfigError(
@@ -63,10 +62,9 @@ class AttentionSpec:
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return softmax over the last dimension of scores [..., S, L] and a sink, without the sink's column.
+    """Return the softmax of scores [..., S, L] and a sink over the last dimension, without the sink's column.
 
-    Args:
-        sinks: broadcastable to [..., S]; None for an ordinary softmax.
+    `sinks` broadcast to [..., S]; None for an ordinary softmax.
     """
     if sinks is None:
         return scores.softmax(-1)

@@ -1,1 +1,1 @@
-"""C functions for what decoding steps on a CPU compute between their matrix products, and how they are built."""
+"""C kernels for float32 on a CPU: the operations between a decoding step's matmuls, and their build."""

@@ -1,7 +1,6 @@
-"""Attention of one query per sequence to the pages of a cache, in float32 on a CPU, by a C function.
+"""C kernel for paged attention with one query per sequence, in float32 on a CPU.
 
-It reads keys and values once where they lie, which is two to three times as fast as products of pages
-(`page_batches`).
+It reads keys and values once, in place: two to three times as fast as batched matmuls over pages (`page_batches`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from archon.models.cpu.library import kernels
 
 
 def can_use(q: Tensor, paged: PagedTensors) -> bool:
-    """Return whether the kernel computes attention of queries [B, H, K]: in float32 on a CPU, without a gradient, and
-    where sequences times heads of the cache are at least as many as threads.
+    """Return whether the kernel supports queries [B, H, K]: float32 on a CPU, without a gradient.
+
+    It also needs at least as many sequences times key heads as threads.
     """
     return (
         type(q) is type(paged.keys) is Tensor
@@ -30,11 +30,14 @@ def can_use(q: Tensor, paged: PagedTensors) -> bool:
 
 
 def attend(q: Tensor, paged: PagedTensors, pages: np.ndarray, lengths: np.ndarray, spec: AttentionSpec) -> Tensor:
-    """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer, where `can_use`.
+    """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer.
 
     Args:
+        q: queries, accepted by `can_use`.
+        paged: keys and values of the layer.
         pages: int64 [B, width], the pages of each sequence, in order.
         lengths: int64 [B], tokens of each sequence, at least 1.
+        spec: the layer's attention options.
     """
     functions, rows, page_size = kernels(), paged.rows, paged.keys.shape[-2]
     assert functions is not None

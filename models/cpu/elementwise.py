@@ -1,6 +1,6 @@
-"""The elementwise layers of `kernels.c`: a call takes a fifth of the time that PyTorch's take where rows are few.
+"""Elementwise layers of `kernels.c`: a fifth of the time of PyTorch's operations for few rows.
 
-Nothing here is recorded for a gradient: `archon.models.cpu.fused` calls it within autograd functions.
+They record no gradient: `archon.models.cpu.fused` calls them within autograd functions.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from archon.models.cpu.library import kernels
 
 PARALLEL = 1 << 15
-"""Entries from which a second thread is worth waking."""
+"""Minimum entries that repay waking a second thread."""
 
 
-def can_use(x: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels compute with these: float32 on a CPU, not in compiled code, with at most three
-    dimensions, of which the last is dense.
+def can_use(x: Tensor, *operands: Tensor) -> bool:
+    """Return whether the kernels support these tensors.
+
+    They take float32 on a CPU, outside compiled code, with at most three dimensions and a dense last one.
     """
     return (
         not torch.compiler.is_compiling()
@@ -24,13 +25,13 @@ def can_use(x: Tensor, *others: Tensor) -> bool:
         and x.shape[-1] > 0
         and not torch.jit.is_tracing()
         and _is_dense(x)
-        and all(map(_is_dense, others))
+        and all(map(_is_dense, operands))
         and kernels() is not None
     )
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Return whether x is an ordinary tensor of this kind: a subclass may have no memory."""
+    """Return whether x is an ordinary dense float32 tensor; a subclass may have no memory."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.is_cpu
@@ -41,14 +42,13 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Return contiguous memory for a result of the shape of x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert type(out) is Tensor, "a mode gives tensors without memory"
     return out
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Return a gradient with a dense last dimension, as that of a sum has not."""
+    """Return a gradient with a dense last dimension; the gradient of a sum is expanded."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x [..., d] and, if it is needed, weight [d] of `rms_norm`, whose result has `grad`."""
+    """Return the gradients of x [..., d] and, if needed, weight [d] of `rms_norm`."""
     functions, grad = kernels(), _dense(grad)
     assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
     x_grad = _new(x)
@@ -85,8 +85,9 @@ def rotate(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> Tensor:
-    """Return x [T, H, d], or its `rms_norm` if that has a weight [d], with the first r features rotated in pairs by
-    the angles of cos and sin [T, 1, r/2].
+    """Rotate the first r features of x [T, H, d] in pairs by the angles of cos and sin [T, 1, r/2].
+
+    With a weight [d], x is first normalized by `rms_norm`.
     """
     functions, pairs = kernels(), cos.shape[-1]
     assert functions is not None and cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
@@ -112,18 +113,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up [..., d] of `swiglu`, whose result has `grad`."""
+    """Return the gradients of gate and up [..., d] of `swiglu`."""
     functions, features = kernels(), gate.shape[-1]
     assert functions is not None and grad.shape == gate.shape == up.shape
     outs = [_new(x) for x in (gate, up)]
-    given = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
-    pointers, strides = [x.data_ptr() for x in (*outs, *given)], [x.stride(0) for x in given]
-    functions["swiglu_backward"](*pointers, *given[1].shape, *strides, _threads(gate))
+    rows = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
+    pointers, strides = [x.data_ptr() for x in (*outs, *rows)], [x.stride(0) for x in rows]
+    functions["swiglu_backward"](*pointers, *rows[1].shape, *strides, _threads(gate))
     return outs[0], outs[1]
 
 
 def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:
-    """Store x [T, H, d] at `places`, int64 [T H], of memory [n, d]. Raises IndexError where a place is none."""
+    """Store x [T, H, d] at rows `places`, int64 [T H], of memory [n, d]; IndexError for a row outside."""
     functions = kernels()
     assert functions is not None and memory.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
     assert x.ndim == 3 and memory.shape[1] == x.shape[2] and len(places) == x.shape[0] * x.shape[1]
@@ -133,7 +134,7 @@ def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:
 
 
 def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Return rows, heads, features, and the strides of the first two, of x [rows, heads, features] or with fewer."""
+    """Return rows, heads, features, and the strides of the first two, of x with at most three dimensions."""
     shape, strides = (1, 1, *x.shape)[-3:], (0, 0, *x.stride())[-3:]
     if x.ndim == 2:
         return shape[1], 1, shape[2], strides[1], 0

@@ -1,8 +1,8 @@
 """Elementwise layers as custom autograd functions: fewer memory passes and fewer saved tensors in eager mode.
 
-Each has a plain version of ordinary operations, which defines it: `torch.compile` fuses the plain version by itself,
-and tests compare the two. Without gradients the same operations run outside an autograd function, which would take as
-long as they do where rows are few, as in a decoding step.
+Each layer has a plain version of ordinary operations, which defines it: `torch.compile` traces and fuses the plain
+version, and tests compare the two. Without gradients the eager operations run outside an autograd function, which would
+cost as much as they do for few rows, as in a decoding step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Function = Callable[..., Tensor]
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
-    """Return (offset + weight) * x / sqrt(mean(x^2) + eps).
+    """Return (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d].
 
-    Statistics are in at least float32. The normalized x is rounded to its dtype before it is multiplied by the weight,
-    as in Llama; with an offset or `rounds_once`, after it is multiplied by the sum, as in Gemma and OLMo.
+    Statistics are in at least float32. Llama rounds the normalized x to its dtype before it multiplies by the weight.
+    With an offset or `rounds_once` the result is rounded after the product, as in Gemma and OLMo.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -34,9 +34,9 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, r
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Return x [T, H, d] with its first r features rotated in pairs by the angles of cos and sin [T, 1, r/2].
+    """Rotate the first r features of x [T, H, d] in pairs by the angles of cos and sin [T, 1, r/2].
 
-    Pairs are (x_i, x_{i + r/2}), or (x_{2i}, x_{2i + 1}) if `interleaved`; the other d - r features stay as they are.
+    Pairs are (x_i, x_{i + r/2}), or (x_{2i}, x_{2i + 1}) if `interleaved`; the other d - r features stay unchanged.
     """
     width = 2 * cos.shape[-1]
     first, second = _pairs(x, width, interleaved)
@@ -60,13 +60,13 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit`, up to [-limit, limit]."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to <= limit and up to [-limit, limit]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1], or None where a kernel computes both."""
+    """Return the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1] or None from the C kernel."""
     if elementwise.can_use(x, weight):
         return elementwise.rms_norm(x, weight, eps, offset), None
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -178,28 +178,26 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def _run(plain: Function, eager: Function, function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Return the result of one of three forms of a layer: compiled code traces the plain one, eager code runs the
-    operations of the autograd function's forward, and the function around them where gradients are recorded.
-    """
+    """Run a layer: traced code runs `plain`, code with gradients `function`, other code `eager`."""
     if torch.compiler.is_compiling():
         return plain(*args)
     return function.apply(*args) if torch.is_grad_enabled() else eager(*args)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
-    """See `plain_rms_norm`; x [..., d], weight [d]."""
+    """See `plain_rms_norm`."""
     return _run(plain_rms_norm, lambda *args: _normalize(*args)[0], _RMSNorm, x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
+    """See `plain_rotate`; no gradient for cos and sin. If they are wider than x, the result is rounded once."""
     return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 
 def norm_and_rotate(
     x: Tensor, norm: tuple[Tensor, float, float, bool], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """Return `rotate` of `rms_norm`; x [T, H, d], and `norm` the norm's weight [d], eps, offset and `rounds_once`."""
+    """Return `rotate` of `rms_norm` of x [T, H, d]; `norm` is (weight [d], eps, offset, `rounds_once`)."""
     weight, eps, offset, _ = norm
     if not torch.is_grad_enabled() and cos.shape[0] == len(x) and elementwise.can_use(x, cos, sin, weight):
         return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)

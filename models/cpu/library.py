@@ -1,7 +1,6 @@
 """Builds `kernels.c` with the machine's C compiler on first use, in about a second, and loads it.
 
-The result is kept for the user's other processes. Without a compiler, or without its OpenMP, there is none, and
-PyTorch's operations do the same.
+The library is cached for the user's other processes. Without a compiler or its OpenMP, PyTorch's operations replace it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 DIGEST_BYTES = 32
 SECONDS = 120.0
-"""That the compiler may take."""
+"""Timeout of the compiler."""
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
@@ -48,14 +47,14 @@ _RESULTS: dict[str, Any] = {**dict.fromkeys(_FALLIBLE, _INT), "panel_width": _LO
 
 @functools.cache
 def kernels() -> dict[str, Callable[..., int]] | None:
-    """Return the compiled functions by name, built if need be; None where they cannot be."""
+    """Return the compiled functions by name, built on first use; None if the build fails."""
     try:
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would have threads of its own
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # a second OpenMP would start more threads
         library = ctypes.CDLL(str(_library()))
         functions = {name: getattr(library, name) for name in _ARGUMENTS}
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        reason = f"{error} {said.decode(errors='replace')}".strip()
+        stderr = getattr(error, "stderr", None) or b""
+        reason = f"{error} {stderr.decode(errors='replace')}".strip()
         logger.info("training and generation on this CPU go without their compiled kernels: %s", reason)
         return None
     for name, function in functions.items():
@@ -65,12 +64,12 @@ def kernels() -> dict[str, Callable[..., int]] | None:
 
 
 def _library() -> Path:
-    """Return the shared library for this source, compiler and processor, built where it is missing."""
+    """Return the path of the library for this source, compiler and processor; build it if it is missing."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     if b"clang" in version:
-        raise OSError("clang has an OpenMP of its own, whose threads would be in the way of torch's; set CC to a gcc")
-    what = [
+        raise OSError("clang brings a second OpenMP, and its threads compete with torch's; set CC to a gcc")
+    inputs = [
         SOURCE.read_bytes(),
         version,
         shlex.join([*compiler, *FLAGS]).encode(),
@@ -78,7 +77,7 @@ def _library() -> Path:
         _processor(),
     ]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "archon" / "kernels"
-    library = folder / f"{SOURCE.stem}-{hashlib.sha256(b'|'.join(what)).hexdigest()[:16]}.so"
+    library = folder / f"{SOURCE.stem}-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if not _is_complete(library):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -86,17 +85,15 @@ def _library() -> Path:
             command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
             with built.open("ab") as file:
-                file.write(_digest(built.read_bytes()))  # which a loader does not read
+                file.write(_digest(built.read_bytes()))  # loaders ignore trailing bytes
                 file.flush()
                 os.fsync(file.fileno())
-            built.replace(library)  # other processes see all of it or nothing
+            built.replace(library)  # atomic for other processes
     return library
 
 
 def _is_complete(library: Path) -> bool:
-    """Return whether the file ends with the digest of what is before it: a process that loads a part of a library
-    ends.
-    """
+    """Return whether the file ends with the digest of its content; loading a truncated library kills the process."""
     content = library.read_bytes() if library.exists() else b""
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
 
@@ -106,7 +103,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _processor() -> bytes:
-    """Return what code for this processor may use; a home folder may be shared by machines."""
+    """Return the instruction sets of this processor; several machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Products with weights that are packed for the function of `kernels.c`, in float32 on a CPU.
+"""Matmuls with packed weights by a C kernel, in float32 on a CPU.
 
-With few rows, as in a decoding step, they are a tenth to a sixth faster than oneDNN's with its packed weights, and the
+With few rows, as in a decoding step, they are a tenth to a sixth faster than oneDNN with its packed weights, and the
 result of a row does not depend on other rows.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from archon.models.cpu.library import kernels
 
 _PARALLEL = 1 << 18
-"""Products of numbers from which a second thread is worth waking."""
+"""Minimum multiplications that repay waking a second thread."""
 
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """The weight of a linear layer in panels of columns.
+    """Weight of a linear layer in panels of columns.
 
     Attributes:
         panels: [columns / width, in, width].
         bias: [columns]; None for none.
-        columns: the features of a result.
+        columns: output features.
     """
 
     panels: Tensor
@@ -47,7 +47,7 @@ class PackedLinear:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """Return weight [out, in] and bias [out] packed, as copies; None where the kernels cannot be built."""
+    """Return packed copies of weight [out, in] and bias [out]; None without kernels."""
     functions = kernels()
     if functions is None:
         return None

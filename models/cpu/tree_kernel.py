@@ -1,8 +1,7 @@
-"""Attention along the paths of trees, and in short documents, in float32 on a CPU, by C functions.
+"""C kernels for attention along tree paths and in short documents, in float32 on a CPU.
 
-A token of a short answer sees a dozen others: products of padded trees and the masks of what each token sees cost
-twice what these few sums do, and a call for each length of a document more than that. From paths of forty tokens on
-products are faster.
+A token of a short answer attends to a dozen others. Matmuls over padded trees and their masks cost twice as much as
+these few sums, and one call per document length costs more. From paths of forty tokens on matmuls are faster.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from archon.models.cpu import elementwise
 from archon.models.cpu.library import kernels
 
 LONGEST = 32
-"""The tokens of the longest path that the functions are used for."""
+"""Maximum tokens of a path for these kernels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The paths of N trees of U tokens, which are numbered one tree after another.
+    """Paths of N trees with U tokens, which are numbered one tree after another.
 
     Attributes:
-        paths: int64 [P], all paths one after another, each from the root of its tree to the token that it is of.
-        starts: int64 [U + 1], where each begins.
-        trees: int64 [N + 1], the first token of each tree.
-        longest: the tokens of the longest path.
+        paths: int64 [P], all paths one after another, each from the root of its tree to its token.
+        starts: int64 [U + 1], start of each path.
+        trees: int64 [N + 1], first token of each tree.
+        longest: tokens of the longest path.
     """
 
     paths: np.ndarray
@@ -43,7 +42,7 @@ class Routes:
 
     @classmethod
     def from_trees(cls, trees: Sequence[list[list[int]]]) -> Routes:
-        """Return the paths of trees, given as the path of each of their tokens by the tokens' numbers in the tree."""
+        """Return the routes of trees; a tree lists the path of each of its tokens."""
         firsts = bounds(np.array([len(tree) for tree in trees], dtype=np.int64))
         lengths = np.array([len(path) for tree in trees for path in tree], dtype=np.int64)
         within = np.array([token for tree in trees for path in tree for token in path], dtype=np.int64)
@@ -54,7 +53,7 @@ class Routes:
 
     @classmethod
     def from_documents(cls, lengths: Sequence[int]) -> Routes:
-        """Return the paths of documents of these lengths, whose tokens each see those before it."""
+        """Return the routes of documents of these lengths; each token attends to the tokens before it."""
         documents = np.array(lengths, dtype=np.int64)
         firsts = bounds(documents)
         first = firsts[:-1].repeat(documents)  # of each token's document
@@ -63,15 +62,16 @@ class Routes:
 
 
 def can_use(q: Tensor, k: Tensor, v: Tensor, longest: int, spec: AttentionSpec) -> bool:
-    """Return whether the functions compute attention on paths of at most `longest` tokens: on short ones, without
-    sinks and a soft cap, of tokens that see none after them.
+    """Return whether the kernels support causal attention on paths of at most `longest` tokens.
+
+    They support short paths, a window, no sinks and no soft cap.
     """
     plain = spec.causal and spec.sinks is None and spec.soft_cap is None
     return plain and longest <= LONGEST and elementwise.can_use(q, k, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec) -> Tensor:
-    """Return `tree_attention`, where `can_use`; differentiable."""
+    """Return `tree_attention` for arguments that `can_use` accepts; differentiable."""
     return _TreeAttention.apply(q, k, v, routes, spec.scale, spec.window or 0)
 
 

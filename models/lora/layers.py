@@ -1,12 +1,10 @@
-"""Low-rank adapters (LoRA: Hu et al. 2022, arXiv:2106.09685), which layers add to their products.
+"""LoRA layers (Hu et al. 2022, arXiv:2106.09685): y = W x + scale * b a x.
 
-An adapter adds scale * b a x to a product W x, with a [r, in] and b [out, r]. It is split as W is: for a column product
-each rank has all of a and its rows of b, for a row product its columns of a and all of b. What all ranks have gets a
-term of a sum as its gradient, and what a rank adds to a row product is a term of the sum that the layer scatters
-anyway. So adapters need no collective of their own.
+With a [r, in] and b [out, r] split as W is, tensor parallelism needs no extra collective. A column layer holds all of a
+and its rows of b; a row layer holds its columns of a and all of b, and its LoRA term joins the sum that the layer
+scatters anyway. Replicated parts get one term of a sum as their gradient.
 
-A matrix may have several adapters (`MultiLoRALayer`), each with parameters of its own, of which every row uses one
-or none.
+A matrix may have several LoRAs (`MultiLoRALayer`); each row uses one of them or none.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from archon.parallel.transfer import to_device_async
 
 
 class LoRALayer(nn.Module):
-    """The adapter of a linear layer, or that of one matrix of every expert.
+    """LoRA of a linear layer, or of one matrix of every expert.
 
     Attributes:
-        a, b: [r, in] and [out, r]; [E, r, in] and [E, out, r] for `experts` E.
+        a, b: [r, in] and [out, r]; [E, r, in] and [E, out, r] for E `experts`.
         scale: factor on b a.
-        casts_parameters: a and b may be wider than the computation, which rounds them itself.
-        enabled: whether the layer adds it; see `archon.models.lora.model.model.disable_lora`.
+        casts_parameters: a and b may be wider than the compute dtype; `parts` rounds them.
+        enabled: whether the layer adds it; see `archon.models.lora.model.disable_lora`.
     """
 
     casts_parameters: ClassVar[bool] = True
@@ -54,15 +52,15 @@ class LoRALayer(nn.Module):
         self.b = nn.Parameter(torch.empty(*stack, out_features, rank))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-        """Return [T, out] for x [T, in] of a linear layer: the product with its weight and bias, and the adapter's.
+        """Return x W^T + bias + scale * x a^T b^T: [T, out] for x [T, in].
 
-        `rows` of b are this rank's of a shared head.
+        `rows` are this rank's rows of b for a replicated head.
         """
         a, b = self.parts(x.dtype, rows)
         return lora_linear(x, weight, bias, a, b, self.scale)
 
     def parts(self, dtype: torch.dtype, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return a and b as this rank uses them, in the dtype of the computation."""
+        """Return this rank's a and b in the compute dtype."""
         a = local(self.a)
         b = local(self.b)
         return a.to(dtype), (b if rows is None else b[rows]).to(dtype)
@@ -73,14 +71,12 @@ class LoRALayer(nn.Module):
 
 
 class MultiLoRALayer(nn.ModuleDict):
-    """Several adapters of one matrix, or of one matrix of every expert, by name: `LoRALayer`s of any ranks and
-    scales.
-    """
+    """Several LoRAs of one matrix, or of one matrix of every expert, by name; ranks and scales may differ."""
 
     enabled = True
 
     def forward(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping, rows: slice | None = None) -> Tensor:
-        """Return out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LoRALayer`."""
+        """Add each row's LoRA term for x [T, in] to out [T, out]."""
         if not self._has_any(lora_mapping.names):
             return out
         added = self._add_to(
@@ -89,16 +85,18 @@ class MultiLoRALayer(nn.ModuleDict):
         return lora_mapping.unsort(added)
 
     def part(self, name: str) -> LoRALayer | None:
-        """Return the adapter of this name, None if this matrix has none."""
+        """Return the LoRA with this name, or None."""
         lora = self._modules.get(name)
         return lora if isinstance(lora, LoRALayer) else None
 
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
-        """Return out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by expert, then adapter.
+        """Add the LoRA terms of rows x [N, in], sorted by expert, then LoRA, to out [N, out].
 
         Args:
-            names: the n adapters that rows may have; one that this matrix lacks adds nothing.
-            counts: int64 [E (n + 1)], of each expert the rows of each adapter, and last those of none.
+            out: output of the experts.
+            x: rows of the experts.
+            names: the n LoRAs of the batch; a name that this matrix lacks adds nothing.
+            counts: int64 [E (n + 1)], rows of each LoRA in each expert, rows without one last.
         """
         return self._add_to(out, x, names, counts) if self._has_any(names) else out
 
@@ -108,67 +106,71 @@ class MultiLoRALayer(nn.ModuleDict):
     def _add_to(
         self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor, rows: slice | None = None
     ) -> Tensor:
-        """Return out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by group.
+        """Add the LoRA terms of rows x [N, in], sorted by group, to out [N, out].
 
-        Every adapter of `names` has a gradient, 0 without rows: ranks that sum gradients need the same ones.
+        Every LoRA of `names` gets a gradient, 0 without rows, because ranks that sum gradients need the same ones.
         """
         loras = [self.part(name) for name in names]
-        own = [(index, lora) for index, lora in enumerate(loras) if lora is not None]
-        parts = [lora.parts(x.dtype, rows) for _, lora in own]
+        present = [(index, lora) for index, lora in enumerate(loras) if lora is not None]
+        parts = [lora.parts(x.dtype, rows) for _, lora in present]
         a, b = parts[0]
         experts = a.shape[0] if a.dim() == 3 else 1
-        of_expert = counts.shape[0] // experts
+        groups_per_expert = counts.shape[0] // experts
+        # 1. A loop over groups: on a CPU, and for shapes that `grouped_mm` does not support.
         if prefers_loop(x) or not supports_grouped_mm(x, a.shape[-1], b.shape[-2]):
-            places = {index: (place, lora.scale) for place, (index, lora) in enumerate(own)}
-            return add_loras(out, x, _groups(counts.tolist(), of_expert, places, stacked=a.dim() == 3), parts)
+            places = {index: (place, lora.scale) for place, (index, lora) in enumerate(present)}
+            groups = _groups(counts.tolist(), groups_per_expert, places, stacked=a.dim() == 3)
+            return add_loras(out, x, groups, parts)
+        # 2. Grouped matmuls over all matrices, padded to one rank; groups without a LoRA have zero matrices.
         rank = padded_group_width(max(part[0].shape[-2] for part in parts), x)
         nothing = a.new_zeros(*a.shape[:-2], 0, a.shape[-1]), b.new_zeros(*b.shape[:-1], 0)
-        of_groups = [nothing] * of_expert
-        scales = [own[0][1].scale] * of_expert  # of rows without an adapter any will do
-        for (index, lora), part in zip(own, parts, strict=True):
-            of_groups[index], scales[index] = part, lora.scale
-        pairs = [_padded(part, rank) for part in of_groups]
+        group_parts = [nothing] * groups_per_expert
+        scales = [present[0][1].scale] * groups_per_expert  # rows without a LoRA accept any scale
+        for (index, lora), part in zip(present, parts, strict=True):
+            group_parts[index], scales[index] = part, lora.scale
+        pairs = [_padded(part, rank) for part in group_parts]
         stacked_a, stacked_b = (torch.stack(side, dim=-3).flatten(0, -3) for side in zip(*pairs, strict=True))
         hidden = grouped_linear(x, stacked_a, counts)
         return out + grouped_linear(_scaled(hidden, scales, counts), stacked_b, counts)
 
 
 def prefers_loop(x: Tensor) -> bool:
-    """Return whether a product for each group of rows is faster than grouped ones, which stack all matrices."""
+    """Return whether one matmul per group is faster than grouped matmuls, which stack all matrices."""
     return x.is_cpu
 
 
 def _groups(
-    counts: Sequence[int], of_expert: int, places: Mapping[int, tuple[int, float]], *, stacked: bool
+    counts: Sequence[int], groups_per_expert: int, places: Mapping[int, tuple[int, float]], *, stacked: bool
 ) -> list[LoRAGroup]:
-    """Return the groups of rows that are not empty.
+    """Return the nonempty groups of rows.
 
     Args:
-        counts: of every group, `of_expert` of each expert.
-        places: by the group's index in its expert, the adapter's index and its scale.
-        stacked: whether the adapters' matrices are stacks of all experts'.
+        counts: rows of every group.
+        groups_per_expert: groups of each expert.
+        places: index and scale of a LoRA, by its group's index within the expert.
+        stacked: whether the LoRA matrices are stacks over experts.
     """
-    found = []
+    groups = []
     for group, count in enumerate(counts):
         if count:
-            expert, index = divmod(group, of_expert)
+            expert, index = divmod(group, groups_per_expert)
             place, scale = places.get(index, (None, 1.0))
-            found.append(LoRAGroup(count, place, expert if stacked else None, scale))
-    return found
+            groups.append(LoRAGroup(count, place, expert if stacked else None, scale))
+    return groups
 
 
 def _padded(part: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """Return a and b with zeros appended up to `rank`, which add nothing."""
+    """Return a and b padded with zeros to `rank`."""
     a, b = part
     missing = rank - a.shape[-2]
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else part
 
 
 def _scaled(hidden: Tensor, scales: Sequence[float], counts: Tensor) -> Tensor:
-    """Return rows hidden [N, r] times the scale of the group of each, rounded once."""
+    """Return rows hidden [N, r] times the scale of their group, rounded once."""
     if len({*scales}) == 1:
         return hidden * scales[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    of_groups = to_device_async(torch.tensor(scales, dtype=wide), hidden.device).repeat(counts.shape[0] // len(scales))
-    of_rows = of_groups.repeat_interleave(counts, output_size=hidden.shape[0]).unsqueeze(1)
-    return (hidden * of_rows).to(hidden.dtype)
+    scale_G = to_device_async(torch.tensor(scales, dtype=wide), hidden.device).repeat(counts.shape[0] // len(scales))
+    scale_N = scale_G.repeat_interleave(counts, output_size=hidden.shape[0]).unsqueeze(1)
+    return (hidden * scale_N).to(hidden.dtype)

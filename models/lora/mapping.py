@@ -1,4 +1,4 @@
-"""Which of several adapters each row of a layer's input uses: of a batch whose documents have different ones."""
+"""LoRA of each row of a layer's input, for batches of documents with different LoRAs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from archon.parallel.comm import Group, all_gather
 from archon.parallel.transfer import to_device_async
 
 NO_LORA = -1
-"""The index of the adapter of a row that has none: the layer's own output."""
+"""LoRA index of a row without a LoRA."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoRAMapping:
-    """The adapter of each of T rows. Layers take it as an argument, sort their rows by it, and group their products.
+    """LoRA of each of T rows. Layers sort their rows by it and group their matmuls.
 
     Attributes:
-        names: the n adapters that ids are indices of.
-        ids: int64 [T], with n for a row without an adapter.
-        counts: int64 [n + 1], the rows of each adapter, and last those without; [n] if every row is known to have one.
-        order, inverse: int64 [T], the permutation that sorts rows by id, and the one back; None if they are sorted.
-        tp_shard: of the tokens that this rank holds between layers, where tensor parallelism splits them: latent layers
-            and experts compute these. None if they are all rows.
+        names: names of the n LoRAs.
+        ids: int64 [T], index into `names`, n for a row without a LoRA.
+        counts: int64 [n + 1], rows of each LoRA, rows without one last; [n] if every row has one.
+        order, inverse: int64 [T], the permutation that sorts rows by id, and its inverse; None if they are sorted.
+        tp_shard: mapping of this rank's token shard, which latent layers and experts compute under tensor parallelism.
+            None without a shard.
     """
 
     names: tuple[str, ...]
@@ -41,11 +41,13 @@ class LoRAMapping:
 
     @classmethod
     def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> LoRAMapping:
-        """Return the rows of adapter indices `ids`, int64 [T] on the CPU, on `device`.
+        """Return the mapping of rows with LoRA indices `ids`.
 
         Args:
-            names: the adapters that the indices mean; `NO_LORA` is none of them.
-            tp: the ranks that hold equal parts of the rows between layers.
+            names: names of the LoRAs; the index `NO_LORA` means none.
+            ids: int64 [T] on the CPU.
+            device: device of the mapping.
+            tp: ranks that hold equal token shards between layers.
         """
         ids = torch.where(ids == NO_LORA, len(names), ids)
         tp_shard = None
@@ -65,30 +67,30 @@ class LoRAMapping:
 
     @cached_property
     def runs(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, first row, row after the last) of consecutive rows with one adapter."""
-        found, first = [], 0
+        """(name, first row, end row) of each run of consecutive rows with one LoRA."""
+        runs, first = [], 0
         for index, rows in groupby(self.host_ids.tolist()):
             last = first + len(list(rows))
             if index < len(self.names):
-                found.append((self.names[index], first, last))
+                runs.append((self.names[index], first, last))
             first = last
-        return tuple(found)
+        return tuple(runs)
 
     def rows(self, first: int, last: int) -> LoRAMapping:
-        """Return the adapters of the rows from `first` to before `last`."""
+        """Return the mapping of rows `first` to `last` (exclusive)."""
         return LoRAMapping.of(self.names, self.host_ids[first:last], self.ids.device)
 
     def repeated(self, row: int, count: int) -> LoRAMapping:
-        """Return the adapters of `count` rows that all have that of `row`."""
+        """Return the mapping of `count` rows with the LoRA of `row`."""
         return LoRAMapping.of(self.names, self.host_ids[row].expand(count), self.ids.device)
 
     @property
     def local_rows(self) -> LoRAMapping:
-        """The rows that this rank holds between layers."""
+        """Mapping of the rows that this rank holds between layers."""
         return self.tp_shard or self
 
     def sort(self, x: Tensor) -> Tensor:
-        """Return rows x [T, ...] sorted by adapter."""
+        """Return rows x [T, ...] sorted by LoRA."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def unsort(self, x: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class LoRAMapping:
         return x if self.inverse is None else x.index_select(0, self.inverse)
 
     def gathered(self, group: Group) -> LoRAMapping:
-        """Return the adapters of the rows of all ranks, in the order in which `all_gather` joins the rows."""
+        """Return the mapping of the rows of all ranks, in the order of `all_gather`."""
         ids = all_gather(self.ids, group)
         order = ids.argsort(stable=True)
         counts = ids.new_zeros(len(self.names) + 1).scatter_add_(0, ids, torch.ones_like(ids))

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model's matrices: how they are added, named, switched off and merged."""
+"""LoRA in a model: add, name, disable, initialize and merge."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from archon.models.lora.targets import LoRASize
 from archon.schema.errors import ConfigError
 
 Fill = tuple[str, Callable[[Tensor], Any]]
-"""A parameter's name, and what fills it in place with its first values."""
+"""A parameter's name, and its in-place initializer."""
 
 
 def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype, lora_name: str | None = None) -> None:
-    """Freeze a model on the meta device and add an adapter of the matrices that it has, in `dtype`.
+    """Freeze a model on the meta device and add LoRAs to its matrices, in `dtype`.
 
-    A critic's value head is not frozen, and is in `dtype` too. An adapter with a name may be one of several. Raises
-    ConfigError for a name that a module cannot have.
+    A critic's value head stays trainable and changes to `dtype`. A LoRA with a name becomes one of several.
+
+    Raises:
+        ConfigError: a module cannot have this name.
     """
     if lora_name is not None and hasattr(MultiLoRALayer(), lora_name):
-        raise ConfigError(f"an adapter cannot be named {lora_name!r}, which PyTorch's modules use; choose another name")
+        raise ConfigError(f"a LoRA cannot be named {lora_name!r}, which PyTorch's modules use; choose another name")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_lora(name))
     head = getattr(model, "score", None)
@@ -40,7 +42,7 @@ def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype
     for name, size in sizes.items():
         owner, _, matrix = name.rpartition(".")
         module: Any = modules.get(owner)
-        if module is None:  # of another stage of the pipeline
+        if module is None:  # belongs to another pipeline stage
             continue
         if isinstance(module, GroupedExperts):
             experts, out_features, in_features = getattr(module, matrix).shape
@@ -52,16 +54,16 @@ def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype
             module.lora = _with_name(module.lora, lora, lora_name)
 
 
-def _with_name(others: nn.Module | None, lora: LoRALayer, lora_name: str | None) -> LoRALayer | MultiLoRALayer:
+def _with_name(present: nn.Module | None, lora: LoRALayer, lora_name: str | None) -> LoRALayer | MultiLoRALayer:
     if lora_name is None:
         return lora
-    several = others if isinstance(others, MultiLoRALayer) else MultiLoRALayer()
+    several = present if isinstance(present, MultiLoRALayer) else MultiLoRALayer()
     several[lora_name] = lora
     return several
 
 
 def add_lora_like(model: nn.Module, like: nn.Module) -> None:
-    """Add the adapters that `like`, of the same layers, has; on the meta device."""
+    """Add the LoRAs of `like`, a model with the same layers, on the meta device."""
     for name, module in like.named_modules():
         lora = getattr(module, "lora", None)
         if lora is not None:
@@ -69,16 +71,16 @@ def add_lora_like(model: nn.Module, like: nn.Module) -> None:
 
 
 def share_frozen(model: nn.Module, owner: nn.Module) -> None:
-    """Make frozen parameters of `model` those of `owner` with the same name, shape and dtype, also where both are
-    sharded alike; before the first forward.
+    """Replace frozen parameters of `model` by equal ones of `owner`, before the first forward.
+
+    Equal means the same name, shape, dtype, device and sharding.
     """
-    theirs = {name: parameter for name, parameter in owner.named_parameters() if not parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in owner.named_parameters() if not parameter.requires_grad}
     for module_name, module in model.named_modules():
-        for name, own in list(module.named_parameters(recurse=False)):
-            other = theirs.get(f"{module_name}.{name}" if module_name else name)
-            if other is None or own.requires_grad or _kind(own) != _kind(other):
-                continue
-            setattr(module, name, other)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            source = frozen.get(f"{module_name}.{name}" if module_name else name)
+            if source is not None and not parameter.requires_grad and _kind(parameter) == _kind(source):
+                setattr(module, name, source)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -88,7 +90,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def disable_lora(model: nn.Module) -> Iterator[None]:
-    """Make the model compute what its frozen weights alone do, until the end of the block."""
+    """Disable all LoRAs within the block, so that the model computes its frozen weights alone."""
     loras = [module for module in model.modules() if isinstance(module, LoRALayer | MultiLoRALayer)]
     for lora in loras:
         lora.enabled = False
@@ -102,7 +104,7 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
 def initializers(
     model: nn.Module, kind: Literal["zero", "gaussian", "random"], lora_name: str | None = None
 ) -> Iterator[Fill]:
-    """Yield what gives an adapter's parameters their first values, as PEFT does; see `LoRASpec.init`."""
+    """Yield the initializers of a LoRA's parameters, as in PEFT; see `LoRASpec.init`."""
     for prefix, module in model.named_modules():
         if isinstance(module, LoRALayer) and (lora_name is None or prefix.endswith(f".{lora_name}")):
             normal = partial(nn.init.normal_, std=1 / module.a.shape[-2])
@@ -111,18 +113,18 @@ def initializers(
 
 
 def _uniform(x: Tensor) -> Tensor:
-    """Fill a weight, or a stack of them, as PyTorch fills a linear layer's: uniform within 1 / sqrt(in)."""
+    """Fill a weight, or a stack, as PyTorch fills a linear layer: uniform within 1 / sqrt(in)."""
     bound = 1 / math.sqrt(x.shape[-1])
     return nn.init.uniform_(x, -bound, bound)
 
 
 def is_lora(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to a LoRA."""
     return ".lora." in name
 
 
 def lora_parameter_names(matrix: str, lora_name: str | None = None) -> tuple[str, str]:
-    """Return the names of a and b of a matrix's adapter, which has a name where there are several."""
+    """Return the names of a and b for a matrix; `lora_name` selects one of several LoRAs."""
     owner, _, last = matrix.rpartition(".")
     prefix = f"{owner}.lora" if last == "weight" else f"{owner}.lora.{last}"
     if lora_name is not None:
@@ -131,22 +133,22 @@ def lora_parameter_names(matrix: str, lora_name: str | None = None) -> tuple[str
 
 
 def single_lora_names(matrices: Iterable[str], lora_name: str | None) -> dict[str, str]:
-    """Return the names of an adapter's tensors, each with the one that it has where the adapter is the only one."""
+    """Map the names of a LoRA's tensors in a multi-LoRA model to their names in a single-LoRA model."""
     return {
-        name: alone
+        name: single
         for matrix in matrices
-        for name, alone in zip(lora_parameter_names(matrix, lora_name), lora_parameter_names(matrix), strict=True)
+        for name, single in zip(lora_parameter_names(matrix, lora_name), lora_parameter_names(matrix), strict=True)
     }
 
 
 def merge_lora_weights(
     weights: Iterable[tuple[str, Tensor]], lora_weights: Mapping[str, Tensor], sizes: Mapping[str, LoRASize]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole weights with their adapters merged, in the weights' dtypes.
+    """Yield whole weights with their LoRAs merged, in the weights' dtypes.
 
     Args:
         weights: (name, whole tensor) of the frozen model.
-        lora_weights: whole tensors of the adapters, by name.
+        lora_weights: whole tensors of the LoRAs, by name.
         sizes: by the name of the matrix.
     """
     for name, weight in weights:
@@ -157,9 +159,9 @@ def merge_lora_weights(
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return weight + scale * b a in `dtype`, of a matrix or of a stack of them.
+    """Return weight + scale * b a in `dtype`, of a matrix or a stack.
 
-    The sum is computed in at least float32, and rounded once.
+    The sum is computed in at least float32 and rounded once.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (x.to(weight.device, wide) for x in (a, b))

@@ -1,4 +1,4 @@
-"""Which matrices of a model get a low-rank adapter, and of which size."""
+"""LoRA targets: the matrices with a LoRA, and their ranks and scales."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePatterns, name_suffixes
 
 LORA_ROLES = ("column", "row", "latent", "vision")
-"""Roles of the linear layers that may have adapters: not routers, embeddings and heads."""
+"""Roles of the linear layers that support LoRA: not routers, embeddings and heads."""
 VISION_PREFIX = "visual."
-"""What the native names of a vision tower's matrices begin with; they have adapters only where they are named."""
+"""Prefix of the vision encoder's native names; its matrices get a LoRA only if a target names them."""
 EXPERT_MATRICES = ("w1", "w2", "w3")
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class LoRASize:
-    """The rank of an adapter, and alpha, which its scale is made of."""
+    """LoRA rank and alpha; the scale is alpha / rank."""
 
     rank: int
     alpha: float
@@ -39,17 +39,19 @@ class LoRASize:
 
 
 def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
-    """Return the adapters that `config` wants, by the native name of their matrix, in the model's order.
+    """Return the LoRA sizes that `config` requests, by native matrix name, in the model's order.
 
-    Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: one
-    means every module whose name is it, or ends with a dot and it. Experts have the names of the checkpoint's modules,
-    and those of the parameters that stack them. Raises ConfigError for a target that matches none, for names of some
-    experts of a layer, and for a rank that is larger than the matrix.
+    Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: a
+    name matches every module with this name or with this suffix after a dot. Experts match by the checkpoint's modules
+    and by the parameters that stack them.
+
+    Raises:
+        ConfigError: a target matches nothing, names only some experts of a layer, or a rank exceeds the matrix.
     """
     modules = {name: _module_names(adapter, name) for name in lora_matrices(adapter)}
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = targets == ["all-linear"]
-    wanted = {name for name in modules if everything and not name.startswith(VISION_PREFIX)}
+    selected = {name for name in modules if everything and not name.startswith(VISION_PREFIX)}
     for target in [] if everything else targets:
         named = {name for name, spellings in modules.items() if _matches(target, spellings)}
         if not named:
@@ -59,7 +61,7 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
                 f"lora.targets has {target!r}, which is none of this model's linear layers; expected all-linear, or "
                 f"names of {', '.join(leaves)}"
             )
-        wanted |= named
+        selected |= named
     ranks, alphas = NamePatterns(config.rank_pattern), NamePatterns(config.alpha_pattern)
     sizes = {
         name: LoRASize(
@@ -68,19 +70,19 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
             config.rslora,
         )
         for name, spellings in modules.items()
-        if name in wanted
+        if name in selected
     }
     for name, size in sizes.items():
         if size.rank > max(adapter.native_shapes[name][-2:]):
             raise ConfigError(
-                f"lora: the adapter of {modules[name][0][0]!r} has rank {size.rank}, more than its matrix has rows and "
-                f"columns, {adapter.native_shapes[name][-2:]}; choose a smaller rank, for it alone by rank_pattern"
+                f"lora: {modules[name][0][0]!r} has rank {size.rank}, more than its matrix has rows and columns, "
+                f"{adapter.native_shapes[name][-2:]}; choose a smaller rank, or set one by rank_pattern"
             )
     return sizes
 
 
 def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
-    """Return the native names of the matrices that can have an adapter, in the model's order."""
+    """Return the native names of the matrices that support LoRA, in the model's order."""
     with torch.device("meta"):
         model = adapter.model_class(adapter.args)
     names = []
@@ -93,12 +95,12 @@ def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
 
 
 def hf_modules(adapter: BaseStateDictAdapter, name: str) -> list[str]:
-    """Return the names of Hugging Face's modules that hold a matrix; one for each expert of stacked ones."""
+    """Return the Hugging Face modules of a matrix; one per expert for stacked experts."""
     return [hf.removesuffix(".weight") for hf in adapter.hf_names(name)]
 
 
 def _module_names(adapter: BaseStateDictAdapter, name: str) -> list[list[str]]:
-    """Return the names of a matrix's modules in checkpoints, and in transformers' model, which stacks experts."""
+    """Return a matrix's module names in checkpoints, and in transformers' model, which stacks experts."""
     return [hf_modules(adapter, name), hf_modules(adapter.in_memory, name)]
 
 
@@ -112,7 +114,7 @@ def _matches(target: str, spellings: Iterable[list[str]]) -> bool:
 def _pattern_value(
     field: str, patterns: NamePatterns[int] | NamePatterns[float], spellings: Iterable[list[str]], default: float
 ) -> float:
-    """Return the value of the first pattern that means a matrix's modules."""
+    """Return the value of the first pattern that matches a matrix's modules."""
     for modules in spellings:
         value = _common_value(field, modules, [patterns.first(module, 0) for module in modules])
         if value:
@@ -121,23 +123,23 @@ def _pattern_value(
 
 
 def _common_value(field: str, modules: Sequence[str], values: Sequence[Value]) -> Value:
-    """Return the value that all modules of a matrix have. Raises ConfigError where some experts have another."""
+    """Return the common value of a matrix's modules; ConfigError if experts differ."""
     for module, value in zip(modules, values, strict=True):
         if value != values[0]:
             raise ConfigError(
-                f"lora.{field} differs between {modules[0]!r} and {module!r}, and the experts of a layer have adapters "
-                "of one size, or none; name all of them"
+                f"lora.{field} differs between {modules[0]!r} and {module!r}; the experts of a layer need LoRAs of one "
+                "size, or none: name all of them"
             )
     return values[0]
 
 
 def parameter_count(shape: Sequence[int], size: LoRASize) -> int:
-    """Return the parameters of the adapter of a matrix of this shape, or of a stack of them."""
+    """Return the LoRA parameters of a matrix, or a stack, of this shape."""
     return math.prod(shape[:-2]) * size.rank * (shape[-2] + shape[-1])
 
 
 def active_parameters(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]) -> int:
-    """Return how many parameters of adapters a token uses: of stacks of experts those of the chosen ones."""
+    """Return the number of LoRA parameters per token; only the chosen experts of a stack count."""
     active = 0
     for name, size in sizes.items():
         *experts, rows, columns = adapter.native_shapes[name]

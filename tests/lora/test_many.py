@@ -357,7 +357,7 @@ def test_what_only_the_model_can_tell_is_refused(bases: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="compiled blocks do not support that; set compile to false"):
         engine_of(bases["dense"], {"loras": TWO}, compile=True)
     for name in ("train", "training"):
-        with pytest.raises(ConfigError, match=f"an adapter cannot be named '{name}', which PyTorch's modules use"):
+        with pytest.raises(ConfigError, match=f"a LoRA cannot be named '{name}', which PyTorch's modules use"):
             engine_of(bases["dense"], {"loras": {name: {}}})
     late = {"scheduler": {"kind": "linear", "warmup_steps": 3}, "total_steps": 3}
     with pytest.raises(ConfigError, match="leaves none of the 3 steps to decay in"):
