@@ -70,7 +70,7 @@ class UlyssesAttention(ContextParallelAttention):
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:
-    """Exchange x [T / cp, H, D], all heads of this rank's tokens, for [T, H / cp, D], some heads of all tokens."""
+    """Exchange x [T / cp, H, D] (local tokens, all heads) for [T, H / cp, D] (all tokens, local heads)."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     return all_to_all(by_rank.flatten(0, 1), group)
 

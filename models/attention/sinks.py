@@ -40,7 +40,7 @@ def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks [H], from grad and out [T, H, D] and log-sum-exps [H, T] with the sinks."""
+    """Return the gradient [H] of sinks, from grad and out [T, H, D] and lse [H, T] with the sinks."""
     row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
     dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
     return dsinks.to(sinks.dtype)

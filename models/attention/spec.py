@@ -62,7 +62,7 @@ class AttentionSpec:
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [..., S, L] and a sink over the last dimension, without the sink's column.
+    """Return the softmax over keys and a sink of scores [..., S, L], without the sink's column.
 
     `sinks` broadcast to [..., S]; None for an ordinary softmax.
     """

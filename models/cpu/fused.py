@@ -1,4 +1,4 @@
-"""Elementwise layers as custom autograd functions: fewer memory passes and fewer saved tensors in eager mode.
+"""Elementwise layers as autograd functions: fewer memory passes and saved tensors in eager mode.
 
 Each layer has a plain version of ordinary operations, which defines it: `torch.compile` traces and fuses the plain
 version, and tests compare the two. Without gradients the eager operations run outside an autograd function, which would
@@ -60,7 +60,10 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to <= limit and up to [-limit, limit]."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), for gate clamped to at most `limit`.
+
+    `up` is clamped to [-limit, limit].
+    """
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -190,7 +193,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """See `plain_rotate`; no gradient for cos and sin. If they are wider than x, the result is rounded once."""
+    """See `plain_rotate`; cos and sin get no gradient, and if they are wider than x, it rounds once."""
     return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 

@@ -93,7 +93,10 @@ def _library() -> Path:
 
 
 def _is_complete(library: Path) -> bool:
-    """Return whether the file ends with the digest of its content; loading a truncated library kills the process."""
+    """Return whether the file ends with the digest of its content.
+
+    Loading a truncated library kills the process.
+    """
     content = library.read_bytes() if library.exists() else b""
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
 

@@ -224,7 +224,7 @@ def test_empty_documents_are_nothing() -> None:
 
 
 def test_lengths_that_do_not_cover_the_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="documents of 6 tokens in all, but 7 tokens"):
+    with pytest.raises(ValueError, match="documents have 6 tokens, but the input has 7"):
         sdpa.sdpa_attention(*draw(7), (3, 3), AttentionSpec(SCALE))
 
 

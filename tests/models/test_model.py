@@ -180,7 +180,7 @@ def test_many_short_documents_are_computed_as_each_alone(kind: Any) -> None:
     for ours, theirs in zip(*gradients, strict=True):
         assert relative_error(ours, theirs) <= FORMULA_FP64
 
-    with pytest.raises(ValueError, match=f"documents of {sum(lengths)} tokens in all, but {sum(lengths) - 1} tokens"):
+    with pytest.raises(ValueError, match=f"documents have {sum(lengths)} tokens, but the input has {sum(lengths) - 1}"):
         model(tokens[1:], positions[1:], cu_seqlens, longest)
 
 

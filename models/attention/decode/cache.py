@@ -1,4 +1,4 @@
-"""What a layer caches while a sequence is decoded, from which caches and memory estimates derive."""
+"""Cache layout of a layer while it decodes, the source of caches and memory estimates."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from math import prod
 
 
 class CacheSpec:
-    """What one layer caches; layers with equal specs share tensors. Subclasses are frozen dataclasses.
+    """Cache of one layer; layers with equal specs share tensors. Subclasses are frozen dataclasses.
 
     Attributes:
-        token_features: numbers that are cached for each token.
+        token_features: cached numbers per token.
     """
 
     @property
     def token_features(self) -> int:
-        """See `CacheSpec.token_features`."""
+        """Cached numbers per token."""
         return 0
 
     def sequence_bytes(self, width: int) -> int:
-        """Return the bytes that are cached for each sequence, whatever its length, by a model whose dtype has `width`
-        bytes.
-        """
+        """Return the cached bytes per sequence of any length, for a model dtype of `width` bytes."""
         return 0
 
     def local_features(self, tp: int) -> int:
-        """Return the numbers of a token that one of `tp` ranks computes, which split the heads or share one."""
+        """Return the cached numbers per token of one of `tp` ranks, which split the heads or share one."""
         return self.token_features
 
 
@@ -34,8 +32,8 @@ class PagedRows(CacheSpec):
     """Keys and values of each token, in pages.
 
     Attributes:
-        heads: the key heads, each with a row of keys and a row of values for a token.
-        key_features, value_features: the widths of these rows.
+        heads: key heads, each with a row of keys and a row of values per token.
+        key_features, value_features: widths of these rows.
         values_in_keys: a value is the first `value_features` of its key, and not stored again.
     """
 
@@ -57,11 +55,11 @@ class PagedRows(CacheSpec):
 
 @dataclass(frozen=True)
 class RecurrentStates(CacheSpec):
-    """A state of each sequence, which every token changes.
+    """One state per sequence, which every token changes.
 
     Attributes:
-        inputs: shape of the last inputs of a convolution, in the dtype of the model.
-        matrices: shape of what a scan carries along, in at least float32.
+        inputs: shape of a convolution's last inputs, in the dtype of the model.
+        matrices: shape of the recurrent state, in at least float32.
     """
 
     inputs: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Attention of one query per sequence to the pages of a cache.
 
-Keys and values are not gathered into a padded batch: each page is one matrix of a batched product, in place, and the
-results of a sequence's pages are combined by the rescaled sums of FlashDecoding (Dao et al. 2023).
+Keys and values are not gathered into a padded batch: each page is one matrix of a batched matmul, in place, and the
+rescaled sums of FlashDecoding (Dao et al. 2023) combine the results of a sequence's pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from archon.models.attention.decode.paged_cache import PagedCache, PagedTensors
 from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
 from archon.parallel.transfer import to_device_async
 
-# A contiguous range of pages is read in place if it is at most this many times as long as the pages needed.
+# Maximum length of a contiguous range of pages that is read in place, relative to the needed pages.
 _MAX_RANGE_WASTE = 2.0
 # Maximum sequences that share one read of a page; more of them read it again.
 _MAX_SLOTS = 8
@@ -27,7 +27,7 @@ _LOWEST_SCORE = -1e30
 
 @dataclass
 class PageBatch:
-    """P pages, each with R slots for sequences that have the page."""
+    """P pages, each with R slots for the sequences that share the page."""
 
     pages: Tensor | slice  # int64 [P] or a range of the pool
     slot_rows: Tensor  # int64 [P · R], the decode row of each slot
@@ -35,7 +35,7 @@ class PageBatch:
     page_of_row: Tensor | None  # int64 [B], each row's index among the P, if R is 1 and each row has one page here
 
     def read(self, cache: Tensor) -> Tensor:
-        """Return the pages of one layer's cache in the dtype of the scores, as a view if they are a range."""
+        """Return the pages of one layer's cache in the dtype of the scores; a view if they are a range."""
         pages = cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
         return pages.to(self.bias.dtype)
 
@@ -51,10 +51,13 @@ class PageBatch:
 
 
 def attend_to_pages(q: Tensor, paged: PagedTensors, batches: Sequence[PageBatch], spec: AttentionSpec) -> Tensor:
-    """Return attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages in one layer.
+    """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer.
 
     Args:
-        batches: the pages that the sequences see through the window of `spec`, as `page_batches` makes them.
+        q: queries.
+        paged: keys and values of the layer.
+        batches: pages within the window of `spec`, from `page_batches`.
+        spec: the layer's attention options.
     """
     n_rows, n_heads = q.shape[:2]
     wide = batches[0].bias.dtype
@@ -86,7 +89,7 @@ def attend_to_pages(q: Tensor, paged: PagedTensors, batches: Sequence[PageBatch]
 
 
 def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: PageBatch, spec: AttentionSpec) -> Tensor:
-    """Return attention [B, H, V] of short sequences: none has a second page, so an ordinary softmax is enough."""
+    """Return attention [B, H, V] of sequences with one page each, by an ordinary softmax."""
     assert batch.page_of_row is not None
     queries = batch.gather_rows(q, keys.shape[1]).flatten(2, 3)
     scores = spec.apply_soft_cap(torch.matmul(queries, batch.read(keys).transpose(-1, -2))).add(batch.bias[:, :, 0])
@@ -98,15 +101,15 @@ def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: PageBat
 def page_batches(
     pages: np.ndarray, lengths: np.ndarray, cache: PagedCache, window: int | None, dtype: torch.dtype
 ) -> list[PageBatch]:
-    """Return the pages that the decode rows see through `window`: those of one row, and those that rows share.
+    """Return the pages that decode rows attend to within `window`: pages of one row, and shared pages.
 
     A shared page is read once for up to `_MAX_SLOTS` rows, which saves memory traffic for the samples of a prompt.
     """
     size = cache.page_size
     first_token = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
     index = np.arange(pages.shape[1])
-    seen = (index >= (first_token // size)[:, None]) & (index <= ((lengths - 1) // size)[:, None])
-    row, ordinal = np.nonzero(seen)
+    visible = (index >= (first_token // size)[:, None]) & (index <= ((lengths - 1) // size)[:, None])
+    row, ordinal = np.nonzero(visible)
     page = pages[row, ordinal]
     order = np.argsort(page, kind="stable")
     page, row, position = page[order], row[order], ordinal[order] * size
@@ -133,9 +136,12 @@ def _page_batch(
     """Return a batch of pages with `slots` rows per page.
 
     Args:
-        entries: arrays of page, decode row, position of the page's first token, and number of the entry among those
+        entries: arrays of page, decode row, position of the page's first token, and index of the entry among entries
             with the same page; sorted by page.
-        bounds: first position that each decode row sees, and the one after its last.
+        slots: rows per page.
+        bounds: first visible position of each decode row, and the end of its visible positions.
+        cache: the pool of pages.
+        dtype: dtype of the scores.
     """
     page, row, position, rank = entries
     # A page with more rows than slots occurs several times.

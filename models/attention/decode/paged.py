@@ -1,6 +1,6 @@
 """Attention over a paged key-value cache: decoding with the modules that train.
 
-The tokens of a forward are one new token for each decoding sequence, then chunks of prompts.
+The tokens of a forward are one new token per decoding sequence, then chunks of prompts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from archon.parallel.transfer import to_device_async
 
 @dataclass
 class DecodeRows:
-    """The sequences that add one token in this forward, as host arrays.
+    """Sequences that add one token in this forward, as host arrays.
 
-    Of sequences with equal tokens only one is computed; the others, its duplicates, get its keys and values.
+    Of sequences with equal tokens only one is computed; its duplicates copy its keys and values.
     """
 
     pages: np.ndarray  # int64 [B, max_pages], the pages of each sequence, in order
@@ -37,8 +37,8 @@ class DecodeRows:
     duplicate_pages: np.ndarray | None = None  # int64 [C, max_pages], the pages of each duplicate
     duplicate_rows: np.ndarray | None = None  # int64 [C], the row that each duplicate copies
     states: np.ndarray | None = None  # int64 [B], the slot of each sequence's state
-    duplicate_states: np.ndarray | None = None  # int64 [C], that of each duplicate's
-    offsets: np.ndarray | None = None  # int64 [B], what positions differ from tokens counted, after images
+    duplicate_states: np.ndarray | None = None  # int64 [C], the slot of each duplicate's state
+    offsets: np.ndarray | None = None  # int64 [B], M-RoPE position minus token index, after images
 
 
 @dataclass
@@ -59,13 +59,13 @@ class PagedAttention(AttentionMeta):
     Args:
         cache: the pool; new keys and values are written to it before attention.
         decode: sequences that add one token each.
-        chunks: parts of prompts; those that start at 0 attend as packed documents.
+        chunks: parts of prompts; chunks that start at 0 attend as packed documents.
         attn_type: backend of the chunks that start at 0; pages do not use it.
         padded_length: rows of the forward, if more than its tokens; the output of padding is 0.
 
     Attributes:
-        overflowed: where tokens have adapters, bool [T] without padding: keys or values of the token are not finite,
-            and 0 in the cache, since attention multiplies what it masks by 0, and pages pass to other sequences.
+        overflowed: bool [T] without padding, for multi-LoRA models: the token's keys or values are not finite. The
+            cache stores 0 for them, since attention multiplies masked values by 0, and pages pass to other sequences.
     """
 
     overflowed: Tensor | None = None
@@ -183,14 +183,15 @@ class PagedAttention(AttentionMeta):
     def _states(
         self, slots: np.ndarray, fresh: np.ndarray, lengths: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None, PackedDocuments]:
-        """Return the slots, which sequences begin (None if none), and the tokens of this forward as documents."""
+        """Return the slots, a mask of new sequences (None if none), and the tokens as documents."""
         bounds = self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
         mask = self._on_device(fresh) if fresh.any() else None
         return self._on_device(np.ascontiguousarray(slots)), mask, PackedDocuments(bounds, max(lengths), lengths)
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
-        """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
-        narrower.
+        """Attend to latents for decoding sequences, and to expanded keys for prompts.
+
+        The matmuls of expanded keys are narrower, which pays off for many queries.
         """
         q, rows = self._prepare(layer, q, keys.rows)
         outs, first = list[Tensor](), self.n_decode
@@ -214,7 +215,7 @@ class PagedAttention(AttentionMeta):
 
     @cached_property
     def _cached_lora_mappings(self) -> list[LoRAMapping | None]:
-        """The adapters of the tokens of each chunk's sequence that are cached after this forward."""
+        """LoRAs of the cached tokens of each chunk's sequence after this forward."""
         firsts = np.cumsum([self.n_decode, *(chunk.length for chunk in self.chunks)]).tolist()
         return [
             self.lora_mapping and self.lora_mapping.repeated(first, chunk.start + chunk.length)
@@ -260,7 +261,7 @@ class PagedAttention(AttentionMeta):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """Return attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages."""
+        """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages."""
         paged = self.cache.layers[layer]
         if decode_kernel.can_use(q, paged):
             return decode_kernel.attend(q, paged, self.decode.pages, self.decode.lengths, spec)
@@ -279,8 +280,9 @@ class PagedAttention(AttentionMeta):
         spec: AttentionSpec,
         expand: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Return attention [S, H, V] of the chunks: packed documents if they start a sequence, else with the cache,
-        whose rows, and the rows' adapters, `expand` turns into keys and values.
+        """Return attention [S, H, V] of the chunks: packed if they start a sequence, else with the cache.
+
+        `expand` turns cached rows and their LoRAs into keys and values.
         """
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.documents.lengths) == len(self.chunks):

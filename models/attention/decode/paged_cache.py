@@ -1,8 +1,8 @@
-"""The pool of pages that decoding stores keys and values in.
+"""Pool of pages with the keys and values of decoding sequences.
 
 A page has `page_size` tokens; a sequence has a list of pages, and sequences may share pages (Kwon et al. 2023,
-arXiv:2309.06180). A page number stands for a page in every layer; layers that cache the same rows are a group, whose
-pages are in one tensor.
+arXiv:2309.06180). A page number stands for one page in every layer. Layers with equal rows form a group with one
+tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from archon.parallel.transfer import to_device_async
 
 @dataclass(frozen=True)
 class PagedTensors:
-    """The pages of layers that cache the same rows, or of one of them without the first dimension.
+    """Pages of layers with equal rows, or of one layer without the first dimension.
 
     Attributes:
-        rows: what each layer caches.
+        rows: rows that each layer caches.
         keys: [n_layers, n_pages, heads, page_size, key_features].
         values: [n_layers, n_pages, heads, page_size, value_features], a view of `keys` if `rows.values_in_keys`.
     """
@@ -37,11 +37,11 @@ class PagedTensors:
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """The tensors with memory of their own."""
+        """Tensors with separate memory."""
         return (self.keys,) if self.rows.values_in_keys else (self.keys, self.values)
 
     def layer(self, index: int) -> PagedTensors:
-        """Return the pages of one of the layers, as views."""
+        """Return the pages of one layer, as views."""
         return PagedTensors(self.rows, self.keys[index], self.values[index])
 
 
@@ -49,12 +49,16 @@ class PagedCache:
     """`n_pages` pages in every layer that caches rows.
 
     Args:
-        specs: what each layer caches, by its index.
-        n_states: slots for the states of layers that cache these.
+        specs: cache spec of each layer.
+        n_pages: pages of the pool.
+        page_size: tokens of a page.
+        dtype: dtype of keys and values.
+        device: device of the pool.
+        n_states: slots for recurrent states.
 
     Attributes:
-        groups: the tensors of the layers of each spec.
-        states: the states of layers without pages.
+        groups: one `PagedTensors` for the layers of each spec.
+        states: recurrent states of layers without pages.
     """
 
     def __init__(
@@ -91,8 +95,9 @@ class PagedCache:
         return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
 
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
-        """Return the rows [T · heads] of tokens in a layer's cache as a matrix [n_pages · heads · page_size,
-        features], for each number of heads that layers have.
+        """Return the cache rows [T · heads] of tokens, for each number of heads that layers have.
+
+        They index a layer's cache as a matrix [n_pages · heads · page_size, features].
         """
         rows = {}
         for n_heads in {rows.heads for rows in self._members}:
@@ -111,8 +116,9 @@ class PagedCache:
                 memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
 
     def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
-        """Return the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values
-        unless they are in the keys.
+        """Return the first `length` keys [length, heads, key_features] of a sequence, and its values.
+
+        Values are omitted if they are in the keys.
         """
         stored = self.layers[layer].stored
         return [cache.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length] for cache in stored]
@@ -126,7 +132,7 @@ class PagedCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU they use memory only once written, so a large cache costs nothing until used."""
+    """Return zeros; on a CPU the system maps memory only for written pages, so an unused cache is free."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size, alignment = math.prod(shape) * dtype.itemsize, 64

@@ -1,4 +1,4 @@
-"""States of the sequences that are being decoded, in layers whose cache does not grow with the sequence."""
+"""Recurrent states of decoding sequences, for layers with a cache of fixed size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from archon.parallel.transfer import to_device_async
 
 
 class StateCache:
-    """`n_slots` states in every layer that caches `RecurrentStates`; a sequence, or a shared prompt, has one slot.
+    """`n_slots` states in every layer that caches `RecurrentStates`, for sequences or shared prompts.
 
     Args:
-        specs: what each layer caches, by its index.
-        dtype: of the model.
+        specs: cache spec of each layer.
+        n_slots: number of states.
+        dtype: dtype of the model.
+        device: device of the states.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class StateCache:
         }
 
     def read(self, layer: int, slots: Tensor, fresh: Tensor | None) -> RecurrentState:
-        """Return the states in `slots` int64 [B], and zeros where `fresh` bool [B] says that a sequence begins."""
+        """Return the states in `slots` int64 [B], zeros for new sequences (`fresh` bool [B])."""
         state = tuple(cache.index_select(0, slots) for cache in self.layers[layer])
         if fresh is None:
             return state
@@ -51,7 +53,7 @@ class StateCache:
             cache.index_copy_(0, slots, new.to(cache.dtype))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) slots in every layer, as if all at once."""
+        """Copy (source, target) slots in every layer, reading all sources first."""
         source, target = to_device_async(torch.tensor(copies), torch.device(self._device)).unbind(1)
         for caches in self.layers.values():
             for cache in caches:

@@ -1,9 +1,9 @@
 """Causal and sliding-window attention of documents of equal length, any device and floating dtype.
 
-`blockwise_attention` computes blocks of queries by plain matrix products. Each block multiplies only the keys it can
-see; its probabilities stay in the cache and are recomputed for the gradient (as in FlashAttention, Dao et al. 2022,
-arXiv:2205.14135, without its running softmax: a block sees all of its keys at once). The query heads that share a key
-head are rows of one product, so keys are never repeated.
+`blockwise_attention` computes blocks of queries by plain matmuls. Each block multiplies only its visible keys; its
+probabilities stay in the cache and are recomputed for the gradient (as in FlashAttention, Dao et al. 2022,
+arXiv:2205.14135, without the running softmax: a block has all of its keys at once). The query heads of one key head
+are rows of one matmul, so keys are never repeated.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from archon.models.attention.spec import AttentionSpec
 
-# Queries per block; longer documents use the larger block, whose products are more efficient and waste little.
+# Queries per block. From LONG keys on, the larger block has more efficient matmuls and wastes little.
 BLOCK, LONG_BLOCK, LONG = 64, 128, 1024
-# Bytes of probabilities computed at a time: on a CPU a core's share of the cache, on a GPU more, for fewer launches.
+# Bytes of probabilities computed at a time: on a CPU the cache of one core, on a GPU more, for fewer launches.
 CPU_PROBABILITIES_BYTES, GPU_PROBABILITIES_BYTES = 2 << 20, 64 << 20
 # Lengths of documents for which blocks of plain products beat torch's CPU kernel: 25 % less time for forward and
 # backward at 512 tokens of 8 heads of 64 features, 35 % at 128 features, nothing at 128 tokens. From 2,048, where
@@ -30,10 +30,10 @@ BLOCKWISE_FROM, BLOCKWISE_BELOW = 128, 2048
 
 
 class _Blocks:
-    """The blocks of documents of one length, and their masks. Heads are grouped: [B * G, H / G, S, D].
+    """Query blocks of documents of one length, and their masks. Heads are grouped: [B * G, H / G, S, D].
 
-    The `queries` of a document are the last of its `keys` tokens. Sinks [B * G, H / G] are one more column of the
-    scores, a key without a value.
+    The `queries` are the last of a document's `keys` tokens. Sinks [B * G, H / G] are one more column of the scores, a
+    key without a value.
     """
 
     def __init__(self, queries: int, keys: int, spec: AttentionSpec, sinks: Tensor | None, like: Tensor) -> None:
@@ -45,8 +45,9 @@ class _Blocks:
         self.masks: dict[tuple[int, int, int], Tensor] = {}
 
     def spans(self) -> Iterator[tuple[slice, slice, tuple[int, int, int]]]:
-        """Yield each block's rows of the queries, its rows of the keys, and its (first key, first query, end) as
-        positions in the document.
+        """Yield each block's slice of the queries, its slice of the keys, and (first key, first query, end).
+
+        The last three are positions in the document.
         """
         offset = self.keys - self.queries
         for start in range(offset, self.keys, self.block):
@@ -54,14 +55,14 @@ class _Blocks:
             yield slice(start - offset, end - offset), slice(low, end), (low, start, end)
 
     def groups(self, heads_per_group: int, groups: int) -> Iterator[slice]:
-        """Yield the head groups to compute at a time."""
+        """Yield slices of head groups; the probabilities of one slice fit the budget."""
         size = heads_per_group * self.block * self.keys * self.like.element_size()
         budget = CPU_PROBABILITIES_BYTES if self.like.device.type == "cpu" else GPU_PROBABILITIES_BYTES
         step = max(1, budget // size)
         return (slice(start, start + step) for start in range(0, groups, step))
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a @ b, with sinks in all but the last column of the result."""
+        """Return a @ b, with room for the sinks in a last column."""
         if self.sinks is None:
             return torch.bmm(a, b)
         out = a.new_empty(a.shape[0], a.shape[1], b.shape[2] + 1)
@@ -69,18 +70,19 @@ class _Blocks:
         return out
 
     def drop_sink_column(self, x: Tensor) -> Tensor:
-        """Return the columns of keys, without that of the sinks."""
         return x if self.sinks is None else x[..., :-1]
 
     def probabilities(
         self, n: slice, q: Tensor, k: Tensor, span: tuple[int, int, int], *, needs_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the softmax over keys and sinks, and if asked for the slope [g, rows, end - low] of the soft cap.
+        """Return the softmax over keys and sinks, and optionally the slope of the soft cap.
 
         Args:
             n: the head groups of q and k.
-            q: scaled, [g, heads * queries, D]; k: [g, end - low, D].
+            q: scaled, [g, heads * queries, D].
+            k: [g, end - low, D].
             span: (low, start, end), see `spans`.
+            needs_slope: return the soft cap's slope [g, rows, end - low] too.
         """
         low, start, end = span
         columns = self.product(q, k.transpose(1, 2))
@@ -151,9 +153,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         dsinks = None if sinks_NR is None else torch.zeros_like(sinks_NR)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
             for queries, keys, span in blocks.spans():
-                rows, seen = q_NRSD[n, :, queries], k_NSD[n, keys]
+                rows, visible = q_NRSD[n, :, queries], k_NSD[n, keys]
                 q_rows, grad_rows = rows.flatten(1, 2), grad_NRSD[n, :, queries].flatten(1, 2)
-                p, slope = blocks.probabilities(n, q_rows, seen, span, needs_slope=True)
+                p, slope = blocks.probabilities(n, q_rows, visible, span, needs_slope=True)
                 dv[n, keys].baddbmm_(blocks.drop_sink_column(p).transpose(1, 2), grad_rows)
                 dp = blocks.product(grad_rows, v_NSD[n, keys].transpose(1, 2))
                 if dsinks is not None:
@@ -164,7 +166,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                     ds = ds[..., :-1]
                 if slope is not None:
                     ds.mul_(slope)
-                dq[n, :, queries] = torch.bmm(ds, seen).view(rows.shape)
+                dq[n, :, queries] = torch.bmm(ds, visible).view(rows.shape)
                 dk[n, keys].baddbmm_(ds.transpose(1, 2), q_rows)
         if dsinks is not None:
             dsinks = dsinks.view(batch, -1).sum(0).to(sinks_dtype)
@@ -173,18 +175,21 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """See `batched_attention`; always in blocks, and computed in at least float32."""
+    """Compute `batched_attention` in blocks, in at least float32."""
     return _BlockwiseAttention.apply(q, k, v, spec.sinks, replace(spec, sinks=None))
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
+    """Return attention [B, S, H, E] of B documents of L tokens; the last S are queries.
 
-    Uses `scaled_dot_product_attention` for short and for long documents, and on a GPU for all without a window; blocks
-    otherwise, and for soft-capped scores and sinks.
+    Short and long documents, and on a GPU all without a window, use `scaled_dot_product_attention`. The others,
+    soft-capped scores and sinks use blocks.
 
     Args:
-        q: [B, S, H, D]; k: [B, L, G, D] and v: [B, L, G, E] with H a multiple of G.
+        q: [B, S, H, D].
+        k: [B, L, G, D] with H a multiple of G.
+        v: [B, L, G, E].
+        spec: attention options.
     """
     queries, length = q.shape[1], k.shape[1]
     if not spec.causal:
@@ -195,7 +200,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> T
         return blockwise_attention(q, k, v, spec)
     if queries == length:
         return _kernel_attention(q, k, v, None, spec.scale)
-    # The kernel's own causal mask aligns the first query with the first key. No mask is larger than [block, L].
+    # The kernel's causal mask would align the first query with the first key. No mask is larger than [block, L].
     outs: list[Tensor] = []
     for block in q.split(LONG_BLOCK, dim=1):
         first = length - queries + len(outs) * LONG_BLOCK
@@ -211,7 +216,7 @@ def _kernel_attention(
     gqa = q.shape[2] != k.shape[2]
     few = k.shape[0] * k.shape[2] < 2 * torch.get_num_threads()
     if gqa and few and q.device.type == "cpu" and q.shape[1] >= BLOCKWISE_BELOW:
-        # The backward of the CPU's kernel shares heads of keys out to threads: one head is the work of one thread.
+        # The CPU kernel's backward gives each key head to one thread; repeated heads use all threads.
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         gqa = False
     q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))

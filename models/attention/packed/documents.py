@@ -1,4 +1,4 @@
-"""The documents of one forward, as attention backends see them: a pack's, or those of one rank's queries."""
+"""Documents of one forward: packed documents, and chunks of one rank's queries."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from archon.parallel.transfer import to_device_async
 
 
 def check_lengths(documents: int, tokens: int) -> None:
-    """Raise ValueError unless the documents have as many tokens as were given."""
+    """Raise ValueError unless the documents have `tokens` tokens in total."""
     if documents != tokens:
-        raise ValueError(f"documents of {documents} tokens in all, but {tokens} tokens were given; check cu_seqlens")
+        raise ValueError(f"the documents have {documents} tokens, but the input has {tokens}; check cu_seqlens")
 
 
 def cu_seqlens_from_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return int32 [B + 1], the boundaries on `device` of documents of these lengths, one after another."""
+    """Return the boundaries int32 [B + 1] of consecutive documents of these lengths, on `device`."""
     return to_device_async(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
 
 class PackedDocuments:
-    """B documents with T tokens in all, one after another.
+    """B consecutive documents with T tokens in total.
 
     Args:
         cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
@@ -44,7 +44,7 @@ class PackedDocuments:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The documents' lengths on the host; copied from the device on first use, as not every kernel needs them."""
+        """Document lengths on the host, copied from the device on first use; some kernels never need them."""
         return tuple(self.cu_seqlens.diff().tolist())
 
     @cached_property
@@ -54,22 +54,24 @@ class PackedDocuments:
 
     @cached_property
     def cu_seqlens_int64(self) -> Tensor:
-        """`cu_seqlens` as int64; one tensor for all layers, by which kernels know the documents again."""
+        """`cu_seqlens` as int64; one tensor for all layers, because kernels cache results by tensor identity."""
         return self.cu_seqlens.long()
 
     @cached_property
     def cu_seqlens_cpu(self) -> Tensor:
-        """`cu_seqlens` as int64 on the CPU, for kernels that would otherwise read them from the device."""
+        """`cu_seqlens` as int64 on the CPU, for kernels that would otherwise copy them from the device."""
         return torch.tensor([0, *self.lengths]).cumsum(0)
 
     @cached_property
     def chunks(self) -> DocumentChunks:
-        """How a scan reads the documents in chunks of equal size."""
+        """The documents in chunks of equal size, for a scan."""
         return DocumentChunks.from_lengths(self.lengths, self.cu_seqlens.device)
 
     def runs(self, short: int) -> list[tuple[tuple[int, ...], Routes | None]]:
-        """Return the documents in runs of those of at most `short` tokens, with what their tokens see, and of others;
-        computed once for each `short`.
+        """Group adjacent documents into runs of short ones (at most `short` tokens) and runs of longer ones.
+
+        Returns:
+            (lengths, routes) of each run; routes are None for longer documents. Cached for each `short`.
         """
         if short not in self._runs:
             runs = [
@@ -79,7 +81,7 @@ class PackedDocuments:
         return self._runs[short]
 
     def spaced(self, gap: int) -> SpacedRows:
-        """Return the rows of the documents with `gap` rows before each; computed once for each gap."""
+        """Return the rows of the documents with `gap` rows before each; cached for each gap."""
         if gap not in self._spaced:
             self._spaced[gap] = SpacedRows.from_lengths(self.lengths, gap, self.cu_seqlens.device)
         return self._spaced[gap]
@@ -87,7 +89,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class SpacedRows:
-    """Documents one after another, each with `gap` rows before it.
+    """Consecutive documents, each with `gap` rows before it.
 
     Attributes:
         length: number of rows, T + B * gap.
@@ -119,13 +121,14 @@ MAX_CHUNK = 64
 
 @dataclass(frozen=True)
 class DocumentChunks:
-    """Documents cut into N chunks of `size` tokens, a document's last one padded.
+    """Documents in N chunks of `size` tokens; the last chunk of a document is padded.
 
-    The first chunks of all documents come first, then the second ones, those of longer documents before shorter ones.
+    The first chunks of all documents come first, then the second chunks, and so on. Longer documents come before
+    shorter ones.
 
     Attributes:
         positions: int64 [T], the position of each token among the N * size.
-        steps: how many documents have a first chunk, a second one, and so on.
+        steps: number of documents with a first chunk, a second one, and so on.
         order: int64 [B], the document of each first chunk.
         rank: int64 [B], the first chunk of each document.
     """
@@ -138,7 +141,7 @@ class DocumentChunks:
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> DocumentChunks:
-        """Return the chunks of documents of these lengths: of 64 tokens, or as few as the longest one has."""
+        """Return the chunks of documents of these lengths: 64 tokens, or fewer if the longest is shorter."""
         size = min(MAX_CHUNK, 1 << (max(lengths) - 1).bit_length())
         counts = (torch.tensor(lengths) + size - 1) // size
         order = counts.argsort(descending=True, stable=True)
@@ -155,41 +158,41 @@ class DocumentChunks:
 
 
 class GatheredKeys:
-    """Splits keys and values that were gathered from all ranks, for this rank's queries.
+    """Splits keys and values gathered from all ranks, for this rank's queries.
 
-    A rank's tokens are chunks of documents; a chunk's queries see the keys of its document up to the chunk's end.
+    A rank's tokens are chunks of documents; a chunk's queries attend to the keys of its document up to the chunk's end.
 
     Attributes:
         query_lengths: tokens of each of this rank's C chunks.
-        key_spans: (first token in the pack, count) of the keys that each chunk sees; its queries are the last of them.
+        key_spans: (first token in the pack, count) of each chunk's visible keys; its queries are the last of them.
     """
 
     def __init__(self, shard: SequenceShard) -> None:
-        starts, own = torch.tensor([0, *shard.plan.lengths]).cumsum(0).tolist(), shard.plan.chunks[shard.cp.rank]
-        self.query_lengths = tuple(stop - start for _, start, stop in own)
-        self.key_spans = tuple((starts[document], stop) for document, _, stop in own)
+        starts, chunks = torch.tensor([0, *shard.plan.lengths]).cumsum(0).tolist(), shard.plan.chunks[shard.cp.rank]
+        self.query_lengths = tuple(stop - start for _, start, stop in chunks)
+        self.key_spans = tuple((starts[document], stop) for document, _, stop in chunks)
         self.max_queries, self.max_keys = max(self.query_lengths), max(count for _, count in self.key_spans)
         self._shard = shard
 
     def in_pack_order(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v [T, G, D] in the order of the pack, from kv [T, 2 G, D] in the order of the ranks."""
+        """Return k and v [T, G, D] in pack order, from kv [T, 2 G, D] in rank order."""
         k, v = kv.index_select(0, self._shard.inverse).chunk(2, dim=1)
         return k, v
 
     def by_chunk(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v [K, G, D] of every chunk's keys, one chunk after another, from kv as in `in_pack_order`."""
+        """Return k and v [K, G, D] of every chunk's keys, chunk after chunk, from kv in rank order."""
         k, v = kv.index_select(0, self.chunk_rows).chunk(2, dim=1)
         return k, v
 
     @cached_property
     def chunk_rows(self) -> Tensor:
-        """int64 [K], indices of every chunk's keys in the order of the ranks."""
+        """int64 [K], rank-order indices of every chunk's keys."""
         spans = torch.cat([torch.arange(first, first + count) for first, count in self.key_spans])
         return self._shard.inverse.index_select(0, to_device_async(spans, self._shard.inverse.device))
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """int32 [C + 1] each, boundaries of the chunks' queries, and of their keys as `by_chunk` orders them."""
+        """int32 [C + 1] each: boundaries of the chunks' queries, and of their keys as in `by_chunk`."""
         counts = [count for _, count in self.key_spans]
         bounds = torch.tensor([[0, *self.query_lengths], [0, *counts]]).cumsum(1)
         queries, keys = to_device_async(bounds.int(), self._shard.inverse.device)

@@ -56,9 +56,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Flash) -> Tensor:
 
 @dataclass
 class _Flash(KernelWithLse):
-    """`flash_attn_varlen_func` of documents, with the boundaries of their queries and of their keys, in the two halves
-    that it has for itself.
-    """
+    """`flash_attn_varlen_func` for given boundaries, with its forward and backward as two halves."""
 
     queries: Bounds
     keys: Bounds
@@ -66,7 +64,7 @@ class _Flash(KernelWithLse):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right): neighbors that a token sees besides itself; -1 for all."""
+        """(left, right): neighbors that a token attends to besides itself; -1 for all."""
         if self.spec.window is None:
             return -1, -1
         return self.spec.window - 1, 0 if self.spec.causal else -1
@@ -77,7 +75,7 @@ class _Flash(KernelWithLse):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that the function and its halves name alike."""
+        """Options that the function and its two halves share."""
         return {
             "cu_seqlens_q": self.queries.cu_seqlens,
             "cu_seqlens_k": self.keys.cu_seqlens,

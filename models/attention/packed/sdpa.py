@@ -1,8 +1,7 @@
 """Attention document by document, without a mask over the pack: any device and floating dtype.
 
-Adjacent documents of equal length are one batch (see `archon.models.attention.packed.blockwise.batched_attention`),
-adjacent
-short ones one call of a C function.
+Adjacent documents of equal length form one batch (see `archon.models.attention.packed.blockwise.batched_attention`);
+adjacent short ones take one call of a C kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from archon.models.attention.spec import AttentionSpec
 from archon.models.cpu import tree_kernel
 
 SHORT = 24
-"""Documents of at most so many tokens are left to `archon.models.cpu.tree_kernel` on a CPU, which takes a third
-to nine tenths of the time of a call for each length. With 32 tokens each it would take longer in some shapes."""
+"""Maximum tokens of documents for `archon.models.cpu.tree_kernel` on a CPU, which takes a third to nine tenths of the
+time of one call per length. At 32 tokens it takes longer in some shapes."""
 
 
 class ScaledDotProductAttention(AttentionBackend):
-    """`scaled_dot_product_attention`, or blocks of plain products where they are faster."""
+    """`scaled_dot_product_attention`, or blocks of plain matmuls for sizes at which they are faster."""
 
     name = "sdpa"
     saved_ops = frozenset(
@@ -62,7 +61,7 @@ class ScaledDotProductAttention(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        """Compute adjacent chunks of equal shape together."""
+        """Attend by chunk; adjacent chunks of equal shape form one batch."""
         spec = spec.with_wide_sinks(q.dtype)
         pack, outs, row = keys.in_pack_order(kv), list[Tensor](), 0
         chunks = zip(keys.query_lengths, keys.key_spans, strict=True)
@@ -81,7 +80,7 @@ class ScaledDotProductAttention(AttentionBackend):
 
 @torch.compiler.disable
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """Return attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
+    """Return attention [T, H, D] of documents with these lengths: q [T, H, D], k and v [T, G, D].
 
     Eager under `torch.compile`, which would otherwise recompile for each set of lengths.
     """
@@ -149,11 +148,11 @@ def _packed_backward(
     sinks: Tensor | None,
     soft_cap: float,
 ) -> list[Tensor]:
-    given = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     with torch.enable_grad():
-        spec = AttentionSpec(scale, window or None, soft_cap or None, *given[3:])
-        out = sdpa_attention(*given[:3], tuple(lengths.tolist()), spec)
-    return [x.contiguous() for x in torch.autograd.grad(out, given, grad)]
+        spec = AttentionSpec(scale, window or None, soft_cap or None, *leaves[3:])
+        out = sdpa_attention(*leaves[:3], tuple(lengths.tolist()), spec)
+    return [x.contiguous() for x in torch.autograd.grad(out, leaves, grad)]
 
 
 @torch.library.register_fake("archon::packed_sdpa_backward")

@@ -68,7 +68,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen) -> Tensor:
 
 @dataclass
 class _Varlen(KernelWithLse):
-    """`varlen_attn` of documents, with the boundaries of their queries and of their keys."""
+    """`varlen_attn` for given boundaries of queries and keys."""
 
     queries: Bounds
     keys: Bounds
@@ -76,7 +76,7 @@ class _Varlen(KernelWithLse):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right): neighbors that a token sees besides itself; -1 for all."""
+        """(left, right): neighbors that a token attends to besides itself; -1 for all."""
         return -1 if self.spec.window is None else self.spec.window - 1, 0 if self.spec.causal else -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _check_parts() -> None:
 
 @functools.cache
 def _has_enable_gqa() -> bool:
-    """Return whether this torch needs `enable_gqa` for fewer key heads than query heads, as 2.13 does."""
+    """Return whether this torch needs `enable_gqa` for grouped-query attention, as 2.13 does."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,15 +1,15 @@
-"""Cascade attention: shared prefixes with kernels that know only documents one after another.
+"""Cascade attention: shared prefixes by kernels that support only packed documents.
 
-A query sees its own run of tokens, causally, and all of the context before the run. Each is attention by a kernel: one
-call for all runs, and one for all contexts, where the queries of a context are those of all runs after it, so that its
-keys are read once for them (Juravsky et al. 2024, arXiv:2402.05099). With the results o_1, o_2 and the log-sum-exps
-l_1, l_2 of the two, and a sink's score s,
+A query attends causally to its run of tokens, and to the whole context before the run. A kernel computes each part: one
+call for all runs, and one for all contexts. The queries of a context are the queries of all runs after it, so its keys
+are read once for all of them (Juravsky et al. 2024, arXiv:2402.05099). With the results o_1, o_2 and log-sum-exps l_1,
+l_2 of the two calls, and a sink's score s,
 
     lse = log(e^l_1 + e^l_2 + e^s)    out = o_1 e^(l_1 - lse) + o_2 e^(l_2 - lse)
 
-Each kernel's own backward is given the merged out and lse, and computes the gradients of its keys: see
-`archon.models.attention.sinks`. A window moves with its query, so that layers with one have a call for all runs whose
-keys are those of the run and the last of its context.
+Each kernel's backward takes the merged out and lse and returns the gradients of its keys: see
+`archon.models.attention.sinks`. A window moves with its query, so layers with a window make one call for all runs, with
+the end of the context prepended to the keys of each run.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def cascade_attention(
         first = tokens.stop
     if first == len(q):
         return torch.cat(outs)
-    q, k, v, own = q[first:], k[first:], v[first:], cascade.own
+    q, k, v, run_bounds = q[first:], k[first:], v[first:], cascade.run_bounds
     if cascade.contexts is None:
-        outs.append(attend(q, k, v, make_kernel(own, own, spec)))
+        outs.append(attend(q, k, v, make_kernel(run_bounds, run_bounds, spec)))
     elif spec.window is not None:
         part = cascade.expand_window(spec.window)
         rows, kernel = part.key_rows, make_kernel(part.queries, part.keys, spec)
         outs.append(attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel))
     else:
         plain = replace(spec, sinks=None)
-        # A window of all keys: cuDNN, which PyTorch takes for attention without any, has log-sum-exps of other shapes.
+        # A window of all keys avoids cuDNN, which PyTorch uses without a window; its log-sum-exps have other shapes.
         longest = cascade.contexts.keys.longest
         whole = replace(plain, causal=False, window=longest + 1)
         kernels = (
-            make_kernel(own, own, plain),
+            make_kernel(run_bounds, run_bounds, plain),
             make_kernel(cascade.contexts.queries, cascade.contexts.keys, whole),
         )
         outs.append(_Merged.apply(q, k, v, spec.sinks, cascade.contexts, *kernels))
@@ -75,7 +75,7 @@ def cascade_attention(
 
 
 class _Merged(torch.autograd.Function):
-    """Attention to each token's own run and to its context, by a kernel each."""
+    """Attention to each token's run and to its context, by one kernel each."""
 
     @staticmethod
     def forward(
@@ -116,10 +116,10 @@ class _Merged(torch.autograd.Function):
             out.index_select(0, queries),
             lse.index_select(1, queries),
         )
-        # A key of several contexts has a sum as its gradient.
+        # Keys and queries in several parts sum their gradients.
         sums = [
-            own.to(lse.dtype).index_add_(0, rows, added.to(lse.dtype)).to(own.dtype)
-            for own, added, rows in zip(grads, context_grads, (queries, keys, keys), strict=True)
+            run_grad.to(lse.dtype).index_add_(0, rows, context_grad.to(lse.dtype)).to(run_grad.dtype)
+            for run_grad, context_grad, rows in zip(grads, context_grads, (queries, keys, keys), strict=True)
         ]
         dsinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
         return *sums, dsinks, None, None, None
@@ -130,5 +130,5 @@ def _rows(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Te
 
 
 def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:
-    """Return [T, H, 1], the part of the probabilities that those of log-sum-exp [H, T] have."""
+    """Return the weight [T, H, 1] of a partial result with log-sum-exp lse [H, T]."""
     return (lse - merged).exp().t().unsqueeze(-1)

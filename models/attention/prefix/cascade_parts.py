@@ -1,4 +1,4 @@
-"""The documents of cascade attention: runs of tokens, and the contexts before them, each by the spans of its tokens."""
+"""Documents of cascade attention: runs of tokens and the contexts before them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Documents whose queries are the tokens `query_rows`, and whose keys are the tokens `key_rows`, int64."""
+    """Documents with queries at tokens `query_rows` and keys at tokens `key_rows`, int64."""
 
     queries: Bounds
     keys: Bounds
@@ -50,11 +50,12 @@ class Part:
 
 
 class Cascade:
-    """The runs of tokens after those of trees, from whose end on tokens are numbered here; each part is made once.
+    """Runs of tokens outside trees, numbered from the end of the trees; each part is built once.
 
     Args:
         parents: see `archon.models.attention.prefix.plan.SharedPrefixes`.
-        in_trees: how many tokens trees have.
+        in_trees: number of tokens in trees.
+        device: device of the indices.
     """
 
     def __init__(self, parents: Sequence[tuple[int, int, int]], in_trees: int, device: torch.device) -> None:
@@ -70,13 +71,13 @@ class Cascade:
         self._expanded: dict[int, Part] = {}
 
     @cached_property
-    def own(self) -> Bounds:
+    def run_bounds(self) -> Bounds:
         """The runs as documents."""
         return Bounds.from_lengths([length for _, length in self._spans], self.device)
 
     @cached_property
     def contexts(self) -> Part | None:
-        """The contexts, each with the queries of all runs after it; None without one."""
+        """Contexts, each with the queries of all runs after it; None without contexts."""
         after: dict[tuple[int, ...], list[int]] = {}
         for run, path in enumerate(self._paths):
             if path:
@@ -87,17 +88,17 @@ class Cascade:
         return Part.from_spans(queries, keys, self.device)
 
     def expand_window(self, window: int) -> Part:
-        """Return each run with the keys that a window's queries see: some of its context's, and its own."""
+        """Return each run with its keys and the end of its context, as far as a window reaches."""
         if window not in self._expanded:
-            keys = [[*self._tail(path, window - 1), own] for path, own in zip(self._paths, self._spans, strict=True)]
+            keys = [[*self._tail(path, window - 1), run] for path, run in zip(self._paths, self._spans, strict=True)]
             self._expanded[window] = Part.from_spans([[span] for span in self._spans], keys, self.device)
         return self._expanded[window]
 
     def _tail(self, path: tuple[int, ...], tokens: int) -> list[tuple[int, int]]:
-        """Return the spans of the last `tokens` of a context, or of all if it has fewer."""
+        """Return the spans of the last `tokens` tokens of a context, or all if it has fewer."""
         spans = list[tuple[int, int]]()
         for first, length in (self._spans[run] for run in reversed(path)):
-            if seen := min(length, tokens):
-                spans.append((first + length - seen, seen))
-            tokens -= seen
+            if visible := min(length, tokens):
+                spans.append((first + length - visible, visible))
+            tokens -= visible
         return spans[::-1]

@@ -1,9 +1,9 @@
-"""Shared prefixes: tokens that several documents start with are computed once.
+"""Shared prefixes: tokens at the start of several documents are computed once.
 
-The answers to one prompt, an agent's turns that each repeat its history, or examples after one system prompt begin with
-the same tokens. Under causal attention equal prefixes have equal hidden states, so the layers need one copy of each run
-of tokens between two branches (for reinforcement learning, with one branch: Prefix Grouper, Liu et al. 2025,
-arXiv:2506.05433). A recurrent mixer continues each branch with the state after the run before it.
+The answers to one prompt, an agent's turns that each repeat its history, or examples after one system prompt share a
+prefix. Under causal attention equal prefixes have equal hidden states, so the layers need one copy of each run of
+tokens between two branches (for RL, with one branch: Prefix Grouper, Liu et al. 2025, arXiv:2506.05433). A recurrent
+mixer starts each branch with the state after its parent run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Runs:
     """N runs of `length` tokens, each after a context of `before` tokens.
 
     Attributes:
-        contexts: the distinct contexts, each as the numbers of the runs that it consists of; empty before the first.
-        index: int64 [N], which of them each run follows.
+        contexts: the distinct contexts, as run numbers; empty for runs without context.
+        index: int64 [N], the context of each run.
     """
 
     length: int
@@ -46,18 +46,18 @@ class Runs:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all N runs."""
+        """Tokens of all N runs."""
         return self.length * len(self.index)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The computed tokens that as many branches precede, for mixers with a state.
+    """Computed tokens with the same number of branches before them, for recurrent mixers.
 
     Attributes:
-        rows: int64 [n], where they are among the computed tokens.
+        rows: int64 [n], positions among the computed tokens.
         documents: the B runs that they form.
-        before: int64 [B], the run of the previous level that each continues; None on the first level.
+        before: int64 [B], the parent run of each in the previous level; None on the first level.
     """
 
     rows: Tensor
@@ -67,18 +67,18 @@ class Level:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which U of a pack's T tokens are computed, and which hidden state each token uses.
+    """The U computed tokens of a pack's T tokens, and the hidden state of each token.
 
-    Computed are the tokens of trees, then the runs of all other documents, by the lengths of their contexts and then
-    their own.
+    The computed tokens are the tokens of trees, then the runs of all other documents, sorted by context length and run
+    length.
 
     Attributes:
         rows: int64 [U], the computed tokens as indices into the pack.
         gather_index: int64 [T], the index of each token's hidden state among the computed ones.
-        trees: groups of short documents with common prefixes, which branch wherever they differ.
-        runs: the runs of tokens of all other documents, numbered in this order.
-        parents: (first computed token, length, number of the run that it continues or -1) of every run, those in trees
-            first, for recurrent mixers; a run comes after the one that it continues.
+        trees: groups of short documents with shared prefixes, which branch at every difference.
+        runs: runs of tokens of all other documents, numbered in this order.
+        parents: (first computed token, length, number of the parent run or -1) of every run, runs in trees first, for
+            recurrent mixers; a run comes after its parent.
     """
 
     rows: Tensor
@@ -88,14 +88,14 @@ class SharedPrefixes:
     parents: tuple[tuple[int, int, int], ...]
 
     def to(self, device: torch.device) -> SharedPrefixes:
-        """Return a copy whose indices are on `device`."""
+        """Return a copy with its indices on `device`."""
         runs = tuple(replace(batch, index=to_device_async(batch.index, device)) for batch in self.runs)
         trees = tuple(tree.to(device) for tree in self.trees)
         rows, gather_index = (to_device_async(x, device) for x in (self.rows, self.gather_index))
         return replace(self, rows=rows, gather_index=gather_index, trees=trees, runs=runs)
 
     def padded(self, padding: int) -> SharedPrefixes:
-        """Return the same with `padding` more computed tokens at the end, one more document that no token uses."""
+        """Append `padding` computed tokens, one more document that no token uses."""
         if not padding:
             return self
         first = sum(length for _, length, _ in self.parents)
@@ -103,17 +103,17 @@ class SharedPrefixes:
         return replace(self, runs=(*self.runs, extra), parents=(*self.parents, (first, padding, -1)))
 
     def counts(self) -> Tensor:
-        """Return how many of the pack's tokens use each computed one: int64 [U]."""
+        """Return how many tokens of the pack use each computed one: int64 [U]."""
         return torch.zeros_like(self.rows).scatter_add_(0, self.gather_index, torch.ones_like(self.gather_index))
 
     @cached_property
     def cascade(self) -> Cascade:
-        """The runs outside of trees and their contexts, for kernels of packed documents."""
+        """Runs outside trees and their contexts, for kernels of packed documents."""
         return Cascade(self.parents, sum(trees.tokens for trees in self.trees), self.rows.device)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The computed tokens by the number of branches before them."""
+        """Computed tokens by the number of branches before them."""
         device, depth, place = self.rows.device, list[int](), list[int]()
         members: list[list[int]] = []
         for number, (_, _, parent) in enumerate(self.parents):
@@ -122,21 +122,21 @@ class SharedPrefixes:
                 members.append([])
             place.append(len(members[depth[number]]))
             members[depth[number]].append(number)
-        return tuple(self._level([self.parents[number] for number in own], place, device) for own in members)
+        return tuple(self._level([self.parents[number] for number in runs], place, device) for runs in members)
 
     @staticmethod
-    def _level(own: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
-        rows = torch.cat([torch.arange(first, first + length) for first, length, _ in own])
-        lengths = tuple(length for _, length, _ in own)
+    def _level(runs: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
+        rows = torch.cat([torch.arange(first, first + length) for first, length, _ in runs])
+        lengths = tuple(length for _, length, _ in runs)
         bounds = cu_seqlens_from_lengths(lengths, device)
         before = None
-        if own[0][2] >= 0:
-            before = to_device_async(torch.tensor([place[parent] for _, _, parent in own]), device)
+        if runs[0][2] >= 0:
+            before = to_device_async(torch.tensor([place[parent] for _, _, parent in runs]), device)
         return Level(to_device_async(rows, device), PackedDocuments(bounds, max(lengths), lengths), before)
 
     @cached_property
     def level_order(self) -> Tensor:
-        """int64 [U], where each computed token is among those of all levels, one level after the other."""
+        """int64 [U], the position of each computed token in the concatenated levels."""
         return torch.argsort(torch.cat([level.rows for level in self.levels]))
 
 
@@ -146,19 +146,20 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool
     Args:
         tokens: int64 [T] on the CPU.
         lengths: lengths of the documents, with sum T.
-        every_token: compute also the last token of a document, which predicts none: without, unless another document
-            goes on from there, it gets the hidden state of the token before it.
+        every_token: also compute the last token of a document, which predicts nothing. Otherwise it gets the hidden
+            state of the token before it, unless another document continues from it.
     """
     starts = bounds(lengths)
     token_ids = tokens.numpy()
     forest = PrefixForest([token_ids[starts[i] : starts[i + 1]] for i in range(len(lengths))], every_token)
     trees = sorted(forest.trees, key=lambda root: root.tokens)
-    # A run comes after its context, which is shorter than its own.
+    # 1. Order the computed tokens: trees, then runs. Sorting by `low` puts a run after its parent.
     runs = sorted((node for root in forest.roots for node in root.walk()), key=lambda node: (node.low, _length(node)))
     nodes = [node for root in trees for node in root.walk()] + runs
     computed = ranges([starts[node.document] + node.low for node in nodes], list(map(_length, nodes)))
     if not _is_worthwhile(sum(node.high for node in forest.end), len(computed), forest, lengths):
         return None
+    # 2. Map every token of the pack to its computed token.
     firsts = bounds([*map(_length, nodes)])
     number = {id(node): index for index, node in enumerate(nodes)}
     used = [(document, node) for document, end in enumerate(forest.end) for node in end.path()]
@@ -167,8 +168,9 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int], *, every_token: bool
     source[ranges([starts[document] + node.low for document, node in used], lengths_used)] = ranges(
         [firsts[number[id(node)]] for _, node in used], lengths_used
     )
-    (left_out,) = np.nonzero(source < 0)
-    source[left_out] = source[left_out - 1]
+    (omitted,) = np.nonzero(source < 0)
+    source[omitted] = source[omitted - 1]
+    # 3. Batch trees by size, and runs by context and run length.
     paths = [tree_paths([node.high for node in root.walk()], [node.low for node in root.walk()]) for root in trees]
     run_number = {id(node): index for index, node in enumerate(runs)}
     return SharedPrefixes(
@@ -190,7 +192,7 @@ def _length(node: PrefixNode) -> int:
 def _is_worthwhile(tokens: int, computed: int, forest: PrefixForest, lengths: Sequence[int]) -> bool:
     """Return whether computing `computed` of `tokens` tokens takes less time.
 
-    Without sharing the documents of one length are one call of attention; here the runs of one length are, at least.
+    Without sharing the documents of one length are one attention call; with sharing the runs of one length are.
     """
     saved = tokens - computed
     further = max(0, forest.nodes - len({*lengths}))
@@ -220,15 +222,13 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, sp
         keys += ks.unbind()
         values += vs.unbind()
         if batch.before:
-            ks, vs = (
-                torch.cat((_context(batch, seen, spec.window), own), 1) for seen, own in ((keys, ks), (values, vs))
-            )
+            ks, vs = (torch.cat((_context(batch, prior, spec.window), x), 1) for prior, x in ((keys, ks), (values, vs)))
         outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
     return torch.cat(outs)
 
 
 def _context(batch: Runs, of_runs: Sequence[Tensor], window: int | None) -> Tensor:
-    """Return the keys or values [N, n, G, D] before each run: all, or those that a window's first query sees."""
+    """Return the keys or values [N, n, G, D] before each run, as far as a window reaches."""
     last = batch.before if window is None else min(batch.before, window - 1)
     contexts = [torch.cat([of_runs[run] for run in context])[batch.before - last :] for context in batch.contexts]
     stacked = torch.stack(contexts)

@@ -1,7 +1,7 @@
-"""Finds what documents begin alike with, as a forest whose branches are worth their cost.
+"""Build a prefix tree (trie) of documents, keeping the branches that save time.
 
-A node stands for a run of tokens that the same documents have after the same beginning. Sorting puts documents with
-common beginnings next to each other, so that one pass over neighbors builds the whole forest.
+A node is a run of tokens that the same documents share after the same prefix. Sorting puts documents with shared
+prefixes next to each other, so one pass over neighbors builds the whole forest.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from archon.models.attention.prefix.tree import MAX_TREE_TOKENS
 
 NODE_TOKENS = 8
-"""What computing one more run of tokens costs, in tokens: its attention is one more call in every layer."""
+"""Cost of one more run, in tokens: one more attention call in every layer."""
 
 
 class PrefixNode:
-    """Tokens `low` to before `high` of a document, and of all others that pass through the node.
+    """Tokens `low` to `high` (exclusive) of a document, and of all others that pass through the node.
 
     Attributes:
-        document: the index of the document whose tokens are computed.
-        parent: the node of the tokens before; None where documents begin.
-        children: the nodes of the tokens after, in the order of the sorted documents.
+        document: index of the document with the computed tokens.
+        parent: node of the tokens before; None at the start of documents.
+        children: nodes of the tokens after, in the order of the sorted documents.
         ends: whether a document ends with the node.
     """
 
@@ -33,7 +33,7 @@ class PrefixNode:
         self.ends = False
 
     def walk(self) -> Iterator[PrefixNode]:
-        """Yield this node and all below it, each before those below it, and a branch before the next one."""
+        """Yield this node and its descendants in depth-first preorder."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -41,7 +41,7 @@ class PrefixNode:
             waiting += reversed(node.children)
 
     def path(self) -> list[PrefixNode]:
-        """Return the nodes from the first token to this one, which is last."""
+        """Return the nodes from the root to this one."""
         nodes = [self]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
@@ -49,16 +49,16 @@ class PrefixNode:
 
     @property
     def tokens(self) -> int:
-        """The tokens of this node and all below it."""
+        """Tokens of this node and its descendants."""
         return sum(node.high - node.low for node in self.walk())
 
     @property
     def saved(self) -> int:
-        """How many tokens more there are if each branch computes this node's tokens for itself."""
+        """Tokens saved by computing this node once instead of once per branch."""
         return (self.high - self.low) * (len(self.children) + self.ends - 1)
 
     def dissolve(self) -> list[PrefixNode]:
-        """Give each branch its own copy of the tokens. Returns the nodes that stand in this one's place."""
+        """Give each branch a copy of the tokens. Returns the nodes that replace this one."""
         branches, self.children = self.children, []
         for child in branches:
             child.low, child.parent = self.low, self.parent
@@ -66,15 +66,15 @@ class PrefixNode:
 
 
 class PrefixForest:
-    """The common beginnings of documents.
+    """Shared prefixes of documents.
 
-    Without `every_token` the last token of a document is not in it, unless another document goes on from there, or it
-    is the only one.
+    Without `every_token` it omits the last token of a document, unless another document continues from it or it is the
+    only one.
 
     Attributes:
-        trees: roots of few tokens, which are computed as one small document with a mask.
-        roots: the roots of all others.
-        end: the node that each document ends with.
+        trees: roots of few tokens, each computed as one small document with a mask.
+        roots: all other roots.
+        end: last node of each document.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], every_token: bool = True) -> None:
@@ -94,22 +94,22 @@ class PrefixForest:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes outside of trees."""
+        """Number of nodes outside trees."""
         return sum(1 for root in self.roots for _ in root.walk())
 
 
 def _calls(root: PrefixNode) -> int:
-    """Return how many runs are computed for themselves because of this root.
+    """Return the number of separate runs that this root causes.
 
-    Branches that would be trees of their own are cheap; after a beginning each run of theirs is one more call.
+    Branches that would be small trees are cheap alone; after a shared prefix each of their runs is one more call.
     """
-    own = root.high - root.low
-    small = (child for child in root.children if child.tokens + own <= MAX_TREE_TOKENS)
+    length = root.high - root.low
+    small = (child for child in root.children if child.tokens + length <= MAX_TREE_TOKENS)
     return 1 + sum(1 for child in small for _ in child.walk())
 
 
 def _prune(root: PrefixNode) -> None:
-    """Dissolve the nodes below that save less than they cost."""
+    """Dissolve the descendants that save less than they cost."""
     for node in root.walk():
         kept, waiting = list[PrefixNode](), node.children[::-1]
         while waiting:
@@ -122,7 +122,7 @@ def _prune(root: PrefixNode) -> None:
 
 
 def _build_forest(documents: Sequence[np.ndarray]) -> tuple[list[PrefixNode], list[PrefixNode]]:
-    """Return the roots, and the node that each document ends with."""
+    """Return the roots, and the last node of each document."""
     order = sorted(range(len(documents)), key=lambda i: documents[i].tobytes())
     roots, end, path = list[PrefixNode](), dict[int, PrefixNode](), list[PrefixNode]()
     common = [0, *(_common_prefix_length(documents[a], documents[b]) for a, b in pairwise(order))]
@@ -141,7 +141,7 @@ def _build_forest(documents: Sequence[np.ndarray]) -> tuple[list[PrefixNode], li
 
 
 def _drop_last_tokens(end: Sequence[PrefixNode]) -> list[PrefixNode]:
-    """Take the last token from nodes that no other follows. Returns the nodes that documents end with then."""
+    """Remove the last token of leaves. Returns the new last node of each document."""
     gone = set[PrefixNode]()
     for leaf in {node for node in end if not node.children}:
         if leaf.high - leaf.low > 1:
@@ -154,10 +154,10 @@ def _drop_last_tokens(end: Sequence[PrefixNode]) -> list[PrefixNode]:
 
 
 def _split(node: PrefixNode, at: int, roots: list[PrefixNode]) -> PrefixNode:
-    """Cut a node in two. Returns the upper one; the lower one stays the object that documents end with."""
+    """Cut a node in two and return the upper one; documents keep ending with the lower object."""
     upper = PrefixNode(node.document, node.low, at, node.parent)
     siblings = roots if node.parent is None else node.parent.children
-    siblings[-1] = upper  # a node that is cut is on the last document's path
+    siblings[-1] = upper  # the cut node is on the last document's path
     upper.children = [node]
     node.low, node.parent = at, upper
     return upper

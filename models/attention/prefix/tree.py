@@ -1,7 +1,7 @@
-"""Attention over trees of documents: tokens with equal prefixes are computed once, and each sees its own path.
+"""Attention over trees of short documents: equal prefixes once, each token attends along its path.
 
-Short answers to one prompt are often the same, or differ only near the end. As a tree with one token per distinct
-prefix they are one small document, with a mask of which tokens are on the path of which.
+Short answers to one prompt are often equal, or differ only near the end. As a tree with one token per distinct prefix
+they are one small document, with a mask of each token's path.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from archon.models.cpu.tree_kernel import Routes
 from archon.parallel.transfer import to_device_async
 
 MAX_TREE_TOKENS = 128
-"""Maximum tokens of a tree: all pairs are computed, which is cheaper than many small kernel calls only up to here."""
+"""Maximum tokens of a tree; up to here computing all pairs is cheaper than many small kernel calls."""
 
 TreePaths = list[list[int]]
 """A tree as the path of each of its tokens: the tokens from the root to this one, which is last."""
 
 
 def tree_paths(lengths: Sequence[int], shared: Sequence[int]) -> TreePaths:
-    """Return the tree of documents of these lengths; document i starts with shared[i] tokens of document i - 1."""
+    """Return the tree of documents of these lengths.
+
+    Document i starts with shared[i] tokens of document i - 1.
+    """
     paths: TreePaths = []
     path: list[int] = []
     for length, common in zip(lengths, shared, strict=True):
@@ -45,9 +48,9 @@ class Trees:
     """N trees of at most L tokens; their U tokens are stored one tree after another.
 
     Attributes:
-        routes: the paths of their tokens, on the host.
-        device: of the indices below, by default the CPU. They are made where they are used: products need the trees
-            padded to L.
+        routes: paths of their tokens, on the host.
+        device: device of the indices below, by default the CPU. They are built lazily: only matmuls need trees padded
+            to L.
     """
 
     routes: Routes
@@ -60,7 +63,7 @@ class Trees:
 
     @property
     def tokens(self) -> int:
-        """U."""
+        """Number of tokens U."""
         return int(self.routes.trees[-1])
 
     @cached_property
@@ -77,8 +80,9 @@ class Trees:
 
     @cached_property
     def distance(self) -> Tensor:
-        """int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it. Padding
-        sees only itself.
+        """int16 [N, L, L], distance from token i back to token j on its path, or -1 off the path.
+
+        Padding attends only to itself.
         """
         routes, counts = self.routes, np.diff(self.routes.trees)
         size, lengths = int(counts.max()), np.diff(routes.starts)
@@ -91,7 +95,7 @@ class Trees:
         return self._moved(padded)
 
     def to(self, device: torch.device) -> Trees:
-        """Return the same for `device`."""
+        """Return the same trees for `device`."""
         return Trees(self.routes, device)
 
     def _places(self) -> np.ndarray:
@@ -100,15 +104,13 @@ class Trees:
         return np.arange(self.tokens) + skipped.repeat(counts)
 
     def _moved(self, numbers: np.ndarray) -> Tensor:
-        with torch.inference_mode(False):  # what is made here is kept, and may be used in training later
-            found = torch.from_numpy(numbers)
-            return found if self.device is None else to_device_async(found, self.device)
+        with torch.inference_mode(False):  # cached, and may be used in training later
+            index = torch.from_numpy(numbers)
+            return index if self.device is None else to_device_async(index, self.device)
 
 
 def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
-    """Return trees, given smallest first, in groups to be padded together: sizes differ at most by a factor of 2, or
-    are at most 16.
-    """
+    """Group trees, sorted by size, for padding: sizes within a factor of 2, or at most 16."""
     groups = groupby(trees, key=lambda paths: max(len(paths) - 1, 15).bit_length())
     return [list(group) for _, group in groups]
 
@@ -117,7 +119,11 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: Attentio
     """Return attention along paths [U, H, E], computed in at least float32.
 
     Args:
-        q: [U, H, D]; k: [U, G, D] and v: [U, G, E] with H a multiple of G.
+        q: [U, H, D].
+        k: [U, G, D] with H a multiple of G.
+        v: [U, G, E].
+        trees: the trees of the U tokens.
+        spec: attention options.
     """
     if tree_kernel.can_use(q, k, v, trees.routes.longest, spec):
         return tree_kernel.attend(q, k, v, trees.routes, spec)
