@@ -170,15 +170,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the gradient of compiled attention forgets the window",
         "models/attention/packed/sdpa.py",
-        "AttentionSpec(scale, window or None, soft_cap or None, *given[3:])",
-        "AttentionSpec(scale, None, soft_cap or None, *given[3:])",
+        "AttentionSpec(scale, window or None, soft_cap or None, *leaves[3:])",
+        "AttentionSpec(scale, None, soft_cap or None, *leaves[3:])",
         ("tests/models/test_attention.py",),
     ),
     Mutant(
         "gathered keys of every document are the first one's",
         "models/attention/packed/documents.py",
-        "tuple((starts[document], stop) for document, _, stop in own)",
-        "tuple((starts[0], stop) for document, _, stop in own)",
+        "tuple((starts[document], stop) for document, _, stop in chunks)",
+        "tuple((starts[0], stop) for document, _, stop in chunks)",
         (f"{MATRIX}[dense-c2-float64-context_parallel=allgather]",),
     ),
     Mutant(

@@ -51,8 +51,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk takes no state from the one before",
         "models/layers/delta_rule.py",
-        "corrections = of_values[now] - of_state[now] @ state",
-        "corrections = of_values[now]",
+        "corrections = value_part[now] - state_part[now] @ state",
+        "corrections = value_part[now]",
         (f"{DELTA}::test_chunks_compute_the_definition_and_its_gradients",),
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a branch continues the state of the run next to the one before it",
         "models/attention/prefix/plan.py",
-        "torch.tensor([place[parent] for _, _, parent in own])",
-        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own])",
+        "torch.tensor([place[parent] for _, _, parent in runs])",
+        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in runs])",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
     ),
     Mutant(

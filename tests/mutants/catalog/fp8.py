@@ -111,8 +111,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the scale of a row of an expert's gradient is that of a rank's features",
         "models/layers/fp8.py",
-        "own = _quantize(grad, E4M3, True, (scaling.out_features,))",
-        "own = _quantize(grad, E4M3, True, ())",
+        "grads = _quantize(grad, E4M3, True, (scaling.out_features,))",
+        "grads = _quantize(grad, E4M3, True, ())",
         (EXPERTS,),
     ),
     Mutant(

@@ -225,8 +225,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a critic's adapter has a base of its own next to the actor's",
         "models/lora/model.py",
-        "            setattr(module, name, other)\n",
-        "            pass\n",
+        "                setattr(module, name, source)\n",
+        "                pass\n",
         ("tests/lora/test_critic.py::test_a_critic_on_the_actors_base_trains_as_one_apart",),
     ),
     Mutant(

@@ -75,8 +75,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "grouped products scale every adapter by the first one's scale",
         "models/lora/layers.py",
-        "of_groups[index], scales[index] = part, lora.scale",
-        "of_groups[index] = part",
+        "group_parts[index], scales[index] = part, lora.scale",
+        "group_parts[index] = part",
         ("tests/lora/test_low_ranks.py::test_each_row_has_its_own_adapter",),
     ),
     Mutant(
