@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.attention.prefix.cascade import cascade_attention
-from archon.models.attention.prefix.cascade_parts import Bounds
+from archon.models.attention.prefix.cascade import Bounds, cascade_attention
 from archon.models.attention.prefix.plan import SharedPrefixes, shared_prefixes
 from archon.models.attention.sinks import KernelWithLse
 from archon.models.attention.spec import AttentionSpec

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
 from archon.models.attention.packed.documents import PackedDocuments
-from archon.models.attention.prefix.cascade import cascade_attention
-from archon.models.attention.prefix.cascade_parts import Bounds
+from archon.models.attention.prefix.cascade import Bounds, cascade_attention
 from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
 from archon.models.attention.spec import AttentionSpec

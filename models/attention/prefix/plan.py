@@ -19,7 +19,7 @@ from torch import Tensor
 
 from archon.models.attention.packed.blockwise import batched_attention
 from archon.models.attention.packed.documents import PackedDocuments, check_lengths, cu_seqlens_from_lengths
-from archon.models.attention.prefix.cascade_parts import Cascade
+from archon.models.attention.prefix.cascade import Cascade
 from archon.models.attention.prefix.search import NODE_TOKENS, PrefixForest, PrefixNode
 from archon.models.attention.prefix.tree import Trees, group_by_size, tree_attention, tree_paths
 from archon.models.attention.spans import bounds, ranges

@@ -227,14 +227,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a run after two branches sees only the last one's tokens",
-        "models/attention/prefix/cascade_parts.py",
+        "models/attention/prefix/cascade.py",
         "above = () if parent < 0 else (*self._paths[number[parent]], number[parent])",
         "above = () if parent < 0 else (number[parent],)",
         (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-a history-None-None-plain]",),
     ),
     Mutant(
         "a window ends one token too early in the context before a run",
-        "models/attention/prefix/cascade_parts.py",
+        "models/attention/prefix/cascade.py",
         "self._tail(path, window - 1)",
         "self._tail(path, window - 2)",
         (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-answers-45-None-plain]",),
