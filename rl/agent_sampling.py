@@ -30,7 +30,7 @@ class SamplingPolicy:
         self._logged: set[str] = set()
 
     def __call__(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Returns the values to sample with; raises `ConfigError` for those that are refused."""
+        """Return the values to sample with; raises `ConfigError` for those that are refused."""
         trained = self._trained
         if self.mode == "refuse":
             check_recomputable(asked, trained.temperature)

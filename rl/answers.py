@@ -97,7 +97,7 @@ class Scored:
 async def score_answers(
     rows: Sequence[Mapping[str, Any]], answerer: Answerer, reward: AsyncRewardWrapper, n: int, seed: int | None
 ) -> AsyncIterator[Scored]:
-    """Yields each row's `n` scored answers when all of them are there.
+    """Yield each row's `n` scored answers when all of them are there.
 
     An answer that the endpoint refuses or whose reward fails is lost, counted and left out: it is not scored 0.
     """

@@ -28,7 +28,7 @@ from archon.rl.rollout import Rollout, RolloutBatch
 
 
 def capacity(running: int, accepted: int, version: int, *, staleness: int, batch: int, concurrent: int) -> int:
-    """Returns how many episodes may be started, which may be negative; `accepted` counts all of the run."""
+    """Return how many episodes may be started, which may be negative; `accepted` counts all of the run."""
     return min(concurrent - running, (staleness + version + 1) * batch - (accepted + running))
 
 
@@ -52,11 +52,11 @@ class GatheredBatch:
     counts: Counter[str]
 
     def batch(self, rollout: Rollout, step: int) -> RolloutBatch:
-        """Returns the training batch. Raises as `Rollout.raise_if_empty`."""
+        """Return the training batch. Raises as `Rollout.raise_if_empty`."""
         return rollout.make_batch(self.episodes[: self.n_kept], self.episodes, self.counts, step)
 
     def pack(self) -> bytes:
-        """Serializes it for the other processes, without the prompts' rows, which they have read themselves."""
+        """Serialize it for the other processes, without the prompts' rows, which they have read themselves."""
         prompts = [episode.prompt.index for episode in self.episodes]
         header = json.dumps({"prompts": prompts, "kept": self.n_kept, "counts": self.counts}).encode()
         packed = pack_episodes(dict(enumerate(self.episodes)))
@@ -64,7 +64,7 @@ class GatheredBatch:
 
     @classmethod
     def unpack(cls, data: bytes, prompt_at: Callable[[int], Prompt]) -> GatheredBatch:
-        """Returns what `pack` serialized; `prompt_at` returns the prompt of an ordinal."""
+        """Return what `pack` serialized; `prompt_at` returns the prompt of an ordinal."""
         start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
         header = json.loads(data[HEADER_BYTES:start])
         episodes = [Episode(prompt_at(index), EpisodeContext(index)) for index in header["prompts"]]
@@ -128,11 +128,11 @@ class AsyncRollout:
             item.task = asyncio.create_task(self._run(item), name=f"episode {prompt.index}")
 
     async def collect(self, step: int) -> RolloutBatch:
-        """Returns the batch of `gather`; raises `RolloutError` where all of it was rejected."""
+        """Return the batch of `gather`; raises `RolloutError` where all of it was rejected."""
         return (await self.gather()).batch(self._rollout, step)
 
     async def gather(self) -> GatheredBatch:
-        """Returns the next B groups: those that would be too old for the next step, then in the order they ended.
+        """Return the next B groups: those that would be too old for the next step, then in the order they ended.
 
         Raises as `Rollout.run`.
         """
@@ -155,7 +155,7 @@ class AsyncRollout:
         return GatheredBatch(kept + others, len(kept), counts)
 
     async def close(self) -> None:
-        """Cancels running episodes."""
+        """Cancel running episodes."""
         tasks = [item.task for item in self._running if item.task]
         for task in tasks:
             task.cancel()

@@ -75,7 +75,7 @@ RECORD = "bootstrap.json"
 
 
 def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with Qwen's special tokens and a chat template.
+    """Return a tokenizer with Qwen's special tokens and a chat template.
 
     Kind `characters` has one token per character of its alphabet and refuses others; kind `bpe` is byte-level, is
     trained on `texts`, splits digits as Qwen does, and can encode anything.
@@ -111,7 +111,7 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
 def ensure_checkpoint(
     config: BootstrapConfig, path: str | Path, *, like: EngineConfig | None = None, log: Callable[[str], None] = print
 ) -> int:
-    """Makes the checkpoint at `path` unless it exists. All processes of a run must call it.
+    """Make the checkpoint at `path` unless it exists. All processes of a run must call it.
 
     Args:
         config: the recipe.
@@ -163,7 +163,7 @@ def ensure_checkpoint(
 
 
 def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: str) -> EngineConfig:
-    """Returns the engine that makes the checkpoint from the config.json in `path`.
+    """Return the engine that makes the checkpoint from the config.json in `path`.
 
     It trains all weights, also where the run that begins with them trains adapters.
     """
@@ -241,7 +241,7 @@ class RewardProbe:
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
-    """Writes config.json, generation_config.json, the tokenizer, and of a model that sees its image processor, without
+    """Write config.json, generation_config.json, the tokenizer, and of a model that sees its image processor, without
     weights."""
     recipe = config.tokenizer
     tokenizer = make_tokenizer(recipe)
@@ -257,7 +257,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
 
 
 def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageFormat | None:
-    """Writes what depends on the tokenizer's size and special tokens alone. Returns what an image is to the model."""
+    """Write what depends on the tokenizer's size and special tokens alone. Returns what an image is to the model."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -298,7 +298,7 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
 
 
 def _image_processor(image: ImageFormat) -> dict[str, Any]:
-    """Returns the settings of Qwen's image processor for pictures of one square of patches to a million pixels."""
+    """Return the settings of Qwen's image processor for pictures of one square of patches to a million pixels."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": image.patch_size,

@@ -41,7 +41,7 @@ class Controller:
         return self._world.is_main
 
     def run(self, work: Work[Result], pack: Callable[[Result], bytes], unpack: Callable[[bytes], Result]) -> Result:
-        """Returns the result of `work`, which process 0 alone runs; the others get it by `pack` and `unpack`.
+        """Return the result of `work`, which process 0 alone runs; the others get it by `pack` and `unpack`.
 
         Raises StoppedError, on all, once a signal asks any process to stop.
         """
@@ -61,11 +61,11 @@ class Controller:
         return task.result() if task else unpack(data)
 
     def run_json(self, work: Work[Result]) -> Result:
-        """Returns the result of `work` as `run` does, where JSON can hold it."""
+        """Return the result of `work` as `run` does, where JSON can hold it."""
         return self.run(work, lambda result: json.dumps(result).encode(), json.loads)
 
     def _wait_turn(self, task: asyncio.Task[Any] | None) -> int:
-        """Waits a turn, and returns `DONE`, the number of a signal, or 0: the same on all processes."""
+        """Wait a turn, and returns `DONE`, the number of a signal, or 0: the same on all processes."""
         if task is not None:
             self.loop.run_until_complete(asyncio.wait({task}, timeout=TURN_SECONDS))
             if task.done():

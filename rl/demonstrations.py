@@ -29,7 +29,7 @@ class Demonstrations:
         self._loader = RowLoader(rows, batch_size=config.per_step, seed=seed)
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the next rows: `input_ids`, `loss_mask` int64 and `attention_mask` bool [B, S]."""
+        """Return the next rows: `input_ids`, `loss_mask` int64 and `attention_mask` bool [B, S]."""
         padded = []
         for row in self._loader.next_batch():
             ids, mask = (torch.tensor(row[name]).unsqueeze(0) for name in ("input_ids", "loss_mask"))
@@ -42,14 +42,14 @@ class Demonstrations:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `DatasetError` where the state is of other rows or another seed."""
+        """Raise `DatasetError` where the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
 
 
 def add_demonstrations(
     batch: Mapping[str, Any], rows: Mapping[str, Any], score: Callable[[str, Mapping[str, Any]], Tensor]
 ) -> dict[str, Tensor]:
-    """Returns a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.
+    """Return a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.
 
     Args:
         batch: the result of `PolicyUpdate.prepare`.

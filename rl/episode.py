@@ -60,7 +60,7 @@ class Episode:
         return not (len(rewards) > 0 and bool(rewards.max() > rewards.min()))
 
     def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
-        """Returns whether the group is part of the training batch."""
+        """Return whether the group is part of the training batch."""
         if not self.trajectories or self.filtered:
             return False
         return zero_variance_groups == "keep" or not self.zero_variance
@@ -77,19 +77,19 @@ class RemoteError(Exception):
 
 
 def error_kind(error: BaseException) -> str:
-    """Returns the name of an error's type, also of a `RemoteError`."""
+    """Return the name of an error's type, also of a `RemoteError`."""
     return error.kind if isinstance(error, RemoteError) else type(error).__name__
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Returns whether the message names a user's mistake and needs no traceback. A reward that raised needs its own."""
+    """Return whether the message names a user's mistake and needs no traceback. A reward that raised needs its own."""
     if isinstance(error, RemoteError):
         return error.one_line
     return isinstance(error, UserError) and not isinstance(error, RewardRaised)
 
 
 def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
-    """Serializes finished episodes, by their index in the step; raises `RolloutError` where JSON cannot hold one."""
+    """Serialize finished episodes, by their index in the step; raises `RolloutError` where JSON cannot hold one."""
     header: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
@@ -128,7 +128,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
 
 
 def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
-    """Fills `episodes`, which have the same prompts, with the results that another process packed."""
+    """Fill `episodes`, which have the same prompts, with the results that another process packed."""
     start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
     tensors = load(data[start:])
     for item in json.loads(data[HEADER_BYTES:start]):
@@ -151,7 +151,7 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
 
 
 def pack_images(rows: Sequence[Sequence[ProcessedImage]]) -> tuple[dict[str, Any], list[Tensor]]:
-    """Returns the pictures of rows as plain data, and the pixels of the distinct ones."""
+    """Return the pictures of rows as plain data, and the pixels of the distinct ones."""
     distinct = {image.digest: image for images in rows for image in images}
     numbers = {digest: number for number, digest in enumerate(distinct)}
     places = [[numbers[image.digest] for image in images] for images in rows]
@@ -161,7 +161,7 @@ def pack_images(rows: Sequence[Sequence[ProcessedImage]]) -> tuple[dict[str, Any
 
 
 def unpack_images(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[ProcessedImage]]:
-    """Returns what `pack_images` packed."""
+    """Return what `pack_images` packed."""
     images = [ProcessedImage(each, (t, h, w)) for each, (t, h, w) in zip(pixels, plain["grids"], strict=True)]
     return [[images[number] for number in row] for row in plain["rows"]]
 

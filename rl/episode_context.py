@@ -45,7 +45,7 @@ class EpisodeContext:
     numbers: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Counts one lost sample under `kind`."""
+        """Count one lost sample under `kind`."""
         self.drops[kind] += 1
         self.first_errors.setdefault(kind, error)
 
@@ -57,7 +57,7 @@ class WorkflowContext:
     """Access to the episode of the calling coroutine; import the instance `workflow_context`."""
 
     def get(self) -> EpisodeContext:
-        """Returns the running episode; a new one where a workflow is called outside a rollout."""
+        """Return the running episode; a new one where a workflow is called outside a rollout."""
         context = _current.get(None)
         if context is None:
             context = EpisodeContext()
@@ -65,36 +65,36 @@ class WorkflowContext:
         return context
 
     def stat_scope(self) -> str:
-        """Returns "rollout", or "eval" while the trainer evaluates."""
+        """Return "rollout", or "eval" while the trainer evaluates."""
         return "eval" if self.get().is_eval else "rollout"
 
     def record(self, **numbers: float) -> None:
-        """Adds numbers to the step's metrics, under `eval/` in an evaluation; the metric is the mean of a name's
+        """Add numbers to the step's metrics, under `eval/` in an evaluation; the metric is the mean of a name's
         values."""
         for name, value in numbers.items():
             self.get().numbers[name].append(float(value))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Counts one lost sample of this episode under `kind`, and logs its error; it is never scored 0."""
+        """Count one lost sample of this episode under `kind`, and logs its error; it is never scored 0."""
         self.get().drop(kind, error)
 
     async def get_httpx_client(self) -> httpx.AsyncClient:
-        """Returns the event loop's shared client, which is closed with it."""
+        """Return the event loop's shared client, which is closed with it."""
         return await loop_client(http_client, lambda client: client.is_closed, lambda client: client.aclose())
 
     async def get_aiohttp_session(self) -> aiohttp.ClientSession:
-        """Returns the event loop's shared session, which is closed with it."""
+        """Return the event loop's shared session, which is closed with it."""
         return await loop_session()
 
     def enter_sample(self, index: int) -> EpisodeContext:
-        """Makes the running task work on answer `index` of its episode, and returns its context."""
+        """Make the running task work on answer `index` of its episode, and returns its context."""
         own = copy(self.get())  # shares drops and numbers with the episode
         own.sample_index = index
         _current.set(own)
         return own
 
     def enter(self, context: EpisodeContext) -> None:
-        """Makes `context` that of the running task and of the tasks that it starts."""
+        """Make `context` that of the running task and of the tasks that it starts."""
         _current.set(context)
 
 
@@ -102,7 +102,7 @@ workflow_context = WorkflowContext()
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    """Returns the answers to requests that are asked at the same time, in their order.
+    """Return the answers to requests that are asked at the same time, in their order.
 
     An engine with `agenerate_batch` is asked once: in Python a task for each answer of a small model costs as much as
     its tokens. Not where `agenerate` alone was overridden, which would be passed by.
@@ -144,21 +144,21 @@ class EpisodeEngine:
 
     @property
     def generator(self) -> InferenceEngine:
-        """Returns the engine that outlives the episode."""
+        """Engine that outlives the episode."""
         return self._engine.generator if isinstance(self._engine, EpisodeEngine) else self._engine
 
     def get_version(self) -> int:
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Answers one request; raises the error of `check` for parameters that it refuses."""
+        """Answer one request; raises the error of `check` for parameters that it refuses."""
         self._prepare(req)
         response = await self._engine.agenerate(req)
         self.responses.append(response)
         return response
 
     async def agenerate_batch(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Answers requests at the same time, as `agenerate` does each; returns the answers in their order."""
+        """Answer requests at the same time, as `agenerate` does each; returns the answers in their order."""
         for request in requests:
             self._prepare(request)
         responses = await answers(self._engine, requests)
@@ -176,7 +176,7 @@ class EpisodeEngine:
         req.metadata.setdefault("group", self._context.seed)  # engines answer a group where its prompt is cached
 
     def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Returns the engine's `prompt_logprobs`; raises `RolloutError` where it has none."""
+        """Return the engine's `prompt_logprobs`; raises `RolloutError` where it has none."""
         if not hasattr(self._engine, "prompt_logprobs"):
             raise RolloutError(f"{type(self._engine).__name__} does not compute the logprobs of given tokens")
         logprobs: list[float] = self._engine.prompt_logprobs(ids, temperature)

@@ -19,7 +19,7 @@ from archon.rl.workflows import RolloutWorkflow
 def evaluation_workflows(
     config: RLConfig, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None
 ) -> dict[str, RolloutWorkflow]:
-    """Returns the workflows to evaluate, by prefix of their metrics."""
+    """Return the workflows to evaluate, by prefix of their metrics."""
     if eval_workflow is not None:
         return {"": eval_workflow}
     workflows = {"": trained.with_gconfig(sampled_gconfig(config))}
@@ -29,14 +29,14 @@ def evaluation_workflows(
 
 
 def sampled_gconfig(config: RLConfig) -> GenerationHyperparameters:
-    """Returns the sampling parameters of an evaluation."""
+    """Return the sampling parameters of an evaluation."""
     return config.gconfig.new(n_samples=config.evaluation.n_samples, temperature=config.evaluation.temperature)
 
 
 async def evaluate(
     rollout: Rollout, prompts: Sequence[Prompt], *, tokenizer: Any = None, well_formed: str | None = None
 ) -> dict[str, float]:
-    """Runs every prompt once through the rollout's workflow.
+    """Run every prompt once through the rollout's workflow.
 
     Args:
         rollout: runs the workflow to evaluate; its seed and the prompts' indices seed all random streams.
@@ -68,7 +68,7 @@ async def evaluate(
 
 
 def answer_texts(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
-    """Returns the text of every sample's trained tokens, without special tokens."""
+    """Return the text of every sample's trained tokens, without special tokens."""
     tokens = []
     for episode in episodes:
         if episode.trajectories:

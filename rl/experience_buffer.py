@@ -40,7 +40,7 @@ class ExperienceBuffer:
         self.path = Path(path)
 
     def append(self, groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], step: int, position: Any) -> None:
-        """Adds the groups of a step and the explorer's position after it, in one transaction.
+        """Add the groups of a step and the explorer's position after it, in one transaction.
 
         Args:
             groups: trajectory tensors of each group.
@@ -57,7 +57,7 @@ class ExperienceBuffer:
             _set(file, "explorer", {"step": step, "position": position})
 
     def read(self, numbers: Sequence[int]) -> list[Episode]:
-        """Returns the groups with these numbers, as the episodes that sampled them."""
+        """Return the groups with these numbers, as the episodes that sampled them."""
         episodes = []
         with self._connection() as file:
             for number in numbers:
@@ -77,7 +77,7 @@ class ExperienceBuffer:
             return count
 
     def explorer_state(self) -> tuple[int, Any] | None:
-        """Returns the explorer's step and position; None where nothing was written yet."""
+        """Return the explorer's step and position; None where nothing was written yet."""
         state = self._state("explorer")
         return None if state is None else (state["step"], state["position"])
 
@@ -87,7 +87,7 @@ class ExperienceBuffer:
         return bool(self._state("finished"))
 
     def finish(self, finished: bool = True) -> None:
-        """Sets whether the explorer has added all that it will."""
+        """Set whether the explorer has added all that it will."""
         with self._connection(write=True) as file:
             _set(file, "finished", finished)
 
@@ -124,7 +124,7 @@ class ExperienceBuffer:
 
 
 def split_groups(trajectories: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the groups of a batch of trajectories, each without the padding that only others need."""
+    """Return the groups of a batch of trajectories, each without the padding that only others need."""
     groups, size = [], trajectories["input_ids"].shape[1]
     for number in trajectories["group_ids"].unique().tolist():
         rows = (trajectories["group_ids"] == number).nonzero().flatten()

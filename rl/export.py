@@ -15,7 +15,7 @@ LOGIT_TOLERANCE = 1e-5
 
 @torch.no_grad()
 def export_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
-    """Returns max|a − b| / max|b| of the float32 logits of `model` and those of transformers with the export.
+    """Return max|a − b| / max|b| of the float32 logits of `model` and those of transformers with the export.
 
     Args:
         model: the trained actor with float32 weights, on any device.

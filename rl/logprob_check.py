@@ -15,12 +15,12 @@ FULL_VOCABULARY_SAMPLING: dict[str, Any] = {"greedy": False, "top_p": 1.0, "top_
 
 
 def truncating_fields(gconfig: GenerationHyperparameters) -> list[str]:
-    """Returns the names of the values that draw tokens from anything but the softmax over the whole vocabulary."""
+    """Return the names of the values that draw tokens from anything but the softmax over the whole vocabulary."""
     return [name for name, uncut in FULL_VOCABULARY_SAMPLING.items() if getattr(gconfig, name) != uncut]
 
 
 def check_recomputable(gconfig: GenerationHyperparameters, temperature: float) -> None:
-    """Raises `ConfigError` unless the sampled distribution is the softmax over the whole vocabulary at `temperature`.
+    """Raise `ConfigError` unless the sampled distribution is the softmax over the whole vocabulary at `temperature`.
 
     The trainer recomputes only that softmax, so importance weights of other distributions would be wrong.
     """
@@ -45,19 +45,19 @@ MISMATCH_LIMITS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
 
 
 def mismatch_limit(dtype: str, temperature: float) -> float:
-    """Returns the largest mean |Δ logprob| between generator and trainer that training accepts."""
+    """Return the largest mean |Δ logprob| between generator and trainer that training accepts."""
     return MISMATCH_LIMITS[dtype] / min(1.0, temperature)
 
 
 def mean_logprob_difference(trainer_logprobs: Tensor, generator_logprobs: Tensor, loss_mask: Tensor) -> float:
-    """Returns mean |log π_trainer − log π_generator| over the loss tokens; all [B, S], token-aligned."""
+    """Return mean |log π_trainer − log π_generator| over the loss tokens; all [B, S], token-aligned."""
     difference = (trainer_logprobs - generator_logprobs.to(trainer_logprobs.device)).abs()
     mask = loss_mask.to(difference.device) != 0
     return float(difference[mask].double().mean())
 
 
 def check_mismatch(difference: float, limit: float) -> None:
-    """Raises `RolloutError` where the logprobs of a new batch differ by more than `limit`."""
+    """Raise `RolloutError` where the logprobs of a new batch differ by more than `limit`."""
     if not difference <= limit:  # refuses NaN as well
         raise RolloutError(
             f"logprob check: the trainer's logprobs differ from the generator's by {difference:.3e} on average "

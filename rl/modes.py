@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 
 
 def make_trainer(config: RLConfig, runner: Runner | None = None) -> RLTrainer:
-    """Returns the trainer of the configuration's `mode`."""
+    """Return the trainer of the configuration's `mode`."""
     kinds: dict[str, type[RLTrainer]] = {kind.mode: kind for kind in (RLTrainer, Explorer, BufferTrainer, Bench)}
     return kinds[config.mode](config, runner)
 
@@ -45,7 +45,7 @@ class _CheckpointReader(RLTrainer):
         self.engine.initialize()
 
     def load_weights(self, folder: Path) -> int:
-        """Loads the weights of a checkpoint into engine and generator, and returns its step."""
+        """Load the weights of a checkpoint into engine and generator, and returns its step."""
         with open_state(folder, self.engine.fingerprint) as (step, state):
             own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
             self.engine.load_state_dict(own)
@@ -53,15 +53,15 @@ class _CheckpointReader(RLTrainer):
         return step
 
     def checkpoints(self) -> Path | None:
-        """Returns the folder of the other run's checkpoints."""
+        """Return the folder of the other run's checkpoints."""
         source = self.experiences.weights_from
         return None if source is None else Path(source) / "checkpoints"
 
     def save(self, *, asynchronous: bool = False) -> None:
-        """Does nothing: there is no state to save here."""
+        """Do nothing: there is no state to save here."""
 
     def finish(self) -> None:
-        """Does nothing: there is no model to export."""
+        """Do nothing: there is no model to export."""
 
 
 _OPTIMIZER = ("optimizer", "scheduler", "skipped_steps")
@@ -95,7 +95,7 @@ class Explorer(_CheckpointReader):
             self.runner.rewind(self.step or -1)
 
     def train_step(self) -> dict[str, float]:
-        """Samples the groups of a step and adds them to the buffer. Returns their metrics."""
+        """Sample the groups of a step and adds them to the buffer. Returns their metrics."""
         if self.step % self.experiences.sync_every == 0:
             self._sync()
         seconds: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Explorer(_CheckpointReader):
         return metrics | seconds | {"version": self.engine.version}
 
     def finish(self) -> None:
-        """Tells the trainer that nothing more will come."""
+        """Tell the trainer that nothing more will come."""
         if ControlPlane.world().is_main:
             self.buffer.finish()
 
@@ -156,7 +156,7 @@ class BufferTrainer(RLTrainer):
         return self._next_group_numbers(1) == []
 
     def rollout_batch(self) -> RolloutBatch:
-        """Returns the next groups of the buffer, fewer at its end."""
+        """Return the next groups of the buffer, fewer at its end."""
         episodes = self._buffer.read(self._await(self._wait_for_group_numbers()))
         self._taken = self._trained + len(episodes)
         kept = [e for e in episodes if e.is_trainable(self.config.algorithm.zero_variance_groups)]
@@ -176,7 +176,7 @@ class BufferTrainer(RLTrainer):
         self._pass_boundaries = list(state["experience_ends"])
 
     def _next_group_numbers(self, count: int) -> list[int] | None:
-        """Returns the next `count` numbers, fewer where no more will come; None where they are not there yet."""
+        """Return the next `count` numbers, fewer where no more will come; None where they are not there yet."""
         found, self._pass_boundaries = ControlPlane.world().broadcast_json(lambda: self._find_group_numbers(count))
         return None if found is None else list(found)
 
@@ -205,13 +205,13 @@ class BufferTrainer(RLTrainer):
         )
 
     def _check_logprobs(self, batch: RolloutBatch) -> None:
-        """Checks the first batch that was sampled with the weights it is trained on; others differ by their nature."""
+        """Check the first batch that was sampled with the weights it is trained on; others differ by their nature."""
         if batch.is_on_policy(self.generator.version):
             super()._check_logprobs(batch)
 
 
 def group_numbers(start: int, count: int, size: int, pass_boundaries: Sequence[int], passes: int) -> list[int]:
-    """Returns which groups are trained on as number `start`, `start` + 1, …; `count`, or fewer where no more are there.
+    """Return which groups are trained on as number `start`, `start` + 1, …; `count`, or fewer where no more are there.
 
     Args:
         size: of the buffer.
@@ -252,7 +252,7 @@ class Bench(_CheckpointReader):
         return {}
 
     def train_step(self) -> dict[str, float]:
-        """Evaluates the next checkpoint. Returns its metrics."""
+        """Evaluate the next checkpoint. Returns its metrics."""
         step = self.load_weights(self._folders[self.step]) if self._folders else 0
         return self.timed_evaluation() | {"checkpoint": float(step)}
 

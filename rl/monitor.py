@@ -48,13 +48,13 @@ class Monitor(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}"
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
     def metrics(self) -> str:
-        """Returns the run's numbers in Prometheus' text format."""
+        """Return the run's numbers in Prometheus' text format."""
         newest = {name: value for name, value in self.newest().items() if isinstance(value, int | float)}
         found = [gauge(f"archon_run_{name}", f"{name} of the last step.", value) for name, value in newest.items()]
         return render([*found, *self._fleet()])

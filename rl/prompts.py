@@ -50,11 +50,11 @@ class PromptStream:
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
 
     def at(self, ordinal: int) -> Prompt:
-        """Returns the prompt of an ordinal, whether it was taken or not."""
+        """Return the prompt of an ordinal, whether it was taken or not."""
         return Prompt(ordinal, self._loader.row_at(ordinal))
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next n prompts."""
+        """Return the next n prompts."""
         repeated, self._untrained = self._untrained[:n], self._untrained[n:]
         prompts = [self.at(ordinal) for ordinal in repeated]
         if n > len(repeated):
@@ -63,11 +63,11 @@ class PromptStream:
         return prompts
 
     def state_dict(self, untrained: Sequence[int] = ()) -> dict[str, Any]:
-        """Returns the position; a resumed stream first repeats the ordinals `untrained`, which were taken."""
+        """Return the position; a resumed stream first repeats the ordinals `untrained`, which were taken."""
         return {**self._loader.state_dict(), "again": [*untrained, *self._untrained]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `DatasetError` where the state is of other rows or another seed."""
+        """Raise `DatasetError` where the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
         self._untrained = list(state["again"])
 

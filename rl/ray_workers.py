@@ -46,7 +46,7 @@ class WorkerActor(ABC):
 
     @abstractmethod
     async def run(self, call: bytes) -> bytes:
-        """Returns the answer to a call."""
+        """Return the answer to a call."""
 
 
 class RayWorkers:
@@ -94,7 +94,7 @@ class RayWorkers:
         return address
 
     async def run(self, call: bytes, seconds: float) -> bytes:
-        """Returns the answer of a worker, which has `seconds` from when it gets the call. A caller that is canceled
+        """Return the answer of a worker, which has `seconds` from when it gets the call. A caller that is canceled
         cancels the call.
 
         Raises TimeoutError, WorkerLostError, WorkersBrokenError, or what Ray makes of an exception of the worker's.
@@ -104,7 +104,7 @@ class RayWorkers:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(call, seconds), self._loop))
 
     def close(self) -> None:
-        """Ends the workers; calls without an answer raise WorkersBrokenError."""
+        """End the workers; calls without an answer raise WorkersBrokenError."""
         if self._loop.is_closed() or not self._loop.is_running():
             return
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile
@@ -162,7 +162,7 @@ class RayWorkers:
         return result
 
     async def _acquire_worker(self) -> Any:
-        """Returns a worker that may take a call."""
+        """Return a worker that may take a call."""
         while True:
             worker = await self._places.get()
             if worker is None:
@@ -172,7 +172,7 @@ class RayWorkers:
                 return worker
 
     async def _after_cancel(self, worker: Any, answer: Any) -> None:
-        """Gives the place of a canceled call to others once it has ended; where it does not, replaces the worker."""
+        """Give the place of a canceled call to others once it has ended; where it does not, replaces the worker."""
         try:
             async with asyncio.timeout(GRACE_SECONDS):
                 await answer
@@ -191,7 +191,7 @@ class RayWorkers:
             self._spawn(self._start())
 
     async def _start(self) -> None:
-        """Starts a worker, as often as it takes."""
+        """Start a worker, as often as it takes."""
         while self._broken is None:
             worker = self._class.remote(sys.path, *self._arguments)
             try:
@@ -213,7 +213,7 @@ class RayWorkers:
             return
 
     async def _watch(self, worker: Any) -> None:
-        """Replaces a worker that is lost while it has no call."""
+        """Replace a worker that is lost while it has no call."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             await worker.last.remote()
         self._replace(worker)

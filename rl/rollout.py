@@ -1,4 +1,4 @@
-"""Runs the episodes of a batch concurrently on one event loop, and makes a training batch of their trajectories."""
+"""Rollout: concurrent episodes on one event loop, joined into a training batch."""
 
 from __future__ import annotations
 
@@ -38,20 +38,19 @@ class WorkflowError(RuntimeError):
 
 
 class WorkflowRefusedError(WorkflowError, UserError):
-    """A workflow failed on every prompt by a mistake that a one-line message explains without a traceback."""
+    """A user's mistake made a workflow fail on every prompt; the message needs no traceback."""
 
 
 @dataclass
 class RolloutBatch:
-    """The groups of one step, in the order of their prompts.
+    """Groups of one step, in prompt order.
 
     Attributes:
-        trajectories: [B, S] and [B] tensors with `group_ids` and `trajectory_ids` int64 [B], equal for rows of one
-            trajectory; empty where no group is left.
+        trajectories: [B, S] and [B] tensors with `group_ids` and `trajectory_ids` int64 [B]; empty without groups.
         prompts: the prompt of each group.
-        counts: the number of losses by reason.
-        numbers: the means of what workflows recorded.
-        dropped: all groups, where all were dropped for zero variance.
+        counts: counts of prompts, episodes, dropped samples and failures.
+        numbers: means of the values that workflows recorded.
+        dropped: all groups, if zero variance dropped every one.
     """
 
     trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -62,7 +61,7 @@ class RolloutBatch:
 
     @classmethod
     def from_episodes(cls, episodes: Sequence[Episode], counts: Counter[str] | None = None) -> RolloutBatch:
-        """Returns the batch of the episodes that have trajectories."""
+        """Return the batch of the episodes that have trajectories."""
         groups = [(e.prompt, e.trajectories) for e in episodes if e.trajectories]
         batch = cls(prompts=[prompt for prompt, _ in groups], counts=Counter() if counts is None else counts)
         if groups:
@@ -79,25 +78,25 @@ class RolloutBatch:
         return bool(self.prompts)
 
     def is_on_policy(self, version: int) -> bool:
-        """Returns whether all tokens of known version were sampled with the weights of `version`."""
+        """Return whether every token with a known version was sampled with the weights of `version`."""
         versions = self.trajectories["versions"]
         return bool(((versions < 0) | (versions == version)).all())
 
 
 class Rollout:
-    """Runs episodes of one workflow against one generator.
+    """Runner of one workflow's episodes against one generator.
 
     Args:
         engine: the generator.
         workflow: turns a row into trajectories.
-        seed: all random streams derive from (seed, stream, step, prompt's index, request's number).
-        n_samples: trajectories in a group, where the workflow returns single ones; by default those of its `gconfig`.
-        check: raises for sampling parameters of a request whose logprobs the trainer cannot recompute.
-        accept: called with the tensors of each group for training; those it returns False for are replaced, as
-            zero-variance groups are by `resample`. Every process calls it for all groups: it must be deterministic.
-        agent_sampling: decides on those of agents' requests instead, except in an evaluation.
-        world: the processes that share the episodes of `run`; by default all of the run.
-        log: called with dropped samples and failed episodes, one line per step and kind.
+        seed: every random stream derives from (seed, stream, step, prompt index, request number).
+        n_samples: group size for workflows that return single trajectories; None: `gconfig.n_samples`.
+        check: raises for sampling parameters if the trainer cannot recompute their logprobs.
+        accept: filter of a training group's tensors; False replaces the group like `resample` does. It must be
+            deterministic: every process calls it for all groups.
+        agent_sampling: policy for the sampling parameters of agents' requests in training.
+        world: the processes that split the episodes of `run`; None: all processes.
+        log: called once per step and kind of dropped sample or failed episode.
     """
 
     def __init__(
@@ -137,15 +136,14 @@ class Rollout:
         zero_variance_groups: ZeroVarianceGroups = "keep",
         max_resamples: int = 0,
     ) -> RolloutBatch:
-        """Returns one training batch of up to `n_prompts` groups.
+        """Return one training batch of up to `n_prompts` groups.
 
         Args:
             take: returns the next n prompts of the data stream, or fewer at its end.
             n_prompts: the number of groups.
             step: the trainer's step, which seeds random streams.
-            zero_variance_groups: `keep` groups whose trajectories have one reward, `drop` them, or `resample`: replace
-                them by other prompts. Dropped and replaced groups are counted.
-            max_resamples: the maximal number of further rounds.
+            zero_variance_groups: `keep` groups of equal rewards, `drop` them, or `resample` other prompts instead.
+            max_resamples: maximum number of extra rounds.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
         replaces = zero_variance_groups == "resample" or self._accept is not None
@@ -161,7 +159,7 @@ class Rollout:
     def make_batch(
         self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
     ) -> RolloutBatch:
-        """Returns the batch of the episodes `kept` out of all `episodes` that were run; raises as `raise_if_empty`."""
+        """Return the batch of the `kept` episodes; raise like `raise_if_empty` for all `episodes`."""
         self.raise_if_empty(episodes)
         batch = RolloutBatch.from_episodes(kept, counts)
         if not batch:
@@ -170,23 +168,27 @@ class Rollout:
         return batch
 
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
-        """Runs one episode per prompt, all concurrently, and returns them in the order of `prompts`.
+        """Run one episode per prompt concurrently, and return them in prompt order.
 
-        With several processes each runs its share, and all receive all results. Raises `WorkflowError`, caused by the
-        first failure, once `MAX_INITIAL_FAILURES` episodes failed before any succeeded.
+        The processes split the prompts, and every process receives all episodes.
+
+        Raises:
+            WorkflowError: `MAX_INITIAL_FAILURES` episodes failed before any succeeded; its cause is the first failure.
         """
+        # 1. Run the episodes of this rank.
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
         world = self._world or ControlPlane.with_long_timeout("rollouts")
-        own = range(world.rank, len(prompts), world.size)
-        tasks = [asyncio.create_task(self._run_episode(episodes[place])) for place in own]
+        local = range(world.rank, len(prompts), world.size)
+        tasks = [asyncio.create_task(self._run_episode(episodes[index])) for index in local]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        # 2. Exchange the results.
         if world.size > 1:
-            everyone = world.all_gather(pack_episodes({place: episodes[place] for place in own}))
-            for rank, data in enumerate(everyone):
+            packed = world.all_gather(pack_episodes({index: episodes[index] for index in local}))
+            for rank, data in enumerate(packed):
                 if rank != world.rank:
                     unpack_episodes(data, episodes)
         if not is_eval:
@@ -194,14 +196,14 @@ class Rollout:
         return episodes
 
     async def run_one(self, prompt: Prompt, step: int) -> Episode:
-        """Runs and returns one episode for training. Raises as `run` does."""
+        """Run one training episode and return it. Raises like `run`."""
         episode = self._new_episode(prompt, step, is_eval=False)
         await self._run_episode(episode)
         self._filter([episode])
         return episode
 
     def _filter(self, episodes: Sequence[Episode]) -> None:
-        """Marks the episodes whose groups the filter does not accept."""
+        """Mark episodes if the filter rejects their group."""
         for episode in episodes:
             if self._accept is not None and episode.trajectories:
                 episode.filtered = not self._accept(episode.trajectories)
@@ -218,11 +220,11 @@ class Rollout:
             group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(episode.prompt.row)))
             episode.trajectories = None if group is None else validate_group(group, episode.context, self._name)
         except (ConfigError, KeyboardInterrupt, SystemExit):
-            raise  # a mistake in the configuration is the same for every prompt
-        except BaseException as error:  # whatever the user's code raises costs its episode
+            raise  # a configuration mistake hits every prompt
+        except BaseException as error:  # any exception of user code costs its episode only
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the task itself is canceled, not something that it awaits
+                raise  # this task is canceled, not something it awaits
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
@@ -232,7 +234,7 @@ class Rollout:
             self._succeeded = True
 
     def raise_if_empty(self, episodes: Sequence[Episode]) -> None:
-        """Raises where no episode has a trajectory: `WorkflowError` if any failed, else `RolloutError`."""
+        """Raise if no episode has a trajectory: `WorkflowError` if any failed, else `RolloutError`."""
         failed = [e.error for e in episodes if e.error]
         if any(e.trajectories for e in episodes):
             return
@@ -240,18 +242,18 @@ class Rollout:
             raise self._workflow_error(len(failed), failed[0]) from failed[0]
         if episodes:
             raise RolloutError(
-                f"{self._name} rejected (returned None for) all {len(episodes)} prompts of a step; "
-                "there is nothing to train on"
+                f"{self._name} rejected all {len(episodes)} prompts of a step (returned None); "
+                "return trajectories for some of them"
             )
 
     def _workflow_error(self, n: int, first: BaseException) -> WorkflowError:
         failed = f"{self._name} failed on {n} prompts and succeeded on none; the first failure"
         if is_one_line(first):
             return WorkflowRefusedError(f"{failed}: {first}")
-        return WorkflowError(f"{failed}, whose traceback stands above: {error_kind(first)}: {first}")
+        return WorkflowError(f"{failed} (traceback above): {error_kind(first)}: {first}")
 
     def _count_and_log(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
-        """Sets the batch's counts, and logs one line per kind of loss with its first error."""
+        """Set the batch's counts, and log one line per kind of failure with its first error."""
         first: dict[str, BaseException] = {}
         for episode in episodes:
             batch.counts.update({f"dropped/{kind}": n for kind, n in episode.context.drops.items()})
@@ -271,12 +273,12 @@ class Rollout:
         batch.counts["episodes"] = len(episodes)
         batch.numbers = recorded_means(episodes)
         for name, error in first.items():
-            what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
-            self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
+            event = "samples dropped" if name.startswith("dropped/") else "episodes failed"
+            self._log(f"step {step}: {batch.counts[name]} {event} ({name.partition('/')[2]}): {error}")
 
 
 def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the mean of each name that workflows recorded, over all episodes."""
+    """Return the mean over all episodes of each recorded name."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, values in episode.context.numbers.items():

@@ -22,7 +22,7 @@ class Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Returns 1 − C(n − c, k) / C(n, k): the probability that at least one of k answers, drawn from n of which
+    """Return 1 − C(n − c, k) / C(n, k): the probability that at least one of k answers, drawn from n of which
     `correct` are right, is right (Chen et al. 2021, arXiv 2107.03374, equation 1; unbiased for n ≥ k)."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} answers, and there are {n}")
@@ -30,7 +30,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def proportion(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value from 0 to 1 a prompt, with Wilson's interval (Wilson 1927) for as many trials.
+    """Return the mean of one value from 0 to 1 a prompt, with Wilson's interval (Wilson 1927) for as many trials.
 
     It lies within 0 and 1, and is not empty where all prompts agree. Where values lie between 0 and 1 it is wider than
     needed, as their variance is at most that of trials.
@@ -42,7 +42,7 @@ def proportion(values: Sequence[float]) -> Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value a prompt, and mean ± 1.96 standard errors.
+    """Return the mean of one value a prompt, and mean ± 1.96 standard errors.
 
     The standard error is that of the mean over prompts, from the unbiased variance (Miller 2024, arXiv 2411.00640,
     section 2): answers to one prompt are not independent, and are averaged first. Where all prompts agree it is 0.
@@ -55,7 +55,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def summarize(rewards: Sequence[Sequence[float]], ks: Sequence[int], pass_threshold: float) -> dict[str, Estimate]:
-    """Returns `reward` and each `pass@k` over prompts.
+    """Return `reward` and each `pass@k` over prompts.
 
     Args:
         rewards: of each prompt's answers; prompts without any are left out, and of pass@k those with fewer than k.

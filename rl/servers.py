@@ -22,7 +22,7 @@ from archon.rl.weight_sync import generator_weights, probe_tokens
 def open_servers(
     config: RLConfig, engine: ArchonEngine, tokenizer: Any, rows: Sequence[dict[str, Any]], log: Callable[[str], None]
 ) -> RemoteEngine:
-    """Returns the engine of the run's servers, which have the weights of `engine`. A collective.
+    """Return the engine of the run's servers, which have the weights of `engine`. A collective.
 
     Closing it ends servers that were launched. Raises ConfigError for servers that cannot be trained on.
     """
@@ -63,7 +63,7 @@ def open_servers(
 
 
 def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> None:
-    """Makes closing the engine end launched servers first, which then no longer read its folder."""
+    """Make closing the engine end launched servers first, which then no longer read its folder."""
     if launched is None:
         return
     remove = generator.close
@@ -76,7 +76,7 @@ def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> N
 
 
 def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]) -> LaunchedServers | None:
-    """Returns the servers to launch, on the first rank; None on others. A collective."""
+    """Return the servers to launch, on the first rank; None on others. A collective."""
     launch, push = config.rollout.launch, config.rollout.push or PushConfig()
     assert launch is not None
     ensure_server_key()

@@ -23,7 +23,7 @@ NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
 
 
 def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Returns metrics of the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
+    """Return metrics of the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
 
     `version` is that of the trainer's weights, for `staleness_…`.
     """
@@ -56,7 +56,7 @@ class ZeroVarianceMonitor:
         self._steps = 0  # consecutive
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns a warning to log after a step with these metrics of `batch_metrics`, or None."""
+        """Return a warning to log after a step with these metrics of `batch_metrics`, or None."""
         zero_variance = metrics.get("rollout/zero_variance_groups", 0.0)
         is_single = metrics.get("group_size") == 1.0
         affected = is_single or (zero_variance and zero_variance == metrics["rollout/episodes"])
@@ -75,7 +75,7 @@ class ZeroVarianceMonitor:
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:
-    """Returns mean and maximum of `version` minus the version of each trained token.
+    """Return mean and maximum of `version` minus the version of each trained token.
 
     Tokens of unknown version (−1) are ignored; {} where there are no others.
     """
@@ -94,7 +94,7 @@ def write_groups(
     tokenizer: Any,
     write_images: Callable[[Sequence[ProcessedImage]], list[str]] | None = None,
 ) -> int:
-    """Writes all samples of the first `n_groups` groups, with special tokens; returns how many could not be written.
+    """Write all samples of the first `n_groups` groups, with special tokens; returns how many could not be written.
 
     `advantages` [B, S] is written as the mean over an answer's tokens; None marks the groups as `dropped`.
     `write_images` writes those of an answer, and returns the names of their files.
@@ -129,7 +129,7 @@ def write_groups(
 
 
 def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns the per-token columns of one trajectory [S], from its first trained token to its end.
+    """Return the per-token columns of one trajectory [S], from its first trained token to its end.
 
     Columns are `tokens` and `logprobs`, null for tokens that the model did not generate; `turn_ids` where there are
     such tokens or several turns; `versions` where there are several, else `version`.
@@ -154,7 +154,7 @@ def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def newest_record(metrics: Path, step: int) -> dict[str, Any]:
-    """Returns the last record of `metrics.jsonl` if it is that of `step`, without step and time; else {}."""
+    """Return the last record of `metrics.jsonl` if it is that of `step`, without step and time; else {}."""
     records = read_jsonl(metrics) if metrics.exists() else []
     if not records or records[-1]["step"] != step:
         return {}
@@ -162,7 +162,7 @@ def newest_record(metrics: Path, step: int) -> dict[str, Any]:
 
 
 def reward_gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line per kind of held-out reward, with its first and last value."""
+    """Return a line per kind of held-out reward, with its first and last value."""
     rewards = [record for record in records if "eval/reward" in record]
     names = {"eval/reward": "sampled", "eval/greedy_reward": "greedy"}
     return [

@@ -23,7 +23,7 @@ Documents = dict[str, Tensor]
 def open_teacher(
     teacher: EngineConfig | TeacherServerConfig, config: RLConfig, tokenizer: Any
 ) -> Callable[[Documents], Tensor]:
-    """Returns a function from padded documents to the teacher's logprobs of their trained tokens, [B, S].
+    """Return a function from padded documents to the teacher's logprobs of their trained tokens, [B, S].
 
     They are computed at the rollout's temperature. Raises `ConfigError` for a checkpoint with other tokens than
     `tokenizer`, the actor's.
@@ -64,7 +64,7 @@ class TeacherServer:
         return logprobs.where(documents["loss_mask"] > 0, 0.0)
 
     def _score(self, prompt: list[int]) -> list[float]:
-        """Returns the logprob of each token; 0 for the first, which nothing predicts."""
+        """Return the logprob of each token; 0 for the first, which nothing predicts."""
         url = self._config.url
         try:
             completion = self._client.completions.create(
@@ -83,5 +83,5 @@ class TeacherServer:
 
 
 def _key() -> dict[str, str]:
-    """Returns the key argument of the client, which insists on one."""
+    """Return the key argument of the client, which insists on one."""
     return {} if os.environ.get("OPENAI_API_KEY") else {"api_key": "none"}

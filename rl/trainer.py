@@ -1,4 +1,4 @@
-"""The RL trainer: each step generates, scores, updates and pushes the weights to the generator."""
+"""RL trainer: a step samples answers, scores them, updates the policy and pushes its weights."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ Result = TypeVar("Result")
 
 
 class RLTrainer(BaseTrainer):
-    """Trains one policy. `RLTrainer(config).train()` is the whole run; its parts can be called one by one.
+    """Trainer of one policy. `RLTrainer(config).train()` is a whole run.
 
     Args:
-        config: the run.
-        runner: the run directory, logs and signals; `train` makes and closes one where None.
+        config: the run configuration.
+        runner: run directory, logs and signals; None: `train` opens and closes one.
     """
 
     mode = "both"
@@ -79,16 +79,17 @@ class RLTrainer(BaseTrainer):
 
     def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
         if config.mode != self.mode:
-            raise ConfigError(f"mode is {config.mode}, and {type(self).__name__} is of {self.mode}; call make_trainer")
+            name = type(self).__name__
+            raise ConfigError(f"{name} runs mode {self.mode!r}, got mode {config.mode!r}; use make_trainer(config)")
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
-        self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
-        self.reader: ImageReader | None = None  # of pictures; None for a model of text
-        self._raw = False  # whether rows hold those of their source
+        self.async_rollout: AsyncRollout | None = None  # runs on the controller only
+        self.reader: ImageReader | None = None  # None for a text model
+        self._raw = False  # whether rows include the source dataset's columns
         self._monitor: Monitor | None = None
-        self._newest: dict[str, float] = {}  # of the last step, for the monitor
-        self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
-        self._waited_seconds = 0.0  # of this step: unfinished answers that waited for a push
+        self._newest: dict[str, float] = {}  # metrics of the last step, for the monitor
+        self._overlap_seconds = 0.0  # this step: generation during the trainer's computations
+        self._waited_seconds = 0.0  # this step: unfinished answers waiting for a push
 
     def train(
         self,
@@ -98,23 +99,23 @@ class RLTrainer(BaseTrainer):
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Callable[[dict[str, Any]], bool] | str | None = None,
     ) -> dict[str, float]:
-        """Runs to `total_steps`, or until a signal, and returns the newest metrics.
+        """Run to `total_steps` or until a signal, and return the newest metrics.
 
-        A signal interrupts a rollout or an evaluation, but not an update; what was trained is saved.
+        A signal interrupts a rollout or an evaluation but not an update. Finished updates are saved.
 
         Args:
-            workflow: an instance, a class, a registered name or a dotted string; None: the configuration's.
-            eval_workflow: the workflow of evaluations, likewise; None: `workflow`, sampling as `evaluation` says.
-            workflow_kwargs: arguments of the workflow's constructor; None: the configuration's `workflow_args`.
-            eval_workflow_kwargs: those of `eval_workflow`, without which the workflow for training is constructed anew.
-            dynamic_filter_fn: a function, or its dotted path, of a group's tensors (`rewards` [n], …); groups for which
-                it returns False are replaced by those of other prompts, `rollout.max_resamples` times at most.
+            workflow: an instance, a class, a registered name or a dotted path; None: `config.workflow`.
+            eval_workflow: workflow for evaluation; None: `workflow` with the sampling of `config.evaluation`.
+            workflow_kwargs: constructor arguments of the workflow; None: `config.workflow_args`.
+            eval_workflow_kwargs: constructor arguments of `eval_workflow` (None: of a second `workflow`).
+            dynamic_filter_fn: a function of a group's tensors (`rewards` [n], …) or its dotted path. A group is
+                replaced by another prompt if it returns False, in at most `rollout.max_resamples` rounds.
         """
         opened = self.opened(workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn)
         return self.run(self.config.actor, opened)
 
     def before_first_step(self) -> dict[str, float]:
-        """Runs the initial evaluation, or the one that a signal interrupted before a resume. Returns its metrics."""
+        """Run the initial evaluation, or the evaluation a signal interrupted. Return its metrics."""
         assert self.runner is not None
         metrics, record = self.runner.directory.metrics, dict[str, float]()
         if self.step:
@@ -127,6 +128,7 @@ class RLTrainer(BaseTrainer):
         return record | measured if measured else {}
 
     def after_step(self) -> dict[str, float]:
+        """Remember the data position for the next checkpoint."""
         self._cursor = self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
         if self.async_rollout is not None:
             cursor = self._cursor
@@ -138,9 +140,10 @@ class RLTrainer(BaseTrainer):
         return {}
 
     def train_step(self) -> dict[str, float]:
-        """Generates and scores a batch, updates the policy on it, and pushes the weights to the generator."""
+        """Sample and score a batch, update the policy on it, and push the weights to the generator."""
         seconds: dict[str, float] = {}
         generating, self._overlap_seconds, self._waited_seconds = self.generator.stats.seconds, 0.0, 0.0
+        # 1. Sample answers and reward them.
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
@@ -149,6 +152,7 @@ class RLTrainer(BaseTrainer):
         if batch:
             if not self._logprobs_checked:
                 self._check_logprobs(batch)
+            # 2. Compute reference and critic outputs, advantages, and weights of demonstrations.
             with timed(seconds, "score"):
                 prepared, measured = self._compute(lambda: self.update.prepare(batch.trajectories, self.step))
             self._dump(batch, metrics, prepared["advantages"])
@@ -156,11 +160,13 @@ class RLTrainer(BaseTrainer):
                 taken = self.demonstrations.take()
                 prepared, added = self._compute(lambda: self.update.mix(prepared, taken, self.step))
                 measured |= added
+            # 3. Run the optimizer steps. On-policy logprobs before the first step must match the generator's.
             self._mid_update = True
             with timed(seconds, "update"):
                 metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
             if batch.is_on_policy(self.generator.version):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
+            # 4. Push the new weights.
             with timed(seconds, "push"):
                 metrics |= self._push_during_episodes()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
@@ -175,7 +181,7 @@ class RLTrainer(BaseTrainer):
         return metrics
 
     def _push_during_episodes(self) -> dict[str, float]:
-        """Pushes to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
+        """Push to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
         answers wait for the push, which is no time of generation."""
         if not isinstance(self.generator, RemoteEngine):
             return self._push()
@@ -185,7 +191,7 @@ class RLTrainer(BaseTrainer):
         return metrics
 
     def _push(self) -> dict[str, float]:
-        """Gives the generator the new weights. Returns the metrics of the push."""
+        """Give the generator the new weights. Returns the metrics of the push."""
         self.engine.version += 1
         weights, generator = generator_weights(self.engine, self.generator), self.generator
         before = 0 if isinstance(generator, RemoteEngine) else generator.stats.pushed_bytes
@@ -195,7 +201,7 @@ class RLTrainer(BaseTrainer):
         return {"push/bytes": float(generator.stats.pushed_bytes - before)}
 
     def _dump(self, batch: RolloutBatch, metrics: dict[str, float], advantages: Tensor | None = None) -> None:
-        """Writes some groups to trajectories.jsonl, and counts those that could not be written."""
+        """Write the first groups to trajectories.jsonl, and count the rows that cannot be written."""
         if self.runner is None:
             return
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
@@ -206,7 +212,7 @@ class RLTrainer(BaseTrainer):
         metrics["rollout/dump_lost"] = float(lost)
 
     def rollout_batch(self) -> RolloutBatch:
-        """Returns the next batch of trajectories."""
+        """Return the next batch of trajectories."""
         if self.async_rollout is not None:
             unpack = partial(GatheredBatch.unpack, prompt_at=self.prompts.at)
             return self.controller.run(self.async_rollout.gather, GatheredBatch.pack, unpack).batch(
@@ -224,7 +230,7 @@ class RLTrainer(BaseTrainer):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the metrics of `evaluation.evaluate` as `eval/…`, and those of greedy answers as `eval/greedy_…`."""
+        """Return held-out metrics: `eval/…` for sampled answers and `eval/greedy_…` for greedy ones."""
         metrics: dict[str, float] = {}
         for prefix, rollout in self.evaluations.items():
             well_formed = self.config.evaluation.well_formed
@@ -234,11 +240,12 @@ class RLTrainer(BaseTrainer):
         return metrics
 
     def position(self) -> dict[str, Any]:
-        """Returns the state of the prompts after the last complete step, from which a resumed run continues."""
+        """Return the data position after the last complete step, for resuming."""
         position = {"prompts": self._cursor}
         return position if self.demonstrations is None else position | {"demonstrations": self._demonstrations_cursor}
 
     def load_position(self, state: dict[str, Any]) -> None:
+        """Continue at a position that `position` returned."""
         self.prompts.load_state_dict(state["prompts"])
         self._cursor = state["prompts"]
         if self.demonstrations is not None:
@@ -246,7 +253,7 @@ class RLTrainer(BaseTrainer):
             self._demonstrations_cursor = state["demonstrations"]
 
     def finish(self) -> None:
-        """Saves, exports, and logs the first and last held-out rewards."""
+        """Save, export, and log the first and last held-out rewards."""
         assert self.runner is not None
         self.save()
         self.export()
@@ -255,8 +262,10 @@ class RLTrainer(BaseTrainer):
                 self.runner.log(line)
 
     def export(self) -> None:
-        """Writes the policy as a Hugging Face checkpoint, or its adapters as PEFT does; with `verify_export`, compares
-        its logits in transformers."""
+        """Write the policy as a Hugging Face checkpoint, or its LoRA in PEFT's format.
+
+        With `verify_export`, compare the logits of the model with those of transformers.
+        """
         assert self.runner is not None
         path = self.runner.directory.export
         self.engine.save(path, format=self.engine.export_format)
@@ -265,15 +274,18 @@ class RLTrainer(BaseTrainer):
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
         if not self.runner.world.is_main:
             return
-        # With several processes only the generator holds the full model.
+        # With several processes, only the in-process generator holds the full model.
         if self.runner.world.size == 1 or isinstance(self.generator, RemoteEngine):
             model = self.engine.full_model
         else:
             model = self.generator.model
         difference = export_difference(model, path, documents)
         if difference > LOGIT_TOLERANCE:
-            raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
-        self.runner.log(f"export {path}: logits differ from transformers' by {difference:.1e} (relative)")
+            raise RuntimeError(
+                f"export {path}: relative logit difference to transformers is {difference:.1e}, "
+                f"expected at most {LOGIT_TOLERANCE:.0e}; the export is wrong"
+            )
+        self.runner.log(f"export {path}: relative logit difference to transformers {difference:.1e}")
 
     @contextmanager
     def opened(
@@ -284,7 +296,7 @@ class RLTrainer(BaseTrainer):
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Callable[[dict[str, Any]], bool] | str | None = None,
     ) -> Iterator[RLTrainer]:
-        """Opens everything a run needs, from rows to generator, and resumes it if configured, for `train`."""
+        """Open everything a run needs, from rows to generator, and resume it if configured."""
         config, rollout = self.config, self.config.rollout
         require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
@@ -329,11 +341,11 @@ class RLTrainer(BaseTrainer):
                 if isinstance(self.generator, RemoteEngine):
                     self.generator.close()
                 for opened in (self.rollout.workflow, evaluated):
-                    if isinstance(opened, RolloutWorkflow):  # one may only have its method
+                    if isinstance(opened, RolloutWorkflow):  # duck-typed workflows may lack aclose
                         self._loop.run_until_complete(opened.aclose())
 
     def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
-        """Returns the rows of `train_data` or `eval_data`; none where it is not configured."""
+        """Return the rows of `train_data` or `eval_data`; empty if the section is not configured."""
         configured: DatasetConfig | None = getattr(self.config, section)
         if configured is None:
             return []
@@ -398,7 +410,7 @@ class RLTrainer(BaseTrainer):
         config = self.config
         self.generator = self._open_generator()
         self.controller = Controller(self._loop, self.runner)
-        # In process every rank has a generator, which answers its share of an evaluation.
+        # An in-process generator exists on every rank, so evaluation prompts are split between ranks.
         self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
         port = None if config.rollout.push is None else config.rollout.push.port
         if port is not None and isinstance(self.generator, RemoteEngine) and ControlPlane.world().is_main:
@@ -444,7 +456,7 @@ class RLTrainer(BaseTrainer):
             seed=config.seed,
             version=self.engine.version,
             dtype=getattr(torch, config.actor.dtype),
-            # Asynchronous rollout needs a copy, since training updates the weights during sampling.
+            # Asynchronous rollout needs a copy: training updates the weights during sampling.
             weights="snapshot" if config.rollout.max_staleness else "auto",
             **settings.model_dump(exclude={"memory_gib", "record_experts"}),
         )
@@ -456,7 +468,7 @@ class RLTrainer(BaseTrainer):
         return run_until_stopped(self._loop, work, self.runner)
 
     def _compute(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, which runs in a thread next to episodes, and counts their overlap."""
+        """Run `work` in a thread next to the episodes, and measure the overlap."""
         before = self.generator.stats.seconds
         result = self._run_during_episodes(work)
         self._overlap_seconds += self.generator.stats.seconds - before
@@ -471,9 +483,9 @@ class RLTrainer(BaseTrainer):
         (self.runner.log if self.runner else print)(message)
 
     def _check_logprobs(self, batch: RolloutBatch) -> None:
-        """Raises unless the first batch's importance ratio is 1 up to rounding.
+        """Raise unless the importance ratio of the first batch is 1 up to rounding.
 
-        Later batches are checked with the values of their update, which needs no extra forward pass.
+        The update itself checks later batches and needs no extra forward pass.
         """
         difference, limit = self.update.logprob_difference(batch.trajectories), self._mismatch_limit(batch)
         check_mismatch(difference, limit)
@@ -481,7 +493,7 @@ class RLTrainer(BaseTrainer):
         self._log(f"logprob check: mean |Δ logprob| {difference:.1e}, limit {limit:.1e}")
 
     def _mismatch_limit(self, batch: RolloutBatch) -> float:
-        """Returns the configured limit, or that of the lowest temperature of the batch."""
+        """Return the configured limit, or the dtype's limit at the lowest temperature in the batch."""
         config = self.config
         temperature = config.gconfig.temperature
         if "temperatures" in batch.trajectories:

@@ -1,7 +1,7 @@
-"""Trajectories as batch-first tensors, which workflows return and the trainer reads.
+"""Trajectories as batch-first tensors: workflows return them and the trainer reads them.
 
-Per-token fields are [B, S], per-row fields [B]. Rows with the same trajectory id are parts of one trajectory; without
-ids each row is a trajectory.
+Per-token fields are [B, S], per-row fields [B]. Rows with the same trajectory id are parts of one trajectory. Without
+ids, each row is a trajectory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ _PAD_VALUES = {"versions": -1, "turn_ids": -1}
 
 
 def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> dict[str, Any]:
-    """Concatenates dictionaries of batch-first fields along the batch, padding per-token fields on the right.
+    """Concatenate dictionaries of batch-first fields, padding per-token fields on the right.
 
-    A field is per-token where its second dimension equals that of its `attention_mask`. Padding is `pad_value`, but 0
-    in `attention_mask`, −1 in `versions` and `turn_ids`, and what is unknown in `routed_experts`. Lists (images) are
-    concatenated. Raises `RolloutError` naming the first dictionary that lacks a key of another.
+    A field is per-token if its second dimension is the length of `attention_mask`. The padding is `pad_value`, except
+    for 0 in `attention_mask`, −1 in `versions` and `turn_ids`, and the unknown expert id in `routed_experts`. Lists
+    (images) are concatenated.
+
+    Raises:
+        RolloutError: a dictionary lacks a key, or a field is no batch-first tensor or list.
     """
     if not trajectories:
         raise RolloutError("concat_padded_tensors: got no dictionaries, expected at least one")
@@ -50,9 +53,9 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
     for index, trajectory in enumerate(trajectories):
         for key in ["attention_mask", *keys]:
             if key not in trajectory:
-                has = next((i for i, other in enumerate(trajectories) if key in other), None)
-                seen = "" if has is None else f", which dictionary {has} has"
-                raise RolloutError(f"concat_padded_tensors: dictionary {index} lacks key {key!r}{seen}")
+                owner = next((i for i, candidate in enumerate(trajectories) if key in candidate), None)
+                hint = "" if owner is None else f", which dictionary {owner} has"
+                raise RolloutError(f"concat_padded_tensors: dictionary {index} lacks key {key!r}{hint}")
     lengths = [trajectory["attention_mask"].shape[1] for trajectory in trajectories]
     joined: dict[str, Any] = {}
     for key in keys:
@@ -84,17 +87,18 @@ def _pad_right(value: torch.Tensor, length: int, fill: float) -> torch.Tensor:
 
 
 def all_finite(numbers: Tensor) -> bool:
-    """Returns whether all numbers are finite: their sum in float64 says so for almost all, at a third of the time."""
+    """Return whether all numbers are finite."""
+    # A finite float64 sum proves it at a third of the time of isfinite().
     return math.isfinite(numbers.sum(dtype=torch.float64).item()) or bool(numbers.isfinite().all())
 
 
 def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory") -> dict[str, Any]:
-    """Returns a workflow's result, checked, with the documented dtypes; other keys are unchanged.
+    """Return a checked copy of a workflow's result with the documented dtypes; other keys are unchanged.
 
-    Raises `RolloutError`, which begins with `source` and names the key and its shape, where a key is missing, a shape
-    differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite, a mask
-    holds values other than 0 and 1, a trained token is not attended to, or `images` is not a list of pictures for each
-    row.
+    Raises:
+        RolloutError: a key is missing, has the wrong shape or values that are not finite, a mask holds values other
+            than 0 and 1, a trained token is masked out, or `images` is not one list per row. The message begins
+            with `source` and names key and shape.
     """
     if not isinstance(trajectory, Mapping):
         raise RolloutError(f"{source}: got a {type(trajectory).__name__}, expected a dictionary of tensors")
@@ -110,8 +114,8 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
         raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
     if not _images_match_rows(checked, shape[0]):
         raise RolloutError(
-            f"{source}: {IMAGES!r} is not a list of pictures for each of the {shape[0]} rows; expected those of the "
-            "requests, which archon.data.images reads, and anything else under another key"
+            f"{source}: {IMAGES!r} is not one list of processed images per row ({shape[0]} rows); expected the images "
+            "of the requests, as archon.data.images reads them; use another key for anything else"
         )
     for key, dtype in fields.items():
         value = trajectory[key]
@@ -127,7 +131,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
         if value.is_floating_point() and not all_finite(value):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
-        # Float64 numbers of a float64 run are kept.
+        # float64 values of a float64 run keep their precision.
         checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
     if (experts := checked.get(FIELD)) is not None:
         _check_experts(experts, shape, source)
@@ -145,10 +149,8 @@ def _images_match_rows(trajectory: Mapping[str, Any], rows: int) -> bool:
 def _check_experts(experts: Any, shape: tuple[int, ...], source: str) -> None:
     kinds = (torch.uint8, torch.uint16)
     if not isinstance(experts, Tensor) or experts.dtype not in kinds or tuple(experts.shape[:2]) != shape:
-        given = f"{experts.dtype} {tuple(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
-        raise RolloutError(
-            f"{source}: {FIELD!r} is {given}, expected uint8 or uint16 numbers {shape} by layers by experts of a token"
-        )
+        actual = f"{experts.dtype} {tuple(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
+        raise RolloutError(f"{source}: {FIELD!r} is {actual}, expected uint8 or uint16 [*{shape}, layers, top_k]")
 
 
 def trajectory_tensors(
@@ -156,17 +158,16 @@ def trajectory_tensors(
     rewards: Sequence[float],
     trajectory_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns one group, trajectories of the same prompt, as batch-first tensors padded on the right.
+    """Return the trajectories of one prompt as batch-first tensors padded on the right.
 
     Args:
-        answers: G answers, each accepted by `check_answer`, or G records of several turns.
+        answers: G answers that passed `check_answer`, or G records of several turns.
         rewards: G finite numbers.
-        trajectory_ids: G integers, equal for parts of one trajectory; None: each is a trajectory.
+        trajectory_ids: G integers, equal for parts of one trajectory; None: each row is a trajectory.
 
     Returns:
-        The documented keys of a trajectory, `truncated` bool [G], whether the engine stopped at a length limit, and
-        `routed_experts` [G, S, L, k] of an engine that records them, and where a prompt has pictures `images`, of each
-        row a list of them.
+        The documented keys of a trajectory; `truncated` bool [G], True if the engine stopped at a length limit;
+        `routed_experts` [G, S, L, k] if the engine records them; `images`, one list per row, if a prompt has images.
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.from_response(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
@@ -175,7 +176,7 @@ def trajectory_tensors(
     for name in ("input_ids", "loss_mask", "logprobs", "versions", "turn_ids"):
         fill, dtype = _PAD_VALUES.get(name, 0), np.float32 if name == "logprobs" else np.int64
         rows = [getattr(record, name) + [fill] * n for record, n in zip(records, missing, strict=True)]
-        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))  # NumPy reads lists in half the time
+        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))  # half the time of torch.tensor(rows)
     if trajectory_ids is not None:
         columns["trajectory_ids"] = torch.tensor(trajectory_ids)
     experts = pad_records([record.routed_experts for record in records], size)
@@ -191,8 +192,9 @@ def trajectory_tensors(
 
 
 def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns groups of trajectories as `concat_padded_tensors`; one without the column `temperatures` that another has
-    gets its zeros, the run's own temperature, one without `routed_experts` unknown ones, and one without `images` none.
+    """Concatenate groups of trajectories, filling optional columns that only some groups have.
+
+    The fill is 0 in `temperatures` (the run's temperature), the unknown expert id in `routed_experts`, and no images.
     """
     if any("temperatures" in group for group in groups):
         groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
@@ -205,8 +207,10 @@ def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def add_temperatures(group: dict[str, Any], records: Sequence[TokenRecord], temperature: float) -> dict[str, Any]:
-    """Returns a group of trajectories with the column `temperatures`, float [B, S], where an answer was sampled at
-    another one than the run's `temperature`. A token's 0 stands for the run's."""
+    """Add the column `temperatures`, float [B, S], if an answer was not sampled at `temperature`.
+
+    A value of 0 means the run's temperature.
+    """
     if all(value in (0.0, temperature) for record in records for value in record.temperatures):
         return group
     column = torch.zeros(group["logprobs"].shape)
@@ -216,16 +220,16 @@ def add_temperatures(group: dict[str, Any], records: Sequence[TokenRecord], temp
 
 
 def trajectory_ids(group: Mapping[str, Any]) -> Tensor:
-    """Returns int64 [B]: the trajectory of each row of a group, counted from 0."""
+    """Return the trajectory index of each row of a group, int64 [B], from 0."""
     rows = torch.arange(len(group["rewards"]))
     ids: Tensor = group.get("trajectory_ids", rows).unique(return_inverse=True)[1]
     return ids
 
 
 def require_usable_tensors(result: Any, source: str, extra_fields: Collection[str] = ()) -> None:
-    """Raises `RolloutError`, naming the key, for a tensor of a workflow's result that is not dense.
+    """Raise `RolloutError` for a tensor in a workflow's result that is not dense.
 
-    Tensors of the documented keys and of `extra_fields` must also be real, and floats of at least 16 bits.
+    Documented keys and `extra_fields` must also be real numbers of at least 16 bits.
     """
     numeric = {*_TOKEN_FIELDS, *_ROW_FIELDS, *extra_fields}
     for row in result if isinstance(result, list) else [result]:
@@ -248,9 +252,10 @@ def _unusable_kind(value: Tensor, numeric: bool) -> str | None:
 
 
 def validate_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
-    """Returns a workflow's result, validated, without the rows that cannot be trained on, which `context` counts.
+    """Validate a workflow's result, dropping rows that cannot be trained on; `context` counts them.
 
-    Raises `RolloutError` naming key and shape where the result is malformed, or where no row is left.
+    Raises:
+        RolloutError: the result is malformed, or no row is left.
     """
     require_usable_tensors(result, source)
     return validate_trajectory(_drop_unusable_rows(result, context), source)

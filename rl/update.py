@@ -1,4 +1,4 @@
-"""One policy update: advantages of a batch of trajectories, and the optimizer steps on it."""
+"""Policy update: advantages of a batch of trajectories, then optimizer steps."""
 
 from __future__ import annotations
 
@@ -26,30 +26,28 @@ from archon.rl.logprob_check import mean_logprob_difference
 from archon.training.batch_sharding import score_sharded, shard_batch, take_rows
 
 Batch = dict[str, Any]
-"""Tensors [B, …], and lists of B."""
+"""Tensors [B, …] and lists of length B."""
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
 OPTIONAL_FIELDS = ("temperatures", "images")
-"""Of the tokens that every model scores; `routed_experts` are the policy's alone."""
+"""Optional fields for every model; only the policy gets `routed_experts`."""
 
 
 @dataclass(eq=False)
 class PolicyUpdate:
-    """Prepares a batch of trajectories and runs the optimizer steps on it.
+    """Advantages and optimizer steps for batches of trajectories.
 
-    With several processes each has the whole batch, and scores and trains its share of the documents.
+    Every process has the whole batch, and scores and trains its shard of the documents.
 
     Attributes:
-        engine: the policy. Its tokens use the experts in `routed_experts`, where a batch has them; those of the other
-            models choose for themselves.
-        reference: scores the same tokens for the KL term; needed where `kl.coef` is positive.
+        engine: the policy; it routes tokens to the experts in `routed_experts` if a batch has them.
+        reference: reference model of the KL term, if `kl.coef` is positive.
         algorithm: the objective.
-        temperature: of the rollout, at which all logprobs here are computed, but where a batch has `temperatures`.
-        critic: estimates returns; needed where the advantage has `needs_critic`.
-        teacher: returns the logprobs of documents' trained tokens, [B, S]; needed where the advantage has
-            `needs_teacher`.
-        max_new_tokens: the limit of an answer, for the overlong penalty.
-        seed: of the minibatch order and of the shuffled-rewards control.
-        shuffle_rewards: permute the rewards over the batch, so that nothing can be learned.
+        temperature: sampling temperature, unless the batch has `temperatures`.
+        critic: estimates returns, if the advantage needs one.
+        teacher: returns logprobs [B, S] of the trained tokens, if the advantage needs one.
+        max_new_tokens: limit of an answer, for the overlong penalty.
+        seed: seeds the minibatch order and the shuffled-rewards control.
+        shuffle_rewards: permute the rewards over the batch: nothing can be learned.
     """
 
     engine: ArchonEngine
@@ -68,12 +66,12 @@ class PolicyUpdate:
         self._value_objective = ValueObjective(self.algorithm)
 
     def logprob_difference(self, trajectories: Mapping[str, Any]) -> float:
-        """Returns mean |log π_trainer − log π_generator| over the loss tokens of a new batch."""
+        """Return mean |log π_trainer − log π_generator| over the loss tokens of a new batch."""
         logprobs = self._logprobs(self.engine, trajectories)
         return mean_logprob_difference(logprobs, trajectories["logprobs"], trajectories["loss_mask"])
 
     def prepare(self, trajectories: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:
-        """Returns all inputs of the optimizer steps, computed before the first of them, and metrics.
+        """Return all inputs of the optimizer steps, computed before the first step, and metrics.
 
         Args:
             trajectories: [B, S] and [B] tensors as in `RolloutBatch`.
@@ -82,6 +80,7 @@ class PolicyUpdate:
         Returns:
             The tokens with `advantages` [B, S] and the objective's other columns, in the order of `trajectories`.
         """
+        # 1. Score the tokens with reference, policy, teacher and critic.
         config, metrics = self.algorithm, dict[str, float]()
         batch = _trained_fields(trajectories, (FIELD,))
         mask = batch["loss_mask"]
@@ -96,6 +95,7 @@ class PolicyUpdate:
             metrics["teacher_kl"] = gap.double().mean().item()
         if self.critic is not None:
             batch["old_values"] = self._score_documents(self.critic, batch, self.critic.forward_batch)
+        # 2. Turn rewards into advantages.
         inputs = AdvantageInputs(
             self._rewards(trajectories, step, metrics),
             trajectories["group_ids"],
@@ -122,7 +122,7 @@ class PolicyUpdate:
         return batch, metrics
 
     def mix(self, batch: Batch, demonstrations: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:
-        """Returns the result of `prepare` with demonstrations as further rows, weighed for step `step`, and metrics."""
+        """Append demonstrations to a prepared batch, weighted for `step`; return batch and metrics."""
         settings = self.algorithm.policy_loss
         assert isinstance(settings, MixedLoss)
 
@@ -132,30 +132,32 @@ class PolicyUpdate:
             return self._logprobs(model, rows)
 
         mixed, mu = add_demonstrations(batch, demonstrations, score), settings.weight_at(step)
-        given = mixed["demonstrations"].any(1)
-        weights = mixing_weights(mixed["loss_mask"], given, mu, self.algorithm.aggregation).unsqueeze(1)
+        is_demonstration = mixed["demonstrations"].any(1)
+        weights = mixing_weights(mixed["loss_mask"], is_demonstration, mu, self.algorithm.aggregation).unsqueeze(1)
         mixed["policy_weights"] = mixed.get("policy_weights", torch.ones_like(mixed["advantages"])) * weights
-        return mixed, {"demonstrations": float(given.sum()), "demonstrations_weight": mu}
+        return mixed, {"demonstrations": float(is_demonstration.sum()), "demonstrations_weight": mu}
 
     def train(self, batch: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Runs `ppo_epochs` passes of `minibatches` optimizer steps each.
+        """Run `ppo_epochs` passes of `minibatches` optimizer steps each.
 
         Args:
             batch: the result of `prepare`.
             step: the trainer's step, which seeds the order of minibatches.
 
         Returns:
-            The means of the engine's and the objective's metrics, and `first_logprob_diff`: mean |Δ logprob| between
-            trainer and generator before the first optimizer step, which should be rounding only.
+            Means of engine and objective metrics over the optimizer steps. `first_logprob_diff` is the mean |Δ logprob|
+            between trainer and generator before the first step; on-policy it is rounding only.
         """
         results = []
         for minibatch in self._minibatches(batch, step):
-            own = shard_batch(minibatch, self.engine.ranks.dp)
-            metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
+            shard = shard_batch(minibatch, self.engine.ranks.dp)
+            metrics = self.engine.train_batch(shard, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
-                valued = {name: value for name, value in own.items() if name != FIELD}
-                critic_metrics = self.critic.train_batch(valued, self._value_objective, self._value_objective.units)
+                critic_shard = {name: value for name, value in shard.items() if name != FIELD}
+                critic_metrics = self.critic.train_batch(
+                    critic_shard, self._value_objective, self._value_objective.units
+                )
                 self.critic.step_lr_scheduler()
                 metrics |= {name: critic_metrics[name] for name in ("value_loss", "value", "value_clip_fraction")}
                 metrics |= {f"critic_{name}": critic_metrics[name] for name in ("grad_norm", "lr", "skipped")}
@@ -164,7 +166,7 @@ class PolicyUpdate:
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
     def _rewards(self, trajectories: Mapping[str, Any], step: int, metrics: dict[str, float]) -> Tensor:
-        """Returns the rewards, float [B], with the overlong penalty, and shuffled for the control."""
+        """Return the rewards, float [B], after overlong penalty, transform and the shuffling control."""
         rewards = trajectories["rewards"]
         if self.algorithm.overlong.penalty > 0:
             lengths = trajectories["loss_mask"].sum(1)
@@ -179,26 +181,26 @@ class PolicyUpdate:
 
     @property
     def _old_logprobs_column(self) -> str:
-        """The column with the logprobs of the policy before the update."""
+        """Column with the policy's logprobs before the update."""
         return "prox_logprobs" if self.algorithm.recomputes_logprobs else "logprobs"
 
     def _steps(self, trajectories: Mapping[str, Any]) -> tuple[Step, ...]:
         if not self.algorithm.advantage.needs_steps:
             return ()
-        given = {name: trajectories[name] for name in ("input_ids", "attention_mask", "loss_mask", "group_ids")}
-        return split_steps(**given, turn_ids=trajectories.get("turn_ids"))
+        columns = {name: trajectories[name] for name in ("input_ids", "attention_mask", "loss_mask", "group_ids")}
+        return split_steps(**columns, turn_ids=trajectories.get("turn_ids"))
 
     def _token_rewards(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Returns the KL penalty of each token, float [B, S]; None where it is not part of the reward."""
+        """Return the KL penalty of each token, float [B, S]; None if it is not part of the reward."""
         config = self.algorithm
         if self.reference is None or config.kl.place != "reward":
             return None
-        own = batch[self._old_logprobs_column]
-        penalty = config.kl.coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl.kind)
+        logprobs = batch[self._old_logprobs_column]
+        penalty = config.kl.coef * kl_estimate(logprobs, batch["ref_logprobs"].to(logprobs.dtype), config.kl.kind)
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
     def _policy_weights(self, batch: Mapping[str, Any], metrics: dict[str, float]) -> Tensor:
-        """Returns the weight of each token's policy loss, float [B, S], from the mismatch of trainer and generator."""
+        """Return per-token policy-loss weights, float [B, S], from the trainer-generator mismatch."""
         config, mask = self.algorithm, batch["loss_mask"]
         log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
         weights, touched = CORRECTIONS[config.correction.kind](log_ratio, mask, batch["logprobs"], config.correction)
@@ -225,7 +227,7 @@ class PolicyUpdate:
         score: Callable[[Batch], Tensor],
         extra_fields: tuple[str, ...] = (),
     ) -> Tensor:
-        """Returns `score` of every document, [B, S]; it is given the fields in `extra_fields` that the batch has."""
+        """Return `score` of every document, [B, S], computed in shards over the data-parallel ranks."""
         documents = _trained_fields(batch, extra_fields)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
@@ -246,7 +248,7 @@ def _trained_fields(batch: Mapping[str, Any], extra_fields: tuple[str, ...]) -> 
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """Returns 1 − Var(returns − values) / Var(returns) over the trained tokens; 0 where the returns are constant."""
+    """Return 1 − Var(returns − values) / Var(returns) over trained tokens; 0 for constant returns."""
     trained = loss_mask > 0
     returns, errors = returns[trained].double(), (returns - values)[trained].double()
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0

@@ -22,7 +22,7 @@ from archon.training.batch_sharding import score_sharded
 
 
 def engine_weights(engine: ArchonEngine) -> WeightSource:
-    """Returns what a push after a step sends: the model, or where it is sharded over processes an iterator of its
+    """Return what a push after a step sends: the model, or where it is sharded over processes an iterator of its
     weights, or of a model with adapters of theirs alone; all ranks consume it."""
     if engine.lora:
         return engine.lora_weights()
@@ -34,7 +34,7 @@ def _is_plain(engine: ArchonEngine) -> bool:
 
 
 def build_inprocess_engine(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
-    """Returns a generator with the engine's weights; each process gets a full replica of a sharded model.
+    """Return a generator with the engine's weights; each process gets a full replica of a sharded model.
 
     A replica of a model with adapters has them next to its frozen weights, as the trainer has, so that both compute the
     same. It shares those weights with a trainer that is one process.
@@ -74,7 +74,7 @@ class PushedWeights:
 
 
 def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the tokens of up to `PROBE_TOKENS` prompts one after another, for `RemoteEngine.probe`.
+    """Return the tokens of up to `PROBE_TOKENS` prompts one after another, for `RemoteEngine.probe`.
 
     Empty where the rows are of a form that only the run's own workflow can read.
     """
@@ -89,5 +89,5 @@ def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def generator_weights(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:
-    """Returns the engine's weights as the generator's `update_weights` takes them."""
+    """Return the engine's weights as the generator's `update_weights` takes them."""
     return PushedWeights(engine) if isinstance(generator, RemoteEngine) else engine_weights(engine)

@@ -24,7 +24,7 @@ class WorkflowRow(dict[str, Any]):
 
 
 def copy_containers(value: Any) -> Any:
-    """Returns a deep copy of dictionaries, lists, tuples and sets; other values (text, tensors, images) are shared."""
+    """Return a deep copy of dictionaries, lists, tuples and sets; other values (text, tensors, images) are shared."""
     copied = value
     if isinstance(value, dict):
         copied = copy(value)

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -42,22 +42,15 @@ class OneLineErrors(ModelMetaclass):
 
 
 class StrictModel(BaseModel, metaclass=OneLineErrors):
-    """A pydantic model that rejects unknown keys, naming the nearest valid one.
-
-    Attributes:
-        renamed: former keys of this section and their new names, for the error that using one raises.
-    """
+    """A pydantic model that rejects unknown keys, naming the nearest valid one."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
-    renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _reject_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for key in data:
-                if key in cls.renamed:
-                    raise ValueError(f"{key} is now {cls.renamed[key]}")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
         return data

@@ -1,5 +1,8 @@
-"""Advantages from rewards. Group statistics are per trajectory, never per turn or token: a trajectory that is trained
-as several rows counts once, with the mean of their rewards. Statistics are computed in float64."""
+"""Advantages from rewards.
+
+Group statistics are per trajectory, never per turn or token. A trajectory of several rows counts once, with their mean
+reward. Statistics are computed in float64.
+"""
 
 from __future__ import annotations
 
@@ -17,48 +20,48 @@ from archon.schema.config import StrictModel
 
 
 class OverlongConfig(StrictModel):
-    """The penalty of answers near the limit of generation."""
+    """Penalty for answers near the generation limit."""
 
-    penalty: float = Field(0.0, ge=0, description="taken off the reward of an answer as long as allowed")
-    buffer: float = Field(0.2, gt=0, le=1, description="last part of max_new_tokens over which it grows from 0")
+    penalty: float = Field(0.0, ge=0, description="subtracted from the reward of an answer of maximum length")
+    buffer: float = Field(0.2, gt=0, le=1, description="last fraction of max_new_tokens: the penalty grows from 0")
 
 
 class RewardConfig(StrictModel):
-    """What is done to rewards before they become advantages: clip((r + bias) · scale, −clip, clip), as in AReaL."""
+    """Reward transform clip((r + bias) · scale, −clip, clip), as in AReaL."""
 
     bias: float = Field(0.0, description="added to every reward")
-    scale: float = Field(1.0, gt=0, description="multiplies the reward after the bias")
-    clip: float | None = Field(None, gt=0, description="largest absolute value after that; null: unbounded")
+    scale: float = Field(1.0, gt=0, description="factor after the bias")
+    clip: float | None = Field(None, gt=0, description="largest absolute value after scaling; null: unbounded")
 
     def transform(self, rewards: Tensor) -> Tensor:
-        """Returns the rewards to learn from, in the shape and dtype of `rewards`."""
+        """Return the transformed rewards, in the shape and dtype of `rewards`."""
         scaled = (rewards + self.bias) * self.scale
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): float [B], from 0 to −1.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), float [B].
 
-    For answers of `lengths` tokens, int [B], it is 0 up to `max_tokens − buffer` (L_max − L_cache), then falls linearly
-    to −1 at `max_tokens`, and stays −1 beyond.
+    For `lengths`, int [B], it is 0 up to `max_tokens − buffer` (L_max − L_cache), falls linearly to −1 at
+    `max_tokens`, and stays −1 beyond.
     """
     return ((max_tokens - buffer - lengths.float()) / max(buffer, 1)).clamp(-1.0, 0.0)
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Rewards and values of a batch. Tokens that are not trained on have neither.
+    """Inputs of an advantage function for a batch.
 
-    Args:
+    Attributes:
         rewards: float [B], one per row.
-        group_ids: int [B], 0 ≤ id; rows with the same id answer the same prompt. Groups may differ in size.
+        group_ids: int [B], at least 0; rows with the same id answer the same prompt. Groups may differ in size.
         loss_mask: [B, S], 1 at trained tokens.
-        token_rewards: float [B, S], added to the reward of single tokens, such as a KL penalty; None: zeros.
-        values: float [B, S], the critic's estimate of the return before each token; None: no critic.
-        trajectory_ids: int [B]; rows of a group with the same id are parts of one trajectory. None: each row is one.
-        steps: of all rows in order, where the advantage has `needs_steps`.
-        logprobs, teacher_logprobs: float [B, S], of the sampled tokens under the policy before the update and under the
-            teacher; None: no teacher.
+        token_rewards: float [B, S], per-token rewards such as a KL penalty; None: zeros.
+        values: float [B, S], critic's return estimate before each token; None: no critic.
+        trajectory_ids: int [B]; rows of a group with the same id are one trajectory. None: each row is one.
+        steps: steps of all rows in order, if the advantage has `needs_steps`.
+        logprobs: float [B, S], logprobs of the sampled tokens under the policy before the update.
+        teacher_logprobs: float [B, S], logprobs of the sampled tokens under the teacher; None: no teacher.
     """
 
     rewards: Tensor
@@ -73,35 +76,35 @@ class AdvantageInputs:
 
     @property
     def totals(self) -> Tensor:
-        """Float [B]: the sum of a row's rewards."""
+        """Sum of each row's rewards, float [B]."""
         if self.token_rewards is None:
             return self.rewards
         return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)
 
     @property
     def groups(self) -> Groups:
-        """The groups of `totals`."""
+        """Groups of `totals`."""
         return Groups(self.totals, self.group_ids, self.trajectory_ids)
 
     @property
     def token_totals(self) -> Tensor:
-        """Float [B, S]: the reward of each token; the row's own reward comes with its last trained token."""
+        """Reward of each token, float [B, S]; the last trained token gets the row's reward."""
         trained = self.loss_mask > 0
-        place = torch.arange(trained.shape[1], device=trained.device)
-        last = place == torch.where(trained, place, -1).amax(1, keepdim=True)
+        position = torch.arange(trained.shape[1], device=trained.device)
+        last = position == torch.where(trained, position, -1).amax(1, keepdim=True)
         rewards = torch.where(last, self.rewards.unsqueeze(1), 0.0)
         return rewards if self.token_rewards is None else rewards + self.token_rewards * trained
 
     def broadcast_to_tokens(self, advantages: Tensor) -> Tensor:
-        """Returns each row's number [B] on all of its trained tokens [B, S], in the dtype of `rewards`."""
+        """Broadcast row advantages [B] to the trained tokens [B, S], in the dtype of `rewards`."""
         return advantages.to(self.rewards.dtype).unsqueeze(1) * self.loss_mask
 
 
 class AdvantageSettings(MethodSettings):
-    """The settings of an advantage.
+    """Settings of an advantage.
 
     Attributes:
-        is_group_relative: whether it compares the answers to one prompt, so that a group needs two.
+        is_group_relative: whether it compares answers to one prompt; a group then needs two.
         needs_critic: whether it reads `AdvantageInputs.values`.
         needs_steps: whether it reads `AdvantageInputs.steps`.
         needs_teacher: whether it reads `AdvantageInputs.teacher_logprobs`.
@@ -119,15 +122,15 @@ ADVANTAGES: MethodRegistry[AdvantageFn] = MethodRegistry("advantage", AdvantageS
 
 
 class Groups:
-    """Groups the rows by trajectory, and the T trajectories by group. Arguments are as in `AdvantageInputs`.
+    """B rows grouped into T trajectories, and trajectories into groups.
 
     Attributes:
         row_rewards: float64 [B].
-        rewards: float64 [T], of each trajectory: the mean over its rows, exactly their reward where all rows agree.
-        count: float64 [T], the number of trajectories in the group.
-        mean: float64 [T], the mean reward of the group.
-        has_variance: bool [T], whether two trajectories of the group have different rewards.
-        trajectory_index: int64 [B], the trajectory of each row.
+        rewards: float64 [T], mean over the rows of each trajectory; exact if all rows agree.
+        count: float64 [T], number of trajectories in the group.
+        mean: float64 [T], mean reward of the group.
+        has_variance: bool [T], whether the rewards of the group differ.
+        trajectory_index: int64 [B], trajectory of each row.
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> None:
@@ -144,38 +147,41 @@ class Groups:
         self.has_variance = self.max(self.rewards) > -self.max(-self.rewards)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over each trajectory's group, [T]."""
+        """Return the sum over each trajectory's group, [T]."""
         return _scatter(self._group, values, "sum")[self._group]
 
     def max(self, values: Tensor) -> Tensor:
-        """Returns the maximum over each trajectory's group, [T]."""
+        """Return the maximum over each trajectory's group, [T]."""
         return _scatter(self._group, values, "amax")[self._group]
 
     def subtract_baseline(self, baseline: Tensor) -> Tensor:
-        """Returns each row's reward minus its trajectory's `baseline` [T], float64 [B]; exactly 0 where the group has
-        no variance, so that rounding errors are not trained on."""
+        """Return row rewards minus the baseline [T] of their trajectory, float64 [B].
+
+        Groups without variance get exactly 0: rounding errors must not be trained on.
+        """
         return torch.where(
             self.has_variance[self.trajectory_index], self.row_rewards - baseline[self.trajectory_index], 0.0
         )
 
 
 def _scatter(index: Tensor, values: Tensor, reduce: str) -> Tensor:
-    """Returns the `sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the largest."""
+    """Reduce the values of each index by `sum`, `mean`, `amax` or `amin`."""
     size = int(index.max()) + 1 if index.numel() else 0
     return values.new_zeros(size).scatter_reduce(0, index, values, reduce, include_self=False)
 
 
 def normalized_rows(groups: Groups, eps: float) -> Tensor:
-    """Returns (r − mean) / (std + eps) of each row within its group, float64 [B], with the unbiased standard deviation
-    (n − 1) of the group's trajectories."""
+    """Return (r − mean_group) / (std_group + eps) of each row, float64 [B]; std is unbiased (n − 1)."""
     centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
     std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
     return groups.subtract_baseline(groups.mean) / (std + eps)[groups.trajectory_index]
 
 
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
-    """Returns (A − mean) / (std + eps) over all trained tokens of the batch, [B, S], with the biased standard deviation
-    (n); zeros where all tokens are equal."""
+    """Return (A − mean) / (std + eps) over all trained tokens of the batch, [B, S].
+
+    The standard deviation is biased (n). The result is 0 if all tokens are equal.
+    """
     trained = loss_mask > 0
     values = advantages[trained].double()
     if values.numel() == 0 or bool(values.max() == values.min()):
@@ -187,44 +193,47 @@ def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tenso
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, loss_mask: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1} (GAE, arXiv 1506.02438, equations 11 to 16), [B, S].
+    """Return GAE advantages [B, S] (arXiv 1506.02438, equations 11 to 16).
 
-    t runs over the trained tokens only: tokens between two turns are no actions. After the last one V is 0.
+    δ_t = r_t + γV_{t+1} − V_t and A_t = δ_t + γλA_{t+1}. t runs over trained tokens only: tokens between two turns are
+    no actions. V is 0 after the last trained token.
 
     Args:
-        token_rewards, values: float [B, S]; `values[:, t]` is the estimate before token t.
+        token_rewards: float [B, S].
+        values: float [B, S]; `values[:, t]` is the estimate before token t.
         loss_mask: [B, S].
+        gamma: discount γ per token.
+        lam: decay λ per token.
     """
     advantages = torch.zeros_like(values)
-    following = values.new_zeros(len(values))
+    next_value = values.new_zeros(len(values))
     running = values.new_zeros(len(values))
     for t in range(values.shape[1] - 1, -1, -1):
         trained = loss_mask[:, t] > 0
-        delta = token_rewards[:, t] + gamma * following - values[:, t]
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
         running = torch.where(trained, delta + gamma * lam * running, running)
-        following = torch.where(trained, values[:, t], following)
+        next_value = torch.where(trained, values[:, t], next_value)
         advantages[:, t] = torch.where(trained, running, 0.0)
     return advantages
 
 
 class GroupSettings(AdvantageSettings):
-    """The settings of advantages `dr_grpo` and `rloo`."""
+    """Settings of advantages `dr_grpo` and `rloo`."""
 
     is_group_relative = True
 
 
 class NormalizedGroupSettings(GroupSettings):
-    """The settings of advantages `grpo`, which divides by the group's standard deviation, and `reinforce_baseline`,
-    which divides by the batch's."""
+    """Settings of advantages `grpo` (divides by the group's std) and `reinforce_baseline` (batch std)."""
 
     eps: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
 
 @ADVANTAGES.register("grpo")
 def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
-    """(r − mean_group) / (std_group + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    """GRPO: (r − mean_group) / (std_group + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
+    The paper does not name the estimator of the standard deviation. It is unbiased (n − 1) here, like in the public
     implementations.
     """
     return inputs.broadcast_to_tokens(normalized_rows(inputs.groups, settings.eps))
@@ -232,29 +241,31 @@ def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
 
 @ADVANTAGES.register("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
-    """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    """Dr. GRPO: r − mean_group, without a standard deviation (arXiv 2503.20783, section 3.2)."""
     groups = inputs.groups
     return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean))
 
 
 @ADVANTAGES.register("rloo")
 def rloo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
-    """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3); 0 for a group of one."""
+    """RLOO: r − mean of the group's other trajectories (arXiv 2402.14740, section 3.3); 0 for a group of one."""
     groups = inputs.groups
-    others = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
-    return inputs.broadcast_to_tokens(groups.subtract_baseline(others))
+    leave_one_out = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
+    return inputs.broadcast_to_tokens(groups.subtract_baseline(leave_one_out))
 
 
 class OPMDSettings(GroupSettings):
-    """The settings of advantage `opmd`."""
+    """Settings of advantage `opmd`."""
 
     tau: float = Field(1.0, gt=0, description="temperature, in units of reward")
 
 
 @ADVANTAGES.register("opmd")
 def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
-    """r − τ log mean_group exp(r / τ): the reward minus the group's estimate of the log-partition function of policy
-    mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
+    """OPMD: r − τ log mean_group exp(r / τ) (Kimi k1.5, arXiv 2501.12599, section 2.3.2).
+
+    The second term is the group's estimate of the log-partition function of policy mirror descent.
+    """
     groups = inputs.groups
     highest = groups.max(groups.rewards)
     mean = groups.sum(((groups.rewards - highest) / settings.tau).exp()) / groups.count
@@ -262,34 +273,34 @@ def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
 
 
 class ReinforcePPSettings(AdvantageSettings):
-    """The settings of advantage `reinforce_pp`."""
+    """Settings of advantage `reinforce_pp`."""
 
     eps: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
 
 @ADVANTAGES.register("reinforce_pp")
 def reinforce_pp(inputs: AdvantageInputs, settings: ReinforcePPSettings) -> Tensor:
-    """Returns the rewards to go from each token, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
+    """REINFORCE++: reward to go of each token, normalized over the batch (arXiv 2501.03262)."""
     to_go = inputs.token_totals.flip(1).cumsum(1).flip(1) * inputs.loss_mask
     return batch_normalized(to_go, inputs.loss_mask, settings.eps)
 
 
 @ADVANTAGES.register("reinforce_baseline")
 def reinforce_baseline(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
-    """r − mean_group, then normalized over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    """REINFORCE++ with baseline: r − mean_group, normalized over the batch (arXiv 2501.03262)."""
     return batch_normalized(dr_grpo(inputs, settings), inputs.loss_mask, settings.eps)
 
 
 class GAESettings(AdvantageSettings):
-    """The settings of advantage `gae`."""
+    """Settings of advantage `gae`."""
 
     needs_critic = True
-    gamma: float = Field(1.0, gt=0, le=1, description="discount, a token")
-    lam: float = Field(0.95, ge=0, le=1, description="decay, a token")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="decay per token")
 
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, settings: GAESettings) -> Tensor:
-    """`generalized_advantages` of the critic's values."""
-    assert inputs.values is not None, "the configuration asks for a critic"
+    """GAE with the critic's values; see `generalized_advantages`."""
+    assert inputs.values is not None, "the configuration requires a critic"
     return generalized_advantages(inputs.token_totals, inputs.values, inputs.loss_mask, settings.gamma, settings.lam)

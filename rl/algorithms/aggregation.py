@@ -1,7 +1,7 @@
-"""Aggregates per-token losses into one number.
+"""Aggregation of per-token losses into one number.
 
-Each aggregation returns the weight of every token and the number of units. The engine sums weight · loss over all
-micro-batches and ranks and divides by the total number of units, so the result does not depend on the packing.
+An aggregation returns token weights and a number of units. The engine sums weight · loss over all micro-batches and
+ranks and divides by the total number of units, so the result does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AGGREGATIONS: MethodRegistry[AggregationFn] = MethodRegistry("aggregation", Meth
 
 
 def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """Returns the sum of the values over each document, [n_documents]."""
+    """Return the sum of the values over each document, [n_documents]."""
     return values.new_zeros(n_documents).index_add(0, documents, values)
 
 
@@ -36,9 +36,9 @@ def token_mean(
 def seq_mean_token_mean(
     loss_mask: Tensor, documents: Tensor, n_documents: int, settings: MethodSettings
 ) -> tuple[Tensor, Tensor]:
-    """Mean over an answer's own tokens, then over answers (DeepSeekMath, arXiv 2402.03300, equation 3).
+    """Mean over each answer's tokens, then over answers (DeepSeekMath, arXiv 2402.03300, equation 3).
 
-    Answers without a loss token are not counted.
+    Answers without a loss token do not count.
     """
     counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask / counts.clamp(min=1)[documents], (counts > 0).sum()
@@ -54,17 +54,16 @@ def seq_mean_token_sum(
 
 
 class DrGRPOAggregation(MethodSettings):
-    """The settings of aggregation `dr_grpo`."""
+    """Settings of aggregation `dr_grpo`."""
 
-    max_tokens: int | None = Field(None, ge=1, description="tokens to divide by; null: gconfig.max_new_tokens")
+    max_tokens: int | None = Field(None, ge=1, description="divisor in tokens; null: gconfig.max_new_tokens")
 
 
 @AGGREGATIONS.register("dr_grpo")
 def dr_grpo(
     loss_mask: Tensor, documents: Tensor, n_documents: int, settings: DrGRPOAggregation
 ) -> tuple[Tensor, Tensor]:
-    """Sum over an answer's tokens divided by the limit of generation, the same for every answer, mean over answers
-    (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    """Sum over tokens / generation limit, mean over answers (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
     weights, units = seq_mean_token_sum(loss_mask, documents, n_documents, settings)
-    assert settings.max_tokens is not None, "the run's resolved configuration has it"
+    assert settings.max_tokens is not None, "RLConfig.resolve sets it"
     return weights / settings.max_tokens, units

@@ -1,4 +1,4 @@
-"""Further advantages of whole answers: fixed, shifted and batch-normalized baselines, and the selection of answers."""
+"""Advantages with fixed, shifted and batch-normalized baselines, and answer selection."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from archon.rl.algorithms.advantages import (
 
 @ADVANTAGES.register("reward")
 def reward(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
-    """r itself (REINFORCE, Williams 1992); `algorithm.rewards.bias` is a fixed baseline."""
+    """REINFORCE: the reward r (Williams 1992); `algorithm.rewards.bias` is a fixed baseline."""
     return inputs.broadcast_to_tokens(inputs.totals)
 
 
 class ShiftedBaseline(GroupSettings):
-    """The settings of advantage `asymre`, with the shift of its paper's experiments on language models."""
+    """Settings of advantage `asymre`, with the shift of the paper's language-model experiments."""
 
     shift: float = Field(-0.1, description="added to the group's mean; negative: successes weigh more than failures")
 
 
 @ADVANTAGES.register("asymre")
 def asymre(inputs: AdvantageInputs, settings: ShiftedBaseline) -> Tensor:
-    """r − (mean_group + shift) (AsymRE, arXiv 2506.20520: a baseline below the mean reward of the sampling policy).
+    """AsymRE: r − (mean_group + shift), a baseline below the mean reward (arXiv 2506.20520).
 
-    Answers of a group with equal rewards get −shift, so they are imitated; those of a group of one get it too.
+    Answers of a group with equal rewards, and the answer of a group of one, get −shift: they are imitated.
     """
     groups = inputs.groups
     return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean) - settings.shift)
@@ -39,9 +39,9 @@ def asymre(inputs: AdvantageInputs, settings: ShiftedBaseline) -> Tensor:
 
 @ADVANTAGES.register("lite_ppo")
 def lite_ppo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
-    """(r − mean_group) / (std_batch + eps) (Lite PPO, arXiv 2508.08221: mean of the group, deviation of the batch).
+    """Lite PPO: (r − mean_group) / (std_batch + eps) (arXiv 2508.08221).
 
-    std_batch is that of the rewards of all trajectories, about their common mean, unbiased (n − 1); 0 where it is 0.
+    std_batch is the unbiased standard deviation (n − 1) of all trajectory rewards.
     """
     groups = inputs.groups
     std = groups.rewards.std() if len(groups.rewards) > 1 else torch.zeros(())
@@ -49,17 +49,17 @@ def lite_ppo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tens
 
 
 class Selection(AdvantageSettings):
-    """The settings of advantage `raft`."""
+    """Settings of advantage `raft`."""
 
-    best_only: bool = Field(False, description="of the successes of a group keep those with its highest reward")
+    best_only: bool = Field(False, description="keep only the successes with the group's highest reward")
 
 
 @ADVANTAGES.register("raft")
 def raft(inputs: AdvantageInputs, settings: Selection) -> Tensor:
-    """1 for the answers that are kept, 0 for the others.
+    """RAFT: 1 for kept answers, else 0.
 
-    Kept are all successes, with r > 0 (rejection sampling as in arXiv 2504.11343, section 3), or, with `best_only`,
-    those of them that are the best of their group (RAFT, arXiv 2304.06767, algorithm 1).
+    Successes (r > 0) are kept (rejection sampling, arXiv 2504.11343, section 3). With `best_only`, only the best
+    successes of each group are kept (RAFT, arXiv 2304.06767, algorithm 1).
     """
     totals = inputs.totals
     kept = totals > 0

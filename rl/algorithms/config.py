@@ -1,9 +1,8 @@
-"""The configuration of the objective: its methods with their settings, and what a preset fills in."""
+"""Configuration of the objective: methods with their settings, filled in by a preset."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -22,27 +21,26 @@ METHODS: dict[str, MethodRegistry[Any]] = {
     "correction": CORRECTIONS,
     "aggregation": AGGREGATIONS,
 }
-"""The fields that choose a method, each with its registry."""
+"""Registry of each method field."""
 
 ZeroVarianceGroups = Literal["keep", "drop", "resample"]
-"""What to do with groups whose answers all have the same reward."""
+"""Treatment of groups of equal rewards."""
 
 
 def _method_field(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
-    """Returns the annotations of a field that holds settings of one of `methods`, which `--help` lists."""
+    """Return the annotations of a field with the settings of one method; `--help` lists the methods."""
     return BeforeValidator(methods.parse), methods
 
 
 class AlgorithmConfig(StrictModel):
-    """The objective. `preset` fills in what is not given; the defaults shown are those of `grpo`.
+    """RL objective. `preset` fills in unset fields; the defaults shown are the values of `grpo`.
 
-    A method is given by its name, or by `kind` and settings; settings without `kind` override those of the preset's
-    method.
+    A method is its name, or a mapping of `kind` and settings. Settings without `kind` override the preset's settings.
     """
 
-    preset: str = Field("grpo", description="named algorithm whose parts fill whatever is not set here")
+    preset: str = Field("grpo", description="named algorithm that fills in unset fields")
     advantage: Annotated[SerializeAsAny[AdvantageSettings], *_method_field(ADVANTAGES)] = Field(
-        default_factory=lambda: ADVANTAGES.parse("grpo"), description="how rewards become advantages"
+        default_factory=lambda: ADVANTAGES.parse("grpo"), description="advantage estimator"
     )
     policy_loss: Annotated[SerializeAsAny[PolicyLossSettings], *_method_field(POLICY_LOSSES)] = Field(
         default_factory=lambda: POLICY_LOSSES.parse("ppo"), description="per-token policy loss"
@@ -50,54 +48,32 @@ class AlgorithmConfig(StrictModel):
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference model")
     correction: Annotated[SerializeAsAny[MethodSettings], *_method_field(CORRECTIONS)] = Field(
         default_factory=lambda: CORRECTIONS.parse("none"),
-        description="weight of a token by the mismatch between trainer and generator",
+        description="token weights that correct the mismatch between trainer and generator",
     )
     aggregation: Annotated[SerializeAsAny[MethodSettings], *_method_field(AGGREGATIONS)] = Field(
         default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
-        description="how token losses become one number",
+        description="aggregation of token losses",
     )
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="scaling and clipping of rewards")
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty of answers near the limit")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty for overlong answers")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_clip: float | None = Field(
-        None, gt=0, description="clip range of the critic's values around the old ones; null: not clipped"
+        None, gt=0, description="clip range of the critic around its old values; null: not clipped"
     )
     zero_variance_groups: ZeroVarianceGroups = Field(
-        "keep", description="groups of equal reward: keep, drop, or drop and resample from other prompts"
+        "keep", description="groups of equal reward: keep, drop, or resample other prompts"
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over each batch of trajectories")
-    minibatches: int = Field(1, ge=1, description="optimizer steps a pass")
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "advantage_eps": "algorithm.advantage.eps",
-        "gae_gamma": "algorithm.advantage.gamma, of kind gae",
-        "gae_lambda": "algorithm.advantage.lam, of kind gae",
-        "opmd_tau": "algorithm.advantage.tau, of kind opmd",
-        "overlong_penalty": "algorithm.overlong.penalty",
-        "overlong_buffer": "algorithm.overlong.buffer",
-        "clip_eps_low": "algorithm.policy_loss.clip_low",
-        "clip_eps_high": "algorithm.policy_loss.clip_high",
-        "dual_clip": "algorithm.policy_loss.dual_clip",
-        "sapo_tau_positive": "algorithm.policy_loss.tau_positive, of kind sapo",
-        "sapo_tau_negative": "algorithm.policy_loss.tau_negative, of kind sapo",
-        "m2_threshold": "algorithm.policy_loss.max_second_moment, of kind m2po",
-        "correction_low": "algorithm.correction.min_ratio, of kind icepop",
-        "correction_high": "algorithm.correction.max_ratio",
-        "length_budget": "algorithm.aggregation.max_tokens, of kind dr_grpo",
-        "kl_kind": "algorithm.kl.kind",
-        "kl_coef": "algorithm.kl.coef",
-        "kl_in": "algorithm.kl.place",
-        "groups_without_spread": "algorithm.zero_variance_groups (keep, drop or, in place of refill, resample)",
-    }
+    minibatches: int = Field(1, ge=1, description="optimizer steps per pass")
 
     @property
     def recomputes_logprobs(self) -> bool:
-        """Whether the policy scores the batch before the update, and the ratio is taken to those logprobs."""
+        """Whether the ratio uses logprobs that the policy recomputes before the update."""
         return self.policy_loss.recomputes_logprobs or self.correction.kind != "none"
 
     @property
     def has_token_weights(self) -> bool:
-        """Whether tokens have weights of their own in the policy loss."""
+        """Whether the policy loss weights tokens."""
         return self.recomputes_logprobs or self.policy_loss.uses_demonstrations
 
     @model_validator(mode="before")
@@ -112,18 +88,16 @@ class AlgorithmConfig(StrictModel):
     @model_validator(mode="after")
     def _check_decoupled_correction(self) -> AlgorithmConfig:
         if self.policy_loss.kind == "decoupled" and self.correction.kind == "none":
-            raise ValueError(
-                "policy_loss decoupled is weighted by a correction; set correction=tis, or policy_loss=ppo"
-            )
+            raise ValueError("policy_loss decoupled needs a correction; set correction=tis, or policy_loss=ppo")
         return self
 
 
-def _override_preset(name: str, filled: Any, value: Any) -> Any:
-    """Returns the value of field `name`: `value` over the preset's, unless it names another method."""
+def _override_preset(name: str, preset_value: Any, value: Any) -> Any:
+    """Return field `name`: `value` merged over the preset's value, unless it names another method."""
     if name in METHODS and isinstance(value, str):
         value = {"kind": value}
-    if not isinstance(filled, dict) or not isinstance(value, dict):
+    if not isinstance(preset_value, dict) or not isinstance(value, dict):
         return value
-    if name in METHODS and value.get("kind", filled["kind"]) != filled["kind"]:
+    if name in METHODS and value.get("kind", preset_value["kind"]) != preset_value["kind"]:
         return value
-    return filled | value
+    return preset_value | value

@@ -1,7 +1,7 @@
-"""Corrections for the mismatch between generator and trainer, which rounding and stale weights cause.
+"""Corrections for the mismatch between generator and trainer (rounding, stale weights).
 
-Each returns weights of the policy loss, without gradient, from log(π_prox / π_behave): the trainer's policy before the
-update over the policy that generated.
+A correction returns policy-loss weights without gradient, computed from log(π_prox / π_behave): the trainer's policy
+before the update over the generator's policy.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ CORRECTIONS: MethodRegistry[CorrectionFn] = MethodRegistry("mismatch correction"
 def no_correction(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: MethodSettings
 ) -> tuple[Tensor, Tensor]:
-    """Weight 1 for every token; the policy is not scored before the update."""
+    """Return weight 1 for every token; the policy does not recompute logprobs."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
 class TruncatedImportanceSampling(MethodSettings):
-    """The settings of corrections `tis` and `sequence_tis`."""
+    """Settings of corrections `tis` and `sequence_tis`."""
 
-    max_ratio: float = Field(2.0, gt=0, description="a larger ratio counts as this one")
+    max_ratio: float = Field(2.0, gt=0, description="upper bound of the ratio")
 
 
 @CORRECTIONS.register("tis")
 def tis(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: TruncatedImportanceSampling
 ) -> tuple[Tensor, Tensor]:
-    """min(ρ, C): truncated importance sampling (Ionides 2008; for rollouts Yao et al. 2025)."""
+    """Truncated importance sampling: min(ρ, C) (Ionides 2008; for rollouts Yao et al. 2025)."""
     ratio = log_ratio.exp()
     return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio
 
 
 class IcePop(MethodSettings):
-    """The settings of correction `icepop`."""
+    """Settings of correction `icepop`."""
 
-    min_ratio: float = Field(0.5, ge=0, description="a token whose ratio is below is left out")
-    max_ratio: float = Field(2.0, gt=0, description="a token whose ratio is above is left out")
+    min_ratio: float = Field(0.5, ge=0, description="tokens with a smaller ratio are masked")
+    max_ratio: float = Field(2.0, gt=0, description="tokens with a larger ratio are masked")
 
     @model_validator(mode="after")
     def _check_bounds(self) -> IcePop:
@@ -58,25 +58,25 @@ class IcePop(MethodSettings):
 
 @CORRECTIONS.register("icepop")
 def icepop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
-    """ρ between two bounds, else 0, which masks the token (IcePop, Ling team 2025, arXiv 2510.18855)."""
+    """IcePop: ρ within [min_ratio, max_ratio], else 0 (Ling team 2025, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
     outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
     return torch.where(outside, 0.0, ratio), outside
 
 
 class KPop(MethodSettings):
-    """The settings of correction `kpop`, with its authors' default."""
+    """Settings of correction `kpop`, with its authors' default."""
 
-    max_divergence: float = Field(0.1, gt=0, description="a token whose binary KL is larger in a direction is left out")
+    max_divergence: float = Field(0.1, gt=0, description="tokens with a larger binary KL in a direction are masked")
 
 
 @CORRECTIONS.register("kpop")
 def kpop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: KPop) -> tuple[Tensor, Tensor]:
-    """ρ where max(D(p ‖ q), D(q ‖ p)) ≤ φ, else 0, which masks the token (KPop, Guo et al. 2026, "Taming
-    training-inference mismatch in reinforcement learning with adaptive masking regions").
+    """KPop: ρ if max(D(p ‖ q), D(q ‖ p)) ≤ φ, else 0.
 
-    p and q are the probabilities of the token under trainer and generator, and D(p ‖ q) = p log(p/q) + (1 − p)
-    log((1 − p)/(1 − q)) is the KL of the two events that the token is drawn or is not.
+    p and q are the token's probabilities under trainer and generator. D(p ‖ q) = p log(p/q) + (1 − p)
+    log((1 − p)/(1 − q)) is the binary KL (Guo et al. 2026, "Taming training-inference mismatch in reinforcement
+    learning with adaptive masking regions").
     """
     generated = logprobs.double().exp().clamp(_SMALLEST, 1 - _SMALLEST)
     trained = (logprobs.double() + log_ratio.double()).exp().clamp(_SMALLEST, 1 - _SMALLEST)
@@ -96,7 +96,7 @@ def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
 def sequence_tis(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: TruncatedImportanceSampling
 ) -> tuple[Tensor, Tensor]:
-    """min(Π ρ, C) of the whole answer, on each of its tokens."""
+    """Sequence-level truncated importance sampling: min(Π ρ, C) on each token of an answer."""
     trained = loss_mask > 0
     ratio = torch.where(trained, log_ratio, 0.0).sum(1, keepdim=True).exp().expand_as(log_ratio)
     return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio

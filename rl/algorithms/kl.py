@@ -13,20 +13,19 @@ KLKind = Literal["k1", "k2", "k3"]
 
 
 class KLConfig(StrictModel):
-    """The KL to the reference model."""
+    """KL to the reference model."""
 
     kind: KLKind = Field("k3", description="estimator")
     coef: float = Field(0.04, ge=0, description="weight; positive needs `ref`")
-    place: Literal["loss", "reward"] = Field("loss", description="where it is added: to the loss or to the reward")
+    place: Literal["loss", "reward"] = Field("loss", description="add the KL to the loss or to the reward")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
-    """Per-token estimate of KL(π ‖ π_ref) with d = logπ − logπ_ref, the token drawn from π.
+    """Estimate KL(π ‖ π_ref) per token from d = logπ − logπ_ref, with tokens drawn from π.
 
-    k1 = d (unbiased, high variance, may be negative); k2 = d²/2 (biased, its gradient is that of the KL);
-    k3 = e^(−d) − 1 + d (unbiased, never negative; DeepSeekMath, arXiv 2402.03300, equation 4).
-
-    All are float [...] of one shape; `logprobs` has a gradient where the term is part of the loss.
+    - k1 = d: unbiased, high variance, may be negative.
+    - k2 = d²/2: biased; its gradient is the gradient of the KL.
+    - k3 = e^(−d) − 1 + d: unbiased, never negative (DeepSeekMath, arXiv 2402.03300, equation 4).
     """
     d = logprobs - ref_logprobs
     if kind == "k1":

@@ -16,15 +16,16 @@ from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """The inputs of a policy loss, for the T tokens of a micro-batch.
+    """Inputs of a policy loss for the T tokens of a micro-batch.
 
-    Args:
-        logprobs: float [T], of the policy being trained, with gradient.
-        old_logprobs: float [T], the denominator of the ratio; equal to `logprobs` outside the mask.
+    Attributes:
+        logprobs: float [T], logprobs under the trained policy, with gradient.
+        old_logprobs: float [T], denominator of the ratio; equal to `logprobs` outside the mask.
         advantages: float [T].
         mask: float [T], 1 at trained tokens.
-        documents: int [T], the trajectory of each token, from 0 to `n_documents` − 1.
-        demonstrations: [T], 1 at tokens of demonstrations; None where the batch has none.
+        documents: int [T], trajectory of each token, from 0 to `n_documents` − 1.
+        n_documents: number of trajectories.
+        demonstrations: [T], 1 at tokens of demonstrations; None without demonstrations.
     """
 
     logprobs: Tensor
@@ -37,7 +38,7 @@ class PolicyTerms:
 
     @property
     def ratio(self) -> Tensor:
-        """π / π_old, [T], with gradient."""
+        """Importance ratio π / π_old, [T], with gradient."""
         return (self.logprobs - self.old_logprobs).exp()
 
 
@@ -50,11 +51,11 @@ class TokenLoss(NamedTuple):
 
 
 class PolicyLossSettings(MethodSettings):
-    """The settings of a policy loss.
+    """Settings of a policy loss.
 
     Attributes:
-        recomputes_logprobs: whether it needs logprobs recomputed by the policy before the update.
-        uses_demonstrations: whether it trains on demonstrations too.
+        recomputes_logprobs: whether the policy recomputes logprobs before the update.
+        uses_demonstrations: whether it also trains on demonstrations.
     """
 
     recomputes_logprobs: ClassVar[bool] = False
@@ -66,7 +67,7 @@ POLICY_LOSSES: MethodRegistry[PolicyLossFn] = MethodRegistry("policy loss", Poli
 
 
 def mean_by_document(values: Tensor, mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """Returns the mean over each trajectory's trained tokens, [n_documents]; 0 where there are none."""
+    """Return the mean over each trajectory's trained tokens, [n_documents]; 0 without trained tokens."""
     total, count = (sums_by_document(x, documents, n_documents) for x in (values * mask, mask))
     return total / count.clamp(min=1)
 
@@ -74,30 +75,30 @@ def mean_by_document(values: Tensor, mask: Tensor, documents: Tensor, n_document
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLoss:
-    """max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7, negated).
+    """Return max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7, negated).
 
-    Separate bounds are DAPO's (arXiv 2503.14476, equation 10), equal ones PPO's. `dual_clip` c bounds the loss by −c·A
-    where A is negative (arXiv 1912.09729, equation 7).
+    PPO uses equal bounds, DAPO separate ones (arXiv 2503.14476, equation 10). `dual_clip` c bounds the loss by −c·A
+    for negative A (arXiv 1912.09729, equation 7).
     """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss, decided = torch.maximum(unclipped, clipped), clipped > unclipped
+    loss, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         bound = -advantages * dual_clip
         beyond = (advantages < 0) & (loss > bound)
-        loss, decided = torch.where(beyond, bound, loss), decided | beyond
-    return TokenLoss(loss, ratio, decided)
+        loss, is_clipped = torch.where(beyond, bound, loss), is_clipped | beyond
+    return TokenLoss(loss, ratio, is_clipped)
 
 
 class ClipSettings(PolicyLossSettings):
-    """The bounds of the ratio, with PPO's defaults."""
+    """Bounds of the ratio, with PPO's defaults."""
 
     clip_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
 
 
 class PPOLoss(ClipSettings):
-    """The settings of policy losses `ppo` and `decoupled`."""
+    """Settings of policy losses `ppo` and `decoupled`."""
 
     dual_clip: float | None = Field(None, gt=1, description="largest ratio for negative advantages; null: unbounded")
 
@@ -105,13 +106,16 @@ class PPOLoss(ClipSettings):
 @POLICY_LOSSES.register("decoupled")
 @POLICY_LOSSES.register("ppo")
 def ppo(terms: PolicyTerms, settings: PPOLoss) -> TokenLoss:
-    """`clipped_loss`. `decoupled` (AReaL, arXiv 2505.24298, section 5.2) takes the ratio to π_prox, the policy before
-    the update, and needs a correction, whose weight is π_prox / π_behave."""
+    """PPO: clipped loss (`clipped_loss`).
+
+    `decoupled` takes the ratio to π_prox, the policy before the update, and needs a correction for
+    π_prox / π_behave (AReaL, arXiv 2505.24298, section 5.2).
+    """
     return clipped_loss(terms.ratio, terms.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
 class GSPOLoss(PPOLoss):
-    """The settings of policy loss `gspo`, with its paper's defaults (arXiv 2507.18071, section 5.1)."""
+    """Settings of policy loss `gspo`, with the paper's defaults (arXiv 2507.18071, section 5.1)."""
 
     clip_low: float = Field(3e-4, gt=0, le=1, description="the sequence's ratio is clipped below 1 - clip_low")
     clip_high: float = Field(4e-4, gt=0, description="the sequence's ratio is clipped above 1 + clip_high")
@@ -119,8 +123,10 @@ class GSPOLoss(PPOLoss):
 
 @POLICY_LOSSES.register("gspo")
 def gspo(terms: PolicyTerms, settings: GSPOLoss) -> TokenLoss:
-    """`clipped_loss` with the sequence's ratio s = exp(mean_t log ρ_t) for each token (GSPO, arXiv 2507.18071; the
-    gradient is that of its GSPO-token)."""
+    """GSPO: clipped loss with the sequence ratio s = exp(mean_t log ρ_t) (arXiv 2507.18071).
+
+    The gradient is the paper's GSPO-token variant.
+    """
     log_ratio = terms.logprobs - terms.old_logprobs
     mean = mean_by_document(log_ratio.detach(), terms.mask, terms.documents, terms.n_documents)
     ratio = (mean[terms.documents] + terms.logprobs - terms.logprobs.detach()).exp()
@@ -128,10 +134,10 @@ def gspo(terms: PolicyTerms, settings: GSPOLoss) -> TokenLoss:
 
 
 class CISPOLoss(PolicyLossSettings):
-    """The settings of policy loss `cispo`.
+    """Settings of policy loss `cispo`.
 
-    The paper has no lower bound and does not state its upper bound; ScaleRL (arXiv 2510.13786) finds that the choice
-    matters little around 4.
+    The paper has no lower bound and does not state the upper bound; values around 4 work equally well (ScaleRL, arXiv
+    2510.13786).
     """
 
     clip_low: float = Field(1.0, gt=0, le=1, description="the ratio's weight is clipped below 1 - clip_low")
@@ -140,14 +146,14 @@ class CISPOLoss(PolicyLossSettings):
 
 @POLICY_LOSSES.register("cispo")
 def cispo(terms: PolicyTerms, settings: CISPOLoss) -> TokenLoss:
-    """−sg[clip(ρ, 1 − clip_low, 1 + clip_high)]·A·log π (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
+    """CISPO: −sg[clip(ρ, 1 − clip_low, 1 + clip_high)]·A·log π (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
     ratio = terms.ratio.detach()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return TokenLoss(-weight * terms.advantages * terms.logprobs, ratio, weight != ratio)
 
 
 class SAPOLoss(PolicyLossSettings):
-    """The settings of policy loss `sapo`, with its paper's defaults."""
+    """Settings of policy loss `sapo`, with the paper's defaults."""
 
     tau_positive: float = Field(1.0, gt=0, description="temperature of the gate for positive advantages")
     tau_negative: float = Field(1.05, gt=0, description="temperature of the gate for negative advantages")
@@ -155,7 +161,7 @@ class SAPOLoss(PolicyLossSettings):
 
 @POLICY_LOSSES.register("sapo")
 def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
-    """−A·(4/τ)·σ(τ(ρ − 1)), with τ by the sign of A (SAPO, arXiv 2511.20347); nothing is clipped."""
+    """SAPO: −A·(4/τ)·σ(τ(ρ − 1)), with τ chosen by the sign of A (arXiv 2511.20347); nothing is clipped."""
     ratio = terms.ratio
     positive, negative = (ratio.new_full((), tau) for tau in (settings.tau_positive, settings.tau_negative))
     tau = torch.where(terms.advantages > 0, positive, negative)
@@ -165,12 +171,12 @@ def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
 
 @POLICY_LOSSES.register("importance")
 def importance(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
-    """−A·ρ, unclipped."""
+    """Importance-weighted policy gradient: −A·ρ, unclipped."""
     return TokenLoss(-terms.advantages * terms.ratio, terms.ratio, torch.zeros_like(terms.ratio, dtype=torch.bool))
 
 
 class M2POLoss(PolicyLossSettings):
-    """The settings of policy loss `m2po`, with its paper's default."""
+    """Settings of policy loss `m2po`, with the paper's default."""
 
     recomputes_logprobs = True
     max_second_moment: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the kept tokens")
@@ -178,29 +184,32 @@ class M2POLoss(PolicyLossSettings):
 
 @POLICY_LOSSES.register("m2po")
 def m2po(terms: PolicyTerms, settings: M2POLoss) -> TokenLoss:
-    """−A·ρ (M2PO, arXiv 2510.01161); `second_moment_mask` has masked the tokens with the largest ratios."""
+    """M2PO: −A·ρ (arXiv 2510.01161); `second_moment_mask` masks the tokens with the largest ratios."""
     return importance(terms, settings)
 
 
 @POLICY_LOSSES.register("reinforce")
 def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
-    """−A·log π (Williams 1992); the ratio is only reported."""
+    """REINFORCE: −A·log π (Williams 1992); the ratio is only reported."""
     ratio = terms.ratio.detach()
     return TokenLoss(-terms.advantages * terms.logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, threshold: float) -> Tensor:
-    """Returns the trained tokens that M2PO keeps, bool [B, S]: those with the largest (log ρ)² of the whole batch are
-    masked until the mean of the rest is at most `threshold` (arXiv 2510.01161).
+    """Return the trained tokens that M2PO keeps, bool [B, S] (arXiv 2510.01161).
+
+    The tokens with the largest (log ρ)² of the batch are masked until the mean of the kept tokens is at most
+    `threshold`.
 
     Args:
         log_ratio: float [B, S], log π_prox − log π_behave.
         loss_mask: [B, S].
+        threshold: largest mean (log ρ)².
     """
     trained = loss_mask > 0
     moments, order = log_ratio[trained].double().square().sort()
     means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
-    # Running means of sorted moments never decrease, so the kept tokens are a prefix.
+    # Running means of sorted moments never decrease: the kept tokens are a prefix.
     kept = torch.zeros_like(trained)
     kept[trained] = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, means <= threshold)
     return kept

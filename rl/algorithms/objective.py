@@ -1,4 +1,4 @@
-"""The objectives of policy and critic, as the engine expects them: a sum over units, and the number of units."""
+"""Objectives of policy and critic: a sum over units, and the number of units."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """policy loss + kl.coef · KL(π ‖ π_ref) − entropy_coef · H, aggregated over tokens as the configuration says.
+    """Policy objective: policy loss + kl.coef · KL(π ‖ π_ref) − entropy_coef · H.
 
-    The micro-batch holds, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
-    the configuration needs them `ref_logprobs`, `prox_logprobs` (of the policy before the update, then the denominator
-    of the ratio), `policy_weights` and `demonstrations`.
+    The micro-batch holds per-token `loss_mask`, `advantages` and the generator's `logprobs`. Depending on the
+    configuration it also holds `ref_logprobs`, `prox_logprobs` (the denominator of the ratio), `policy_weights` and
+    `demonstrations`.
     """
 
     config: AlgorithmConfig
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Returns the sum over units, with gradient, and metrics as (sum, count) pairs without.
+        """Return the sum over units, with gradient, and metrics as (sum, count) pairs without.
 
         Args:
-            logprobs: [T], of the policy being trained, at the rollout's temperature.
-            entropy: [T], of the policy at each position.
+            logprobs: [T], trained policy at the rollout's temperature.
+            entropy: [T], entropy of the policy.
             mb: the micro-batch.
         """
-        assert entropy is not None, "the policy objective reports entropy, so the engine computes it"
+        assert entropy is not None, "the engine computes entropy for the policy objective"
         config, mask = self.config, mb["loss_mask"].to(logprobs.dtype)
         weights, units = self._weights(mask, mb)
 
         def column(name: str) -> Tensor:
-            # Masked positions may hold anything (a document's last token predicts nothing) and must not reach exp().
+            # Masked positions hold arbitrary values (a document's last token predicts nothing): keep them from exp().
             return torch.where(mask > 0, mb[name].to(logprobs.dtype), logprobs.detach())
 
+        # 1. Policy loss.
         generated = column("logprobs")
         old = column("prox_logprobs") if config.recomputes_logprobs else generated
-        given = mb["demonstrations"] if config.policy_loss.uses_demonstrations else None
-        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents, given)
+        demonstrations = mb["demonstrations"] if config.policy_loss.uses_demonstrations else None
+        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents, demonstrations)
         policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
         policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.has_token_weights else weights
@@ -56,11 +57,12 @@ class PolicyObjective:
             "clip_fraction": masked_sum(policy.clipped.to(mask.dtype), mask),
             "clip_fraction_low": masked_sum((policy.clipped & (policy.ratio < 1)).to(mask.dtype), mask),
             "clip_fraction_high": masked_sum((policy.clipped & (policy.ratio > 1)).to(mask.dtype), mask),
-            # KL(π_old ‖ π) by k3: the tokens were drawn from the old policy, so the roles are swapped.
+            # KL(π_old ‖ π) by k3 with swapped roles: the old policy drew the tokens.
             "approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask),
             "logprob_diff": masked_sum(log_ratio.abs(), mask),
             "entropy": masked_sum(entropy.detach(), mask),
         }
+        # 2. KL and entropy terms.
         if config.kl.coef > 0:
             kl = kl_estimate(logprobs, column("ref_logprobs"), config.kl.kind)
             metrics["kl_ref"] = masked_sum(kl.detach(), mask)
@@ -71,7 +73,7 @@ class PolicyObjective:
         return loss, metrics
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """Returns the number of units in the micro-batch: loss tokens, or answers that have one."""
+        """Return the number of units in the micro-batch: loss tokens, or answers with a loss token."""
         return self._weights(mb["loss_mask"].float(), mb)[1]
 
     def _weights(self, mask: Tensor, mb: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -81,10 +83,10 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The critic's loss: ½ (V − R)², with `value_clip` ε ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), mean
-    over trained tokens (PPO with value clipping, arXiv 2005.12729, section 3).
+    """Critic objective: ½ (V − R)², averaged over trained tokens.
 
-    The micro-batch holds, per token: `loss_mask`, `returns` and `old_values`.
+    With `value_clip` ε it is ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) (PPO with value clipping, arXiv
+    2005.12729, section 3). The micro-batch holds per-token `loss_mask`, `returns` and `old_values`.
     """
 
     config: AlgorithmConfig
@@ -106,5 +108,5 @@ class ValueObjective:
         }
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """Returns the number of trained tokens in the micro-batch."""
+        """Return the number of trained tokens in the micro-batch."""
         return mb["loss_mask"].sum()

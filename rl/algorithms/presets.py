@@ -1,4 +1,4 @@
-"""Presets: one name sets every part of an algorithm as in its paper; each part can be overridden."""
+"""Presets: one name sets every part of an algorithm to its paper's values; each part can be overridden."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from archon.rl.algorithms.registry import Registry
 
 PRESETS: Registry[dict[str, Any]] = Registry("preset")
 
-# DeepSeekMath (arXiv 2402.03300), equation 3: clipped ratio, mean over each answer's own tokens and then over answers,
-# KL to the reference in the loss (equation 4, the k3 estimator) with beta 0.04, advantages normalized by the group's
-# mean and standard deviation (section 4.1.2), one update per batch of answers (section 4.2). The paper gives no epsilon
-# for the clip and none for the standard deviation: 0.2 is that of PPO (arXiv 1707.06347), on which it builds, and
-# 1e-6 only prevents a division by zero. Groups whose answers all score the same are kept, as in the paper.
+# DeepSeekMath (arXiv 2402.03300), equation 3: clipped ratio, mean over each answer's tokens and then over answers, KL
+# to the reference in the loss (equation 4, the k3 estimator) with beta 0.04, advantages normalized by the group's mean
+# and standard deviation (section 4.1.2), one update per batch of answers (section 4.2). The paper states neither the
+# clip range nor the epsilon of the standard deviation: 0.2 is PPO's (arXiv 1707.06347), and 1e-6 only prevents a
+# division by zero. Groups of equal reward are kept, as in the paper.
 GRPO: dict[str, Any] = {
     "advantage": {"kind": "grpo", "eps": 1e-6},
     "policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
@@ -29,12 +29,12 @@ PRESETS.register("grpo")(GRPO)
 NO_KL: dict[str, Any] = {"kl": {"coef": 0.0}}
 TOKEN_MEAN: dict[str, Any] = {"aggregation": {"kind": "token_mean"}}
 
-# Dr. GRPO (arXiv 2503.20783), section 3.2: no division by the standard deviation, none by an answer's own length, and,
-# as in its experiments (section 3.3), no KL.
+# Dr. GRPO (arXiv 2503.20783), section 3.2: no division by the standard deviation or by the answer's length. No KL, as
+# in its experiments (section 3.3).
 PRESETS.register("dr_grpo")(GRPO | NO_KL | {"advantage": {"kind": "dr_grpo"}, "aggregation": {"kind": "dr_grpo"}})
 
-# RLOO (arXiv 2402.14740): REINFORCE on whole answers, the mean of the others as baseline, the KL in the reward, with
-# beta 0.03 as in its experiments on summaries.
+# RLOO (arXiv 2402.14740): REINFORCE on whole answers with a leave-one-out baseline, KL in the reward with beta 0.03 as
+# in its experiments on summaries.
 PRESETS.register("rloo")(
     GRPO
     | {
@@ -106,7 +106,7 @@ PRESETS.register("m2po")(GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m
 # the mean over all tokens; nothing else.
 PRESETS.register("lite_ppo")(GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "lite_ppo", "eps": 1e-6}})
 
-# RAFT as in arXiv 2504.11343, section 3: the likelihood of all successes, and of nothing else. `advantage.best_only`
+# RAFT (arXiv 2504.11343, section 3): log-likelihood of all successes only. `advantage.best_only`
 # keeps only each prompt's best answers, as in arXiv 2304.06767; `policy_loss: ppo` makes it RAFT++.
 PRESETS.register("raft")(
     GRPO
@@ -127,7 +127,7 @@ PRESETS.register("topr")(
     }
 )
 
-# AsymRE (arXiv 2506.20520): REINFORCE on whole answers, with the group's mean less 0.1 as baseline, no ratio, no KL.
+# AsymRE (arXiv 2506.20520): REINFORCE on whole answers, group mean minus 0.1 as baseline, no ratio, no KL.
 PRESETS.register("asymre")(
     GRPO
     | NO_KL
@@ -138,14 +138,14 @@ PRESETS.register("asymre")(
     }
 )
 
-# sPPO (arXiv 2108.05828) for language models: the advantage over the group's mean in place of a critic's, token by
-# token, epsilon 0.3, as in Trinity-RFT (arXiv 2505.17826), which brought it there.
+# sPPO (arXiv 2108.05828) adapted to language models by Trinity-RFT (arXiv 2505.17826): the group mean replaces the
+# critic, per-token loss, epsilon 0.3.
 PRESETS.register("sppo")(
     GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "dr_grpo"}, "policy_loss": {"kind": "sppo", "epsilon": 0.3}}
 )
 
-# REC (arXiv 2509.24203): REC-OneSide-NoIS, REINFORCE with the group's mean as baseline, in which PPO's one-sided mask
-# with epsilon 0.2 is all that regularizes; mean over all tokens.
+# REC (arXiv 2509.24203): REC-OneSide-NoIS, REINFORCE with the group mean as baseline. PPO's one-sided mask with
+# epsilon 0.2 is the only regularization; mean over all tokens.
 PRESETS.register("rec")(
     GRPO
     | NO_KL
@@ -156,8 +156,8 @@ PRESETS.register("rec")(
     }
 )
 
-# KPop (Guo et al. 2026): GRPO without KL, whose ratio is to the trainer's policy before the update; tokens on which
-# trainer and generator differ by a binary KL above 0.1 are masked.
+# KPop (Guo et al. 2026): GRPO without KL, ratio to the trainer's policy before the update. Tokens are masked if the
+# binary KL between trainer and generator exceeds 0.1.
 PRESETS.register("kpop")(
     GRPO
     | NO_KL
@@ -167,11 +167,11 @@ PRESETS.register("kpop")(
     }
 )
 
-# Step-wise GRPO (rLLM; Trinity-RFT, arXiv 2505.17826): GRPO between runs whose steps are trained as rows of their own.
+# Step-wise GRPO (rLLM; Trinity-RFT, arXiv 2505.17826): GRPO between runs; each step is trained as its own row.
 PRESETS.register("step_wise_grpo")(GRPO | {"advantage": {"kind": "step_wise_grpo", "eps": 1e-6, "per_step": False}})
 
-# GiGPO (arXiv 2505.10978, section 5 and appendix): GRPO's loss with KL 0.01, advantages of runs and steps weighed 1 to
-# 1, a discount of 0.95 a step.
+# GiGPO (arXiv 2505.10978, section 5 and appendix): GRPO's loss with KL 0.01, equal weights of run and step advantages,
+# discount 0.95 per step.
 PRESETS.register("gigpo")(
     GRPO
     | {

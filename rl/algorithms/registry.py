@@ -1,4 +1,4 @@
-"""Registries of the parts of an algorithm, by name. A user's own part is named by its dotted path instead."""
+"""Registries of algorithm parts by name; users name their own parts by dotted path."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Values by name or by dotted path. An unknown name raises a `ConfigError` that suggests the nearest known one."""
+    """Values by name or dotted path. An unknown name raises `ConfigError` with the nearest known name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Registers the decorated object under `name`. Raises `ConfigError` when the name is taken."""
+        """Register the decorated object under `name`; raise `ConfigError` if the name is taken."""
 
         def add(entry: T) -> T:
             if name in self._entries:
-                raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
+                raise ConfigError(f"{self.kind} {name!r} is already registered; choose another name")
             self._entries[name] = entry
             return entry
 
@@ -54,17 +54,17 @@ class Registry(Mapping[str, T]):
 
 
 class MethodSettings(StrictModel):
-    """Base class of the settings of a method."""
+    """Base class of method settings."""
 
     kind: str = Field(description="the method's name, or the dotted path of a function")
 
 
 class MethodRegistry(Registry[T]):
-    """Functions `f(…, settings)` by name. The annotation of the last parameter is the class of its settings.
+    """Functions `f(…, settings)` by name. The last parameter's annotation is the settings class.
 
     Args:
-        kind: what the methods are, for messages.
-        base: the class of the settings where the function annotates none.
+        kind: kind of method, for messages.
+        base: settings class of functions without the annotation.
     """
 
     def __init__(self, kind: str, base: type[MethodSettings]) -> None:
@@ -72,20 +72,21 @@ class MethodRegistry(Registry[T]):
         self.base = base
 
     def settings_class(self, name: str) -> type[MethodSettings]:
-        """Returns the class of the settings of the method called `name`."""
+        """Return the settings class of a method."""
         function: Any = self[name]
         if not callable(function):
             raise ConfigError(f"{self.kind} {name!r} is {function!r:.80}, expected a function")
         annotation: Any = None
         for parameter in inspect.signature(function).parameters.values():
-            annotation = parameter.annotation  # of the last one
+            annotation = parameter.annotation  # keeps the last parameter's
         if isinstance(annotation, str):  # under `from __future__ import annotations`
-            first, *rest = annotation.split(".")
-            annotation = reduce(lambda owner, name: getattr(owner, name, None), rest, function.__globals__.get(first))
+            first, *attributes = annotation.split(".")
+            module_object = function.__globals__.get(first)
+            annotation = reduce(lambda owner, name: getattr(owner, name, None), attributes, module_object)
         return annotation if isinstance(annotation, type) and issubclass(annotation, self.base) else self.base
 
     def parse(self, value: Any) -> Any:
-        """Returns the settings for a configuration value, which is a method's name or a mapping with `kind`."""
+        """Return the settings of a configuration value: a method's name, or a mapping with `kind`."""
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or not isinstance(kind := value.get("kind"), str):
@@ -95,7 +96,7 @@ class MethodRegistry(Registry[T]):
         return self.settings_class(kind).model_validate(dict(value))
 
     def alternatives(self) -> dict[type[MethodSettings], list[str]]:
-        """Returns each class of settings with the names of the registered methods that use it."""
+        """Return the settings classes with the names of the methods that use them."""
         names_of: dict[type[MethodSettings], list[str]] = {}
         for name in self:
             names_of.setdefault(self.settings_class(name), []).append(name)

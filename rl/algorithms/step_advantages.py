@@ -1,4 +1,4 @@
-"""Advantages of trajectories of several steps: of whole runs, and of single steps taken in the same state."""
+"""Advantages of multi-step trajectories: whole runs, and single steps taken in the same state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archon.rl.algorithms.advantages import (
 
 
 class StepWiseSettings(NormalizedGroupSettings):
-    """The settings of advantage `step_wise_grpo`."""
+    """Settings of advantage `step_wise_grpo`."""
 
     needs_steps = True
     per_step: bool = Field(False, description="divide a run's advantage by the number of its steps")
@@ -24,43 +24,42 @@ class StepWiseSettings(NormalizedGroupSettings):
 
 @ADVANTAGES.register("step_wise_grpo")
 def step_wise_grpo(inputs: AdvantageInputs, settings: StepWiseSettings) -> Tensor:
-    """(r_last − mean_group) / (std_group + eps) on every step of a run, whose reward r_last is that of its last row.
+    """Step-wise GRPO: (r_last − mean_group) / (std_group + eps) on every step of a run.
 
-    GRPO for runs that are trained step by step (rLLM, Tan et al. 2025; `step_wise_grpo` of Trinity-RFT, arXiv
-    2505.17826): the runs of a group are compared by their outcomes, and an earlier step shares its run's advantage.
-    Rewards of earlier rows do not count. The standard deviation is unbiased (n − 1).
+    r_last is the reward of the run's last row; rewards of earlier rows do not count. The standard deviation is
+    unbiased (n − 1). Sources: rLLM (Tan et al. 2025); `step_wise_grpo` of Trinity-RFT (arXiv 2505.17826).
     """
-    own = inputs.groups  # only for the trajectory of each row
-    rows = torch.arange(len(own.trajectory_index), device=own.trajectory_index.device)
-    last = torch.zeros_like(rows).scatter_reduce(0, own.trajectory_index, rows, "amax")
-    outcomes = Groups(inputs.totals[last[own.trajectory_index]], inputs.group_ids, inputs.trajectory_ids)
+    index = inputs.groups.trajectory_index
+    rows = torch.arange(len(index), device=index.device)
+    last = torch.zeros_like(rows).scatter_reduce(0, index, rows, "amax")
+    outcomes = Groups(inputs.totals[last[index]], inputs.group_ids, inputs.trajectory_ids)
     advantages = normalized_rows(outcomes, settings.eps)
     if settings.per_step:
         counts = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        of_step = own.trajectory_index[[step.row for step in inputs.steps]]
-        advantages = advantages / counts.index_add(0, of_step, torch.ones_like(counts[of_step]))[own.trajectory_index]
+        of_step = index[[step.row for step in inputs.steps]]
+        advantages = advantages / counts.index_add(0, of_step, torch.ones_like(counts[of_step]))[index]
     return inputs.broadcast_to_tokens(advantages)
 
 
 class GiGPOSettings(NormalizedGroupSettings):
-    """The settings of advantage `gigpo`, with its paper's weight and discount."""
+    """Settings of advantage `gigpo`, with the paper's weight and discount."""
 
     needs_steps = True
-    step_weight: float = Field(1.0, ge=0, description="weight of the step's advantage next to the run's")
-    gamma: float = Field(0.95, gt=0, le=1, description="discount, a step")
-    normalize: bool = Field(True, description="divide by the standard deviation of the runs, and of the steps")
+    step_weight: float = Field(1.0, ge=0, description="weight of the step advantage; the run advantage has 1")
+    gamma: float = Field(0.95, gt=0, le=1, description="discount per step")
+    normalize: bool = Field(True, description="divide by the standard deviations of runs and steps")
 
 
 @ADVANTAGES.register("gigpo")
 def gigpo(inputs: AdvantageInputs, settings: GiGPOSettings) -> Tensor:
-    """A_run + ω · A_step (GiGPO, arXiv 2505.10978, equations 3 to 8).
+    """GiGPO: A_run + ω · A_step (arXiv 2505.10978, equations 3 to 8).
 
-    A_run compares the runs of a group, (r − mean) / F. A_step compares the steps of a group that were taken in the same
-    state, (R_t − mean) / F, by their discounted returns R_t = Σ_k γ^(k − t) r_k; a state is what was observed before
-    the step, and a step in a state of its own has 0. F is the standard deviation (n − 1) plus eps, or 1.
+    A_run = (r − mean) / F over the runs of a group. A_step = (R_t − mean) / F over the group's steps taken in the same
+    state, with discounted returns R_t = Σ_k γ^(k − t) r_k. A state is the observation before the step; a step with a
+    unique state gets 0. F is the standard deviation (n − 1) plus eps, or 1.
 
-    r_k is what the tokens of step k earned; a row's own reward comes with its last token. Where a run is trained as
-    several rows, a row's reward is its return already.
+    r_k is the reward of the tokens of step k; the last token gets the row's reward. If a run is trained as several
+    rows, the reward of a row is already its return.
     """
     earned, steps = inputs.token_totals.double(), inputs.steps
     returns = torch.zeros(len(steps), dtype=torch.float64)

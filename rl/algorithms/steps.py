@@ -1,4 +1,4 @@
-"""The steps of trajectories: the model's answers one by one, each with the observation that it answers."""
+"""Steps of trajectories: each answer of the model with the observation before it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Step:
     """One answer within a row.
 
     Attributes:
-        row: its row of the batch.
-        tokens: the places of its trained tokens in the row, ascending.
-        state: int, equal for steps of one group that answer the same observation.
+        row: row of the batch.
+        tokens: positions of its trained tokens in the row, ascending.
+        state: equal for steps of one group with the same observation.
     """
 
     row: int
@@ -26,17 +26,16 @@ class Step:
 def split_steps(
     input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, group_ids: Tensor, turn_ids: Tensor | None = None
 ) -> tuple[Step, ...]:
-    """Returns the steps of a batch, row by row and in the order of their turns.
+    """Return the steps of a batch, by row and turn.
 
-    The observation of a step is the tokens that the model was given since its previous answer; of the first step it is
-    the whole prompt.
+    The observation of a step is the input tokens since the previous answer, or the prompt for the first step.
 
     Args:
         input_ids: int [B, S].
-        attention_mask: bool [B, S], 1 at tokens that are not padding.
+        attention_mask: bool [B, S], False at padding.
         loss_mask: [B, S], 1 at trained tokens.
         group_ids: int [B].
-        turn_ids: int [B, S], the turn of each trained token; None: a turn ends where a token is not trained.
+        turn_ids: int [B, S], the turn of each trained token; None: an untrained token ends a turn.
     """
     turns = loss_mask if turn_ids is None else turn_ids
     columns = (x.tolist() for x in (input_ids, attention_mask, loss_mask, turns))
@@ -51,16 +50,16 @@ def split_steps(
 def _answers(
     ids: list[int], attended: list[int], trained: list[int], turns: list[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the observed tokens and the places of the trained tokens of each answer of a row."""
+    """Yield the observed tokens and the trained positions of each answer of a row."""
     observed: list[int] = []
     answer: list[int] = []
-    for place, token in enumerate(ids):
-        if answer and attended[place] and (not trained[place] or turns[place] != turns[answer[-1]]):
+    for position, token in enumerate(ids):
+        if answer and attended[position] and (not trained[position] or turns[position] != turns[answer[-1]]):
             yield tuple(observed), tuple(answer)
             observed, answer = [], []
-        if trained[place]:
-            answer.append(place)
-        elif attended[place]:
+        if trained[position]:
+            answer.append(position)
+        elif attended[position]:
             observed.append(token)
     if answer:
         yield tuple(observed), tuple(answer)

@@ -34,11 +34,11 @@ class TextEnvironment(Protocol):
     """An environment of text. Its methods may be `async`; one that has `close` is closed after its episode."""
 
     def reset(self, seed: int) -> Any:
-        """Begins an episode, the same one for the same seed, and returns the first observation."""
+        """Begin an episode, the same one for the same seed, and returns the first observation."""
         ...
 
     def step(self, action: str) -> Any:
-        """Returns the `Step`, or a tuple of its three values, that an action leads to."""
+        """Return the `Step`, or a tuple of its three values, that an action leads to."""
         ...
 
 
@@ -78,7 +78,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
         self._places = asyncio.Semaphore(max_concurrent or 1_000_000)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
+        """Return one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
 
         Samples that fail are dropped and counted by kind; the first failure is raised when none is left.
         """
@@ -103,7 +103,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
         return seed
 
     async def _play(self, engine: InferenceEngine, record: TokenRecord, seed: int, index: int) -> tuple[float, bool]:
-        """Fills `record`. Returns the sum of the rewards, and whether the episode is over."""
+        """Fill `record`. Returns the sum of the rewards, and whether the episode is over."""
         total, done = 0.0, False
         async with self._places:
             environment = await self._call_environment(self.open)
@@ -128,7 +128,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
         return encode_prompt(self.tokenizer, {"messages": messages, "prompt": plain_prompt(messages)})
 
     async def _call_environment(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what a method of the environment returns; what it raises costs the sample."""
+        """Return what a method of the environment returns; what it raises costs the sample."""
         try:
             returned = function(*arguments)
             return await returned if inspect.isawaitable(returned) else returned
@@ -140,7 +140,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
 
 
 def environment_reward(name: str) -> Callable[..., float]:
-    """Returns the reward function that stands for an environment's own rewards, and refuses to be called."""
+    """Return the reward function that stands for an environment's own rewards, and refuses to be called."""
     return _EnvironmentReward(name)
 
 

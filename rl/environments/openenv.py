@@ -27,19 +27,19 @@ _RESERVED_FIELDS = (
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Returns the seeds of `size` episodes (500 by default), which the environment's workflow plays."""
+    """Return the seeds of `size` episodes (500 by default), which the environment's workflow plays."""
     _require_url(name)
     name.require_options(["size"], "train_data of an environment (its fields go to workflow)")
     return episode_rows(name, split, seed, name.integer_option("size", SIZE))
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Returns what stands for the rewards that the server gives."""
+    """Return what stands for the rewards that the server gives."""
     return environment_reward(name.text)
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Session]:
-    """Returns a function that makes a session. The server is asked for the fields of its actions and observations.
+    """Return a function that makes a session. The server is asked for the fields of its actions and observations.
 
     Raises ConfigError where it does not answer, or where the field of text is not the only one and not given as
     `action_field` or `observation_field`.
@@ -69,19 +69,19 @@ class Session:
         self._socket: Any = None
 
     async def reset(self, seed: int) -> str:
-        """Begins the episode of a seed, and returns the first observation."""
+        """Begin the episode of a seed, and returns the first observation."""
         async with asyncio.timeout(SECONDS):
             http = await workflow_context.get_aiohttp_session()
             self._socket = await http.ws_connect(self._url, max_msg_size=_FRAME_BYTES)
         return self._observation_text(await self._ask("reset", {"seed": seed}))
 
     async def step(self, action: str) -> Step:
-        """Returns what the server answers to an action."""
+        """Return what the server answers to an action."""
         answer = await self._ask("step", {self._action_field: action})
         return Step(self._observation_text(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
 
     async def close(self) -> None:
-        """Ends the session, if there is one."""
+        """End the session, if there is one."""
         if self._socket is not None:
             await self._socket.close()
 
@@ -89,7 +89,7 @@ class Session:
         return str(answer["observation"].get(self._observation_field, ""))
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data of the server's answer; raises RuntimeError for an error of the server."""
+        """Return the data of the server's answer; raises RuntimeError for an error of the server."""
         async with asyncio.timeout(SECONDS):
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.receive_str())
@@ -109,7 +109,7 @@ def _require_url(name: EnvironmentName) -> str:
 
 
 def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:
-    """Returns the field of an action or an observation that holds its text."""
+    """Return the field of an action or an observation that holds its text."""
     fields = {field: of for field, of in properties.items() if field not in _RESERVED_FIELDS}
     option = f"{part}_field"
     given = name.options.get(option)

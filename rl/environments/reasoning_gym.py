@@ -26,7 +26,7 @@ _ROW_OPTIONS = {"size", "max_share"}  # of the name, and not of the task
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Returns `size` questions of a task (500 by default), whose generator begins with `seed`.
+    """Return `size` questions of a task (500 by default), whose generator begins with `seed`.
 
     No question of the split `test` is in `train`, whatever their seeds and sizes; `all` is what the package's
     `create_dataset` returns. A row holds `prompt`, `response`, the `environment` and the package's own `entry`.
@@ -67,14 +67,14 @@ def _max_answer_fraction(name: EnvironmentName) -> float:
 
 
 def _draw_split(name: EnvironmentName, seed: int, drawn: int, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the questions of a split among the first `drawn` of the task."""
+    """Yield the questions of a split among the first `drawn` of the task."""
     for item in _dataset(name, seed, drawn):
         if split == "all" or is_held_out(item["question"]) == (split == "test"):
             yield item
 
 
 def _cap_answer_share(items: Iterable[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
-    """Yields items of which no answer has more than `share` of those that were yielded, rounded up."""
+    """Yield items of which no answer has more than `share` of those that were yielded, rounded up."""
     counts, yielded = Counter[str](), 0
     for item in items:
         answer = str(item["answer"])
@@ -85,7 +85,7 @@ def _cap_answer_share(items: Iterable[dict[str, Any]], share: float) -> Iterator
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Returns the reward of a task; of any task, that of each row, where the name is `reasoning_gym` alone."""
+    """Return the reward of a task; of any task, that of each row, where the name is `reasoning_gym` alone."""
     if name.options:
         raise ConfigError(
             f"{name.text}: a reward takes no options, since every row says those of its own; set reward to "
@@ -97,7 +97,7 @@ def reward(name: EnvironmentName) -> Callable[..., float]:
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Any]:
-    """Raises ConfigError: the package has no episodes of several turns."""
+    """Raise ConfigError: the package has no episodes of several turns."""
     raise ConfigError(
         f"workflow {name.text}: the tasks of reasoning_gym are single questions, which the default workflow asks; "
         f"leave workflow out, and set train_data.path and reward to reasoning_gym:{name.task or 'TASK'}"
@@ -115,7 +115,7 @@ def score(
     entry: dict[str, Any] | None = None,
     **data: Any,
 ) -> float:
-    """Returns the package's score of what the completion has between its last answer tags, or of all of it."""
+    """Return the package's score of what the completion has between its last answer tags, or of all of it."""
     name = parse_environment(environment)
     if name is None or entry is None:
         raise RewardError(
@@ -128,7 +128,7 @@ def score(
 
 
 def extract_answer_tag(completion: str) -> str:
-    """Returns what the last `<answer>…</answer>` holds, and without one the completion, without spaces around it."""
+    """Return what the last `<answer>…</answer>` holds, and without one the completion, without spaces around it."""
     stated = _STATED.findall(completion)
     return str(stated[-1] if stated else completion).strip()
 
@@ -142,7 +142,7 @@ def _scorer(environment: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _dataset(name: EnvironmentName, seed: int, size: int) -> Any:
-    """Returns the package's dataset of a task, with the options of its name."""
+    """Return the package's dataset of a task, with the options of its name."""
     factory = import_environment(name, "reasoning_gym.factory")
     import_environment(name, "reasoning_gym")  # registers the tasks
     name.require_task(factory.DATASETS)

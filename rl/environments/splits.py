@@ -15,18 +15,18 @@ HELD_OUT_EVERY = 5
 
 
 def require_split(name: EnvironmentName, split: str, known: tuple[str, ...]) -> None:
-    """Raises DatasetError for a split that the environment does not have."""
+    """Raise DatasetError for a split that the environment does not have."""
     if split not in known:
         raise DatasetError(f"{name.text}: split is {split!r}; expected one of {', '.join(known)}")
 
 
 def is_held_out(question: str) -> bool:
-    """Returns whether a question belongs to the split `test`, by its text alone, so that no other split has it."""
+    """Return whether a question belongs to the split `test`, by its text alone, so that no other split has it."""
     return sha256(question.encode(errors="surrogatepass")).digest()[0] % HELD_OUT_EVERY == 0
 
 
 def episode_rows(name: EnvironmentName, split: str, seed: int, size: int) -> list[dict[str, Any]]:
-    """Returns rows with the `seed` of an episode each: even ones to train on, odd ones held out; below 2³¹."""
+    """Return rows with the `seed` of an episode each: even ones to train on, odd ones held out; below 2³¹."""
     require_split(name, split, ("train", "test"))
     drawn = (int.from_bytes(sha256(f"{seed} {i}".encode()).digest()[:4], "big") >> 2 for i in range(size))
     return [{"environment": name.text, "seed": 2 * value + (split == "test")} for value in drawn]

@@ -15,7 +15,7 @@ from archon.schema.errors import ConfigError
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Returns the seeds of `size` games (500 by default), which the game's workflow plays."""
+    """Return the seeds of `size` games (500 by default), which the game's workflow plays."""
     known = import_environment(name, "textarena").envs.registration.ENV_REGISTRY
     name.require_task(known)
     name.require_options(["size"], "train_data of a game (the game's own go to workflow)")
@@ -23,12 +23,12 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Returns what stands for the rewards that the game gives."""
+    """Return what stands for the rewards that the game gives."""
     return environment_reward(name.text)
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Game]:
-    """Returns a function that makes a game; the name's options are arguments of the game's class.
+    """Return a function that makes a game; the name's options are arguments of the game's class.
 
     Raises ConfigError for an unknown game or option, one of several players, or one whose words are not there.
     """
@@ -71,13 +71,13 @@ class Game:
         self._stream = random.getstate()
 
     def reset(self, seed: int) -> str:
-        """Begins the game of a seed, and returns its rules."""
+        """Begin the game of a seed, and returns its rules."""
         with self._game_rng():
             self._game.reset(num_players=1, seed=seed)
             return self._new_observation()
 
     def step(self, action: str) -> Step:
-        """Returns what the game answers; its reward comes with its end."""
+        """Return what the game answers; its reward comes with its end."""
         with self._game_rng():
             done, _ = self._game.step(action=action)
             seen = self._new_observation()
@@ -87,14 +87,14 @@ class Game:
         return Step(seen, float(rewards[0]), done=True)
 
     def _new_observation(self) -> str:
-        """Returns what is new to the player: the game's own wrappers would repeat the conversation."""
+        """Return what is new to the player: the game's own wrappers would repeat the conversation."""
         player_action = self._textarena.ObservationType.PLAYER_ACTION
         _, messages = self.inner.get_observation()
         return "\n".join(text.strip() for _, text, kind in messages if kind != player_action)
 
     @contextmanager
     def _game_rng(self) -> Iterator[None]:
-        """Lets the game draw from its own state of Python's generator, which all games and the trainer share."""
+        """Let the game draw from its own state of Python's generator, which all games and the trainer share."""
         outside = random.getstate()
         random.setstate(self._stream)
         try:

@@ -16,7 +16,7 @@ HELD_OUT = 200
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    """Returns the rows of a split.
+    """Return the rows of a split.
 
     Args:
         split: `train` and `test` are for RL, a prompt and its answer; `sft` and `sft_test` whole conversations; `pairs`
@@ -39,7 +39,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
-    """Returns the conversation that asks for a + b."""
+    """Return the conversation that asks for a + b."""
     messages = [{"role": "system", "content": "Add."}]
     for x, y in SHOWN:
         messages += [_user_message(x, y), _assistant_message(answer(x, y))]
@@ -47,12 +47,12 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def answer(a: int, b: int, error: int = 0) -> str:
-    """Returns the answer in the wanted form, wrong by `error`."""
+    """Return the answer in the wanted form, wrong by `error`."""
     return f"{a} + {b} = {a + b + error}"
 
 
 def _error(rng: random.Random) -> int:
-    """Returns how wrong an answer is: by a unit or a ten or two of them, as the model's own mistakes often are."""
+    """Return how wrong an answer is: by a unit or a ten or two of them, as the model's own mistakes often are."""
     return rng.choice((1, -1)) * rng.choice((1, 2, 10, 20))
 
 

@@ -17,7 +17,7 @@ WORKED, TRAINED, HELD_OUT = 20, 1000, 200
 
 
 def letter_counting(split: str) -> list[dict[str, Any]]:
-    """Returns rows that ask how often a letter is in two to four words; `split` is train or test.
+    """Return rows that ask how often a letter is in two to four words; `split` is train or test.
 
     Of the package's questions two thirds are answered by 1, which alone would be learned; here no answer is that of
     more than about a third.
@@ -27,12 +27,12 @@ def letter_counting(split: str) -> list[dict[str, Any]]:
 
 
 def syllogism(split: str) -> list[dict[str, Any]]:
-    """Returns rows that ask whether a conclusion follows from two statements; `split` is train or test."""
+    """Return rows that ask whether a conclusion follows from two statements; `split` is train or test."""
     return _after_worked("reasoning_gym:syllogism", "Answer with Yes or No.", split)
 
 
 def _after_worked(task: str, system: str, split: str) -> list[dict[str, Any]]:
-    """Returns the task's rows, each a conversation that begins with the same worked questions, which no row asks."""
+    """Return the task's rows, each a conversation that begins with the same worked questions, which no row asks."""
     drawn = _rows(task, "train", WORKED + TRAINED)
     one = drawn[0]
     other = next(row for row in drawn[:WORKED] if row["response"] != one["response"])

@@ -111,7 +111,7 @@ class AsyncRewardWrapper:
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
-        """Returns the reward of one sample; the arguments are those of the function, by position or by keyword.
+        """Return the reward of one sample; the arguments are those of the function, by position or by keyword.
 
         `data` is the sample's row. Columns with the names of arguments given by position are left out. `prompt_ids`
         and `completion_ids` are None for a function that requires them where neither is given.
@@ -152,7 +152,7 @@ class AsyncRewardWrapper:
             )
 
     def require_documented_form(self) -> None:
-        """Raises `RewardError` unless the function takes the four documented arguments by position."""
+        """Raise `RewardError` unless the function takes the four documented arguments by position."""
         try:
             if self._signature is not None:  # else the first call fails
                 self._signature.bind_partial(*ARGUMENTS)
@@ -205,7 +205,7 @@ class AsyncRewardWrapper:
         return outcome
 
     def close(self) -> None:
-        """Kills the worker processes at once; unanswered calls raise `RewardError`."""
+        """Kill the worker processes at once; unanswered calls raise `RewardError`."""
         if self._pool is not None:
             self._pool.close()
 
@@ -233,7 +233,7 @@ def _get_signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def setup_frame(function: Callable[..., Any], name: str) -> bytes:
-    """Returns the frame that a worker loads the function from; it names the user's script where that defines it."""
+    """Return the frame that a worker loads the function from; it names the user's script where that defines it."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -18,7 +18,7 @@ _MAX_NUMBER_LENGTH = 100  # characters; int() refuses 4,300 digits
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Returns the exact value of a written number, or None: 1,000 · 3.0 · [ 3 ] · $18 · 20% (as 20) · \frac{7}{2}."""
+    r"""Return the exact value of a written number, or None: 1,000 · 3.0 · [ 3 ] · $18 · 20% (as 20) · \frac{7}{2}."""
     text = normalize_answer(text.replace("\N{MINUS SIGN}", "-"))
     if len(text) > _MAX_NUMBER_LENGTH:
         return None
@@ -41,14 +41,14 @@ def parse_number(text: str) -> Fraction | None:
 def exact_match_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    """Returns 1.0 where the completion, stripped of surrounding spaces, is the gold answer, else 0.0."""
+    """Return 1.0 where the completion, stripped of surrounding spaces, is the gold answer, else 0.0."""
     return float(completions.strip() == str(answer).strip())
 
 
 def gsm8k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Returns 1.0 where the last `\boxed{x}`, or else the last line that is `#### x`, is the gold number, else 0.0.
+    r"""Return 1.0 where the last `\boxed{x}`, or else the last line that is `#### x`, is the gold number, else 0.0.
 
     `####` must begin its line, after spaces at most: "The answer is #### 72" states no answer. `answer` is the gold
     answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises `RewardError` where it is not
@@ -60,7 +60,7 @@ def gsm8k_reward(
 def clevr_count_70k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Returns 1.0 where the last `\boxed{3}`, or else the last `[ 3 ]` or `[3.0]`, is the gold count, else 0.0.
+    r"""Return 1.0 where the last `\boxed{3}`, or else the last `[ 3 ]` or `[3.0]`, is the gold count, else 0.0.
 
     Raises `RewardError` where the gold answer is not a number.
     """
@@ -70,7 +70,7 @@ def clevr_count_70k_reward(
 def geometry3k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Returns 1.0 where the last `\boxed{x}`, or else the last `[x]`, equals the gold answer as mathematics
+    r"""Return 1.0 where the last `\boxed{x}`, or else the last `[x]`, equals the gold answer as mathematics
     (`7 \sqrt{3}`, 7√3), else 0.0.
 
     Raises `RewardError` where math-verify is not installed, or the gold answer is empty.

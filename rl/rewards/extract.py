@@ -22,7 +22,7 @@ _SINGLE_BRACKETS = re.compile(r"\[([^\[\],;]*)\]")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}`; None without one, or where the last one is not closed."""
+    r"""Return the content of the last `\boxed{…}`; None without one, or where the last one is not closed."""
     openings = list(_BOXED.finditer(text))
     if not openings:
         return None
@@ -43,7 +43,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def extract_answer(text: str, form: str | None = None) -> str | None:
-    r"""Returns the answer that the completion `text` states, or None.
+    r"""Return the answer that the completion `text` states, or None.
 
     `form` is a key of `ANSWER_FORMS`: the dataset's own form, accepted where there is no `\boxed{…}`.
     """
@@ -57,7 +57,7 @@ def extract_answer(text: str, form: str | None = None) -> str | None:
 
 
 def gold_answer(answer: str) -> tuple[str, str | None]:
-    """Returns a dataset's gold answer without its solution, and the form it is written in or None.
+    """Return a dataset's gold answer without its solution, and the form it is written in or None.
 
     A worked solution that ends in `#### 72` becomes ("72", "gsm8k"); a bare "72" becomes ("72", None).
     """
@@ -70,7 +70,7 @@ def gold_answer(answer: str) -> tuple[str, str | None]:
 
 
 def normalize_answer(answer: str) -> str:
-    r"""Removes spaces, `$…$`, `\(…\)`, a full stop and brackets around one element."""
+    r"""Remove spaces, `$…$`, `\(…\)`, a full stop and brackets around one element."""
     text = _SPACING.sub(" ", answer.replace("\\!", "").replace("{,}", ",")).strip()
     previous = None
     while text != previous:

@@ -15,14 +15,14 @@ from archon.schema.errors import RewardError
 def verify_gold(
     reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
 ) -> int:
-    """Runs `averify_gold` outside an event loop."""
+    """Run `averify_gold` outside an event loop."""
     return asyncio.run(averify_gold(reward, rows, n))
 
 
 async def averify_gold(
     reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
 ) -> int:
-    r"""Scores the gold answers of `n` rows (None: all), evenly spaced, and returns how many were checked.
+    r"""Score the gold answers of `n` rows (None: all), evenly spaced, and returns how many were checked.
 
     The completion is the gold answer in the dataset's own form, then as `\boxed{…}`; one of the two must score at least
     1.0.

@@ -33,7 +33,7 @@ register_reward = _NAMED.register
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:
-    """Returns the reward function called `name`: one of `VALID_REWARD_FN`, a dotted path, or an environment's.
+    """Return the reward function called `name`: one of `VALID_REWARD_FN`, a dotted path, or an environment's.
 
     A name may end in `_reward_fn` or `_reward`: `gsm8k_reward_fn` is `gsm8k`.
 
@@ -59,7 +59,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
 
 
 def _short_name(name: str) -> str:
-    """Returns the registered name that `name` stands for; itself where there is none."""
+    """Return the registered name that `name` stands for; itself where there is none."""
     if "." in name or _NAMED.find(name) is not None:
         return name
     for suffix in _SUFFIXES:
@@ -69,7 +69,7 @@ def _short_name(name: str) -> str:
 
 
 def _import_object(name: str, path: str) -> Any:
-    """Returns the object at a dotted path; `name` is what the user gave."""
+    """Return the object at a dotted path; `name` is what the user gave."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or path.startswith("."):
         raise RewardError(

@@ -69,7 +69,7 @@ def _parse(latex: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)  # the samples of one prompt often agree
 def answers_equal(gold: str, stated: str) -> bool:
-    r"""Returns whether two written answers are equal: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
+    r"""Return whether two written answers are equal: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
 
     Words ("yes", "Tuesday") are compared as words, ignoring case: as mathematics they would be products of letters, so
     that "god" equals "dog". What math-verify cannot parse is compared as text. An undefined gold answer (1/0) is an
@@ -90,7 +90,7 @@ def answers_equal(gold: str, stated: str) -> bool:
 def math_verify_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Returns 1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
+    r"""Return 1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
 
     Where the gold answer is written in a dataset's own form (`#### 72`), the completion may use that form too.
 

@@ -103,13 +103,13 @@ class WorkerPool:
         self._thread.start()
 
     async def run(self, frame: bytes) -> Outcome:
-        """Returns the outcome of one call, whose pickled arguments `frame` is."""
+        """Return the outcome of one call, whose pickled arguments `frame` is."""
         call = RewardCall(frame, asyncio.get_running_loop().create_future())
         self.submit(call)
         return await call.future
 
     def submit(self, call: RewardCall) -> None:
-        """Queues a call, from any thread; its outcome is delivered once, even if the pool is closed meanwhile."""
+        """Queue a call, from any thread; its outcome is delivered once, even if the pool is closed meanwhile."""
         if os.getpid() != self._owner:
             raise RewardError(f"the wrapper of reward {self.name} was made in another process; make one in this one")
         self._inbox.append(call)
@@ -119,7 +119,7 @@ class WorkerPool:
             self._flush()
 
     def close(self) -> None:
-        """Kills the workers and fails unanswered calls, from any thread, without waiting for a reward."""
+        """Kill the workers and fails unanswered calls, from any thread, without waiting for a reward."""
         if os.getpid() != self._owner:
             return  # a forked child leaves its parent's workers alone
         self._closing = True
@@ -227,7 +227,7 @@ class WorkerPool:
                 self._start_failed(f"not loaded after {START_SECONDS:g} s")
 
     def _worker_died(self, worker: _Worker) -> None:
-        """Handles a worker that closed its end of the socket; its exit code says how it died."""
+        """Handle a worker that closed its end of the socket; its exit code says how it died."""
         _kill(worker.process)
         reason = _describe_exit(worker.process)
         if worker.ready:
@@ -244,7 +244,7 @@ class WorkerPool:
             self._broken = message, ""
 
     def _remove(self, worker: _Worker, failure: RewardFailure | None) -> None:
-        """Kills a worker and its processes; the executing call fails, later ones go back to the head of the queue."""
+        """Kill a worker and its processes; the executing call fails, later ones go back to the head of the queue."""
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         worker.channel.close()
@@ -298,7 +298,7 @@ class WorkerPool:
         self._selector.modify(worker.channel, selectors.EVENT_READ | writing, worker)
 
     def _start(self) -> None:
-        """Starts a worker, on the pool's thread, as Linux kills a worker when the thread that started it ends."""
+        """Start a worker, on the pool's thread, as Linux kills a worker when the thread that started it ends."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(self._owner), *sys.path]
         try:
@@ -338,7 +338,7 @@ class WorkerPool:
         self._wake_sender.close()
 
     def _flush(self) -> None:
-        """Delivers outcomes, with one wake-up per event loop."""
+        """Deliver outcomes, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RewardCall, Outcome]]] = {}
         for call, outcome in _drain(self._done):
             by_loop.setdefault(call.future.get_loop(), []).append((call, outcome))
@@ -358,7 +358,7 @@ def _set_results(settled: list[tuple[RewardCall, Outcome]]) -> None:
 
 
 def _drain(items: deque[Item]) -> Iterator[Item]:
-    """Removes and yields items one by one, safe with other threads doing the same."""
+    """Remove and yields items one by one, safe with other threads doing the same."""
     while True:
         try:
             item = items.popleft()
@@ -368,7 +368,7 @@ def _drain(items: deque[Item]) -> Iterator[Item]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a worker's process group; not after it was waited for, as its id may have been reused."""
+    """Kill a worker's process group; not after it was waited for, as its id may have been reused."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
 

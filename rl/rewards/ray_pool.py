@@ -32,7 +32,7 @@ class RewardActor(WorkerActor):
         self._pool = WorkerPool(setup, name, timeout_seconds, max_workers=1)
 
     async def run(self, call: bytes) -> bytes:
-        """Returns the outcome of one call as JSON."""
+        """Return the outcome of one call as JSON."""
         return pack_outcome(await self._pool.run(call))
 
 
@@ -52,7 +52,7 @@ class RayPool:
         self._workers = RayWorkers(RewardActor, arguments, config, max_workers, 1, f"reward {name}")
 
     async def run(self, frame: bytes) -> Outcome:
-        """Returns the outcome of one call, whose pickled arguments `frame` is."""
+        """Return the outcome of one call, whose pickled arguments `frame` is."""
         try:
             return unpack_outcome(await self._workers.run(frame, self._seconds))
         except WorkerLostError as error:
@@ -63,12 +63,12 @@ class RayPool:
             return RewardError(str(error))
 
     def close(self) -> None:
-        """Ends the processes; calls without an outcome fail."""
+        """End the processes; calls without an outcome fail."""
         self._workers.close()
 
 
 def pack_outcome(outcome: Outcome) -> bytes:
-    """Returns an outcome as JSON."""
+    """Return an outcome as JSON."""
     if isinstance(outcome, Reward):
         return json.dumps({"total": float(outcome), "parts": outcome.parts}).encode()
     kind = outcome.kind if isinstance(outcome, RewardFailure) else None
@@ -77,7 +77,7 @@ def pack_outcome(outcome: Outcome) -> bytes:
 
 
 def unpack_outcome(answer: bytes) -> Outcome:
-    """Returns the outcome that `pack_outcome` made JSON of."""
+    """Return the outcome that `pack_outcome` made JSON of."""
     found = json.loads(answer)
     if "total" in found:
         return Reward(found["total"], found["parts"])

@@ -15,7 +15,7 @@ _IN_PROCESS = WeakSet[Callable[..., Any]]()
 
 
 def in_process(function: Function) -> Function:
-    """Marks a reward that takes microseconds and always returns, such as a comparison of texts.
+    """Mark a reward that takes microseconds and always returns, such as a comparison of texts.
 
     It is called where its answer arrives, without a worker process and its 80 us, and without a time limit. Functions
     that wrap it are not marked.
@@ -25,7 +25,7 @@ def in_process(function: Function) -> Function:
 
 
 def is_in_process(function: object) -> bool:
-    """Returns whether a reward is marked as `in_process`."""
+    """Return whether a reward is marked as `in_process`."""
     return isinstance(function, FunctionType) and function in _IN_PROCESS
 
 
@@ -80,7 +80,7 @@ FAILURE_KINDS = tuple(failure.kind for failure in (RewardTimeout, RewardCrashed,
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """Returns the result of the reward function `name`, checked, with a dictionary's parts summed.
+    """Return the result of the reward function `name`, checked, with a dictionary's parts summed.
 
     Raises:
         RewardInvalid: `value` is not a number (anything with `__float__`) or a non-empty dict of them, or one of them

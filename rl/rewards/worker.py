@@ -26,7 +26,7 @@ in_worker = False  # AsyncRewardWrapper checks it: a script without `if __name__
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Runs until the parent closes the socket `descriptor`. `parent` is the process id that started this one."""
+    """Run until the parent closes the socket `descriptor`. `parent` is the process id that started this one."""
     global in_worker
     in_worker = True
     _exit_with_parent(parent)
@@ -43,7 +43,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies, even during a call that never returns."""
+    """Ask Linux to kill this process when its parent dies, even during a call that never returns."""
     if sys.platform == "linux":
         import ctypes
 

@@ -50,7 +50,7 @@ class ProcessAgent:
         self.command = list(command)
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **extra_kwargs: Any) -> Any:
-        """Returns the reward that the command printed; raises `RolloutError` where it failed or printed none."""
+        """Return the reward that the command printed; raises `RolloutError` where it failed or printed none."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
@@ -129,11 +129,11 @@ class AgentWorkflow(SamplingWorkflow):
         self._serving = SharedServer(tokenizer, tool_call_parser, processor, self._runs.host)
 
     async def aclose(self) -> None:
-        """Ends the agent's workers."""
+        """End the agent's workers."""
         await self._runs.close()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
+        """Return one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
 
         Raises the first failure where all of them fail.
         """
@@ -155,7 +155,7 @@ class AgentWorkflow(SamplingWorkflow):
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
     ) -> list[Trajectory]:
-        """Returns the trajectories of one run of the agent; a run that failed is counted and returns none."""
+        """Return the trajectories of one run of the agent; a run that failed is counted and returns none."""
         workflow_context.enter_sample(index)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
@@ -178,7 +178,7 @@ class AgentWorkflow(SamplingWorkflow):
 
 
 def record_session(session: Session, rows: Sequence[Trajectory]) -> None:
-    """Records how many answers a session has, and how many of them were not trained or not as asked."""
+    """Record how many answers a session has, and how many of them were not trained or not as asked."""
     answered = len(session.interactions)
     counts = {
         "answers": answered,
@@ -202,7 +202,7 @@ def _kind(error: Exception) -> str:
 
 
 def set_session_rewards(session: Session, reward: float | Mapping[str, float]) -> None:
-    """Sets the rewards that the agent returned in its session."""
+    """Set the rewards that the agent returned in its session."""
     if not isinstance(reward, Mapping):
         session.reward_every_branch(reward)
         return
@@ -211,7 +211,7 @@ def set_session_rewards(session: Session, reward: float | Mapping[str, float]) -
 
 
 def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
-    """Returns the agent that `agent` is or names; raises `ConfigError` unless it has `async def run`."""
+    """Return the agent that `agent` is or names; raises `ConfigError` unless it has `async def run`."""
     found: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
     if isinstance(found, type):
         try:
@@ -243,7 +243,7 @@ class SharedServer:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[tuple[AgentServer, str]]:
-        """Yields (server, base URL)."""
+        """Yield (server, base URL)."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # of an earlier run
             self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None

@@ -62,7 +62,7 @@ class LocalRuns:
         self._agent = agent
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, seconds: float) -> Any:
-        """Returns what the agent's `run` does. Raises AgentTimeout, or what it raises."""
+        """Return what the agent's `run` does. Raises AgentTimeout, or what it raises."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -73,7 +73,7 @@ class LocalRuns:
             raise
 
     async def close(self) -> None:
-        """Does nothing: there is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class AgentActor(WorkerActor):
@@ -84,7 +84,7 @@ class AgentActor(WorkerActor):
         self._agent: Agent = pickle.loads(agent)  # noqa: S301 - written by the trainer, as below
 
     async def run(self, call: bytes) -> bytes:
-        """Returns as JSON what the agent's `run` returned, or that it raised."""
+        """Return as JSON what the agent's `run` returned, or that it raised."""
         data, base_url, api_key, episode = pickle.loads(call)  # noqa: S301
         context = EpisodeContext(**episode)
         workflow_context.enter(context)
@@ -113,7 +113,7 @@ class RayRuns:
         self.host = self._workers.address
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, seconds: float) -> Any:
-        """Returns what the agent's `run` does. Raises AgentFailure, or ConfigError where the agent did."""
+        """Return what the agent's `run` does. Raises AgentFailure, or ConfigError where the agent did."""
         context = workflow_context.get()
         episode = {name: getattr(context, name) for name in ("task_id", "is_eval", "seed", "sample_index")}
         try:
@@ -140,12 +140,12 @@ class RayRuns:
         raise failure
 
     async def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         await asyncio.to_thread(self._workers.close)
 
 
 async def run_agent(agent: Agent, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Returns what the agent returns for a copy of the row `data`."""
+    """Return what the agent returns for a copy of the row `data`."""
     # The cost of a connection pool grows with the square of its connections, so each run has its own.
     async with http_client() as client:
         copied = copy_containers(dict(data.items()))
@@ -153,5 +153,5 @@ async def run_agent(agent: Agent, data: dict[str, Any], base_url: str, api_key: 
 
 
 def make_runs(agent: Agent, config: WorkersConfig | None) -> LocalRuns | RayRuns:
-    """Returns where the agent runs."""
+    """Return where the agent runs."""
     return RayRuns(agent, config) if config is not None and config.kind == "ray" else LocalRuns(agent)

@@ -58,10 +58,10 @@ class RolloutWorkflow(ABC):
         """
 
     async def aclose(self) -> None:  # noqa: B027 (most hold nothing)
-        """Releases what the workflow holds; a run awaits it at its end, on the event loop of the episodes."""
+        """Release what the workflow holds; a run awaits it at its end, on the event loop of the episodes."""
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        """Returns a copy that samples with `gconfig`. Raises `ConfigError` where the workflow has no such attribute."""
+        """Return a copy that samples with `gconfig`. Raises `ConfigError` where the workflow has no such attribute."""
         if not hasattr(self, "gconfig"):
             raise ConfigError(
                 f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
@@ -95,7 +95,7 @@ def count_failure(error: Failure) -> None:
 
 
 def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tuple[int, Result]], list[Failure]]:
-    """Splits what samples or runs ended with into results, each with its index, and failures, which are counted.
+    """Split what samples or runs ended with into results, each with its index, and failures, which are counted.
 
     Raises any exception that is neither a failed reward nor an unusable answer.
     """
@@ -113,7 +113,7 @@ def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tup
 
 
 async def capture_outcome(work: Awaitable[Result]) -> Result | BaseException:
-    """Returns what `work` returns or raises, as `asyncio.gather` does of tasks."""
+    """Return what `work` returns or raises, as `asyncio.gather` does of tasks."""
     try:
         return await work
     except Exception as error:  # noqa: BLE001 - the caller's to judge
@@ -123,7 +123,7 @@ async def capture_outcome(work: Awaitable[Result]) -> Result | BaseException:
 def drop_failed_samples(
     samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]
 ) -> list[tuple[Sample, Result]]:
-    """Returns the samples that did not fail, each with its outcome; raises the first failure where none is left."""
+    """Return the samples that did not fail, each with its outcome; raises the first failure where none is left."""
     results, failures = split_outcomes(outcomes)
     if not results:
         raise failures[0]
@@ -131,7 +131,7 @@ def drop_failed_samples(
 
 
 def wrap_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """Returns the wrapper of a reward function, which must take the four documented arguments, else `RewardError`."""
+    """Return the wrapper of a reward function, which must take the four documented arguments, else `RewardError`."""
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper

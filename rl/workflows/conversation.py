@@ -25,7 +25,7 @@ async def converse(
     gconfig: GenerationHyperparameters,
     tokenizer: Any,
 ) -> None:
-    """Fills `record` with a conversation, which is sample `index` of its episode.
+    """Fill `record` with a conversation, which is sample `index` of its episode.
 
     It ends where `reply` returns None, with an answer that reached its limit of length, or where the next turn does not
     fit; the last two set `record.truncated`. Nothing is encoded twice: the prompt of the next turn is the tokens so far

@@ -61,7 +61,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         self.retry = retry
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
+        """Return one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
 
         Conversations that fail are dropped and counted by kind; the first failure is raised when none is left.
         """
@@ -81,7 +81,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
     async def _converse(
         self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
     ) -> Reward:
-        """Fills `record`, and returns the reward of its last answer."""
+        """Fill `record`, and returns the reward of its last answer."""
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
         reward = Reward(0.0)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def session_rows(split: str) -> list[dict[str, str]]:
-    """Returns the rows of an online run: places for groups of sessions, whose prompts come from outside."""
+    """Return the rows of an online run: places for groups of sessions, whose prompts come from outside."""
     return [{"prompt": str(number), "response": "."} for number in range(1024)]
 
 
@@ -105,7 +105,7 @@ class OnlineWorkflow(SamplingWorkflow):
         return RLVRWorkflow(self._reward_fn, gconfig, self.tokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Waits for the next group of rated sessions that are not too old, and returns its trajectories."""
+        """Wait for the next group of rated sessions that are not too old, and returns its trajectories."""
         async with self._starting:
             if self._server is None:
                 self._server = await self._serve(engine)
@@ -125,7 +125,7 @@ class OnlineWorkflow(SamplingWorkflow):
                 return add_temperatures(tensors, [row.record for row in rows], self.gconfig.temperature)
 
     def _rows(self, session: Session, engine: InferenceEngine) -> list[Trajectory]:
-        """Returns the rows of a session; a session without usable ones is counted."""
+        """Return the rows of a session; a session without usable ones is counted."""
         oldest = min((min(node.response.output_versions) for node in session.interactions), default=0)
         if oldest < engine.version - self._max_age:
             stale = RolloutError(
@@ -151,7 +151,7 @@ class OnlineWorkflow(SamplingWorkflow):
             workflow_context.drop("incomplete_group", missing)
 
     def _finish(self, session: Session) -> None:
-        """Takes a rated session; the last one of its group completes it."""
+        """Take a rated session; the last one of its group completes it."""
         size = self.gconfig.n_samples
         name = session.group or session.id
         if name not in self._waiting:
@@ -162,12 +162,12 @@ class OnlineWorkflow(SamplingWorkflow):
             self._release_group(name)
 
     def _release_group(self, name: str) -> None:
-        """Gives a group, complete or not, to the next episode."""
+        """Give a group, complete or not, to the next episode."""
         self._timers.pop(name).cancel()
         self._rated.put_nowait(self._waiting.pop(name))
 
     async def aclose(self) -> None:
-        """Stops serving; sessions that are not trained yet are lost."""
+        """Stop serving; sessions that are not trained yet are lost."""
         for timer in self._timers.values():
             timer.cancel()
         if self._server is not None:

@@ -32,7 +32,7 @@ ENVIRONMENT_WORKFLOW = "archon.rl.environments.episodes.EnvironmentWorkflow"
 def resolve_workflow(
     workflow: WorkflowLike, workflow_args: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """Returns the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
+    """Return the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
 
     The name of an environment, such as `textarena:2048-v0`, becomes an `EnvironmentWorkflow`. An agent, which has
     `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is constructed with those
@@ -56,13 +56,13 @@ def resolve_workflow(
 
 
 def reads_raw_rows(workflow: WorkflowLike) -> bool:
-    """Returns whether the workflow reads its source's own rows."""
+    """Return whether the workflow reads its source's own rows."""
     found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_resolve_name(workflow), {})
     return bool(getattr(found, "reads_raw_rows", False))
 
 
 def _resolve_name(workflow: WorkflowLike) -> Any:
-    """Returns what a registered name, an environment's or one of AReaL's paths stands for; anything else unchanged."""
+    """Return what a registered name, an environment's or one of AReaL's paths stands for; anything else unchanged."""
     if not isinstance(workflow, str):
         return workflow
     if parse_environment(workflow):
@@ -74,7 +74,7 @@ def _resolve_name(workflow: WorkflowLike) -> Any:
 
 
 def _construct(found: Any, workflow_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns an instance unchanged; constructs a class with `workflow_args` and those of `arguments` that it names."""
+    """Return an instance unchanged; constructs a class with `workflow_args` and those of `arguments` that it names."""
     if not isinstance(found, type):
         if workflow_args:
             raise ConfigError(f"workflow_args {', '.join(workflow_args)}: the workflow is an instance already")

@@ -49,11 +49,11 @@ class RLVRWorkflow(SamplingWorkflow):
         self.reward_fn = wrap_reward(reward_fn)
 
     def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
-        """Returns the tokens of a row's prompt, and its pictures, of which there are none here."""
+        """Return the tokens of a row's prompt, and its pictures, of which there are none here."""
         return encode_prompt(self.tokenizer, data, **self.template_options), []
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
+        """Return one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
 
         Raises the first failure where all of them fail.
         """

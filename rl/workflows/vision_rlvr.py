@@ -47,5 +47,5 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         self.processor = processor if isinstance(processor, ImageReader) else ImageReader(processor)
 
     def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
-        """Returns the tokens of a row's prompt, with a placeholder for each row of a picture, and the pictures."""
+        """Return the tokens of a row's prompt, with a placeholder for each row of a picture, and the pictures."""
         return encode_image_prompt(self.tokenizer, data, self.processor, **self.template_options)

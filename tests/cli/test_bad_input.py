@@ -102,9 +102,6 @@ def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_ove
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("algorithm.clip_eps_low=0.1", "algorithm: clip_eps_low is now algorithm.policy_loss.clip_low"),
-        ("algorithm.groups_without_spread=drop", "groups_without_spread is now algorithm.zero_variance_groups"),
-        ("gate.limit=0.1", "gate is now logprob_check, and gate.limit logprob_check.max_mismatch"),
         (
             "bootstrap.warmup.total_steps=3",
             "bootstrap: its keys (warmup) belong in a separate file: bootstrap: FILE.yaml",

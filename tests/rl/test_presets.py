@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from pydantic import Field
 
-from archon.cli.config import leaves
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
@@ -226,16 +223,6 @@ def test_a_method_that_cannot_be_is_named_in_one_line(given: dict[str, object], 
     with pytest.raises(ConfigError, match=message) as caught:
         AlgorithmConfig.parse(given)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("old", AlgorithmConfig.renamed)
-def test_an_old_key_is_an_error_that_names_the_new_one(old: str) -> None:
-    """And the new one exists."""
-    new = re.match(r"[\w.]+", AlgorithmConfig.renamed[old])
-    assert new is not None
-    assert new[0].removeprefix("algorithm.") in leaves(AlgorithmConfig)
-    with pytest.raises(ConfigError, match=re.escape(f"{old} is now {new[0]}")):
-        AlgorithmConfig.parse({old: 0.5})
 
 
 class Margin(AdvantageSettings):
