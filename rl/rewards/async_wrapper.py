@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: runs a reward in worker processes, so that a hang or a crash costs one sample."""
+"""`AsyncRewardWrapper` runs a reward in worker processes: a hang or crash costs one sample."""
 
 from __future__ import annotations
 
@@ -34,30 +34,27 @@ _SECONDS = 15.0
 
 
 class AsyncRewardWrapper:
-    """Runs a reward function in worker processes (an `async def` one in the caller's loop), with a time-out.
+    """Reward function with a time-out, run in worker processes.
 
-    Awaiting the wrapper returns a `Reward` (a float with `.parts`) or raises a `RewardFailure`, which costs this one
-    sample: `RewardTimeout` (the clock starts with the execution), `RewardCrashed`, `RewardRaised`, `RewardInvalid`.
-    Only the process of the failed call is replaced. The wrapper may be awaited from several loops and threads.
-    Interpreter exit never waits for a reward; `close()`, or the end of a `with` block, kills the processes at once.
+    Awaiting the wrapper returns a `Reward` (a float with `.parts`) or raises a `RewardFailure`, which costs one sample:
+    `RewardTimeout` (the clock starts with the execution), `RewardCrashed`, `RewardRaised` or `RewardInvalid`. Only the
+    process of the failed call is replaced. Several loops and threads may await the wrapper. Interpreter exit never
+    waits for a reward; `close()` and the end of a `with` block kill the processes at once.
 
-    An `async def` reward is canceled when its time is up, which cannot interrupt blocking code.
-
-    A function marked `in_process` is called in the caller's loop, without a time-out: see there.
-
-    Wrapping a wrapper returns the same wrapper, so that a workflow may wrap any `reward_fn`.
+    An `async def` reward runs in the caller's loop and is canceled at its time limit; blocking code delays this. A
+    function marked `in_process` runs in the caller's loop without a time-out. Wrapping a wrapper returns the same
+    wrapper: a workflow may wrap any `reward_fn`.
 
     Args:
-        reward_fn: a function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as in
-            `get_reward_fn`; a function of other arguments where the wrapper is called with these.
-        timeout_seconds: limit of the execution of one call.
-        max_workers: limit of concurrent processes; by default the number of CPUs, at most 8. They start on demand.
-        max_retries: how often a call that fails is made again, each time with the whole time limit.
-        workers: where the processes are; by default on this machine. One of another node that is lost with the node, or
-            with what holds it there, costs its sample as one that died.
+        reward_fn: a function `fn(prompt, completions, prompt_ids, completion_ids, **data)` or a name for
+            `get_reward_fn`.
+        timeout_seconds: time limit of one call.
+        max_workers: maximum number of processes, started on demand; None: the number of CPUs, at most 8.
+        max_retries: extra attempts for a failed call, each with the full time limit.
+        workers: location of the processes; None: this machine.
 
     Raises:
-        RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
+        RewardError: the function cannot be pickled, or is already wrapped with other limits.
     """
 
     def __new__(cls, reward_fn: Callable[..., Any] | str | None = None, *_: Any, **__: Any) -> Self:
@@ -76,8 +73,8 @@ class AsyncRewardWrapper:
             return
         if worker.in_worker:
             raise RewardError(
-                "a worker process made a reward wrapper while importing your script, which defines the reward; put the "
-                "script's actions under `if __name__ == '__main__':`, or the reward into another module"
+                "a worker process imported your script and created a reward wrapper; put the script's actions under "
+                "`if __name__ == '__main__':`, or move the reward to another module"
             )
         if not timeout_seconds > 0:
             raise RewardError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
@@ -111,18 +108,17 @@ class AsyncRewardWrapper:
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
-        """Return the reward of one sample; the arguments are those of the function, by position or by keyword.
+        """Return the reward of one sample, for the arguments of the reward function.
 
-        `data` is the sample's row. Columns with the names of arguments given by position are left out. `prompt_ids`
-        and `completion_ids` are None for a function that requires them where neither is given.
+        `data` is the sample's row; columns that repeat positional arguments are dropped. Required `prompt_ids` and
+        `completion_ids` default to None.
 
         Raises:
-            RewardFailure: this sample has no reward, for the reason that `kind` names.
-            RewardError: the function cannot be loaded, the wrapper is closed, or an argument cannot be sent to another
-                process.
+            RewardFailure: the sample has no reward; `kind` says why.
+            RewardError: the function cannot be loaded, the wrapper is closed, or an argument cannot be pickled.
         """
         for name in ARGUMENTS[: len(arguments)]:
-            if name not in self._parameters[len(arguments) :]:  # else it is the function's own keyword argument
+            if name not in self._parameters[len(arguments) :]:  # else the function takes it as a keyword argument
                 data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
@@ -147,8 +143,8 @@ class AsyncRewardWrapper:
             or max_retries not in (0, self.max_retries)
         ):
             raise RewardError(
-                f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
-                "limits there (of a run: rollout.reward_timeout and rollout.workers.rewards), not here"
+                f"the reward {self.name} is already wrapped with timeout_seconds {self.timeout_seconds:g}; set its "
+                "limits in that call (in a run: rollout.reward_timeout and rollout.workers.rewards)"
             )
 
     def require_documented_form(self) -> None:
@@ -161,9 +157,9 @@ class AsyncRewardWrapper:
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
 
     def _run_now(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
-        own = [list(x) if isinstance(x, list) else x for x in arguments]  # tokens that are trained on
+        copies = [list(x) if isinstance(x, list) else x for x in arguments]  # the reward must not change trained tokens
         try:
-            value = self._function(*own, **data)
+            value = self._function(*copies, **data)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -205,7 +201,7 @@ class AsyncRewardWrapper:
         return outcome
 
     def close(self) -> None:
-        """Kill the worker processes at once; unanswered calls raise `RewardError`."""
+        """Kill the worker processes; unanswered calls raise `RewardError`."""
         if self._pool is not None:
             self._pool.close()
 
@@ -233,13 +229,13 @@ def _get_signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def setup_frame(function: Callable[..., Any], name: str) -> bytes:
-    """Return the frame that a worker loads the function from; it names the user's script where that defines it."""
+    """Return the pickled function for a worker, with the path of the user's script if it defines the function."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise RewardError(
             f"reward function {name} cannot be sent to a worker process: {error}; "
-            "define it at the top level of a module (no lambda, no function inside a function)"
+            "define it at the top level of a module (no lambda, no nested function)"
         ) from error
     main: dict[str, Any] = {}
     if b"__main__" in pickled:
@@ -249,7 +245,7 @@ def setup_frame(function: Callable[..., Any], name: str) -> bytes:
         main = {key: value for key, value in prepared.items() if key.startswith("init_main") or key == "sys_argv"}
         if not any(key.startswith("init_main") for key in main):
             raise RewardError(
-                f"reward function {name} was defined in an interactive session, which a worker process cannot import; "
-                "put it into a file"
+                f"reward function {name} is defined in an interactive session and cannot be imported by a worker; "
+                "move it to a file"
             )
     return pickle.dumps({"main": main, "function": pickled, "name": name})

@@ -1,4 +1,4 @@
-"""Rewards of the built-in datasets: an exact text, a number, or a mathematical answer in brackets."""
+"""Rewards of the built-in datasets: exact text, number, or mathematical answer in brackets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NUMBER_LENGTH = 100  # characters; int() refuses 4,300 digits
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the exact value of a written number, or None: 1,000 · 3.0 · [ 3 ] · $18 · 20% (as 20) · \frac{7}{2}."""
+    r"""Return the exact value of a number, or None. Accepts 1,000, 3.0, [ 3 ], $18, 20% (as 20), \frac{7}{2}."""
     text = normalize_answer(text.replace("\N{MINUS SIGN}", "-"))
     if len(text) > _MAX_NUMBER_LENGTH:
         return None
@@ -41,18 +41,20 @@ def parse_number(text: str) -> Fraction | None:
 def exact_match_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    """Return 1.0 where the completion, stripped of surrounding spaces, is the gold answer, else 0.0."""
+    """Return 1.0 if the stripped completion is the gold answer, else 0.0."""
     return float(completions.strip() == str(answer).strip())
 
 
 def gsm8k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Return 1.0 where the last `\boxed{x}`, or else the last line that is `#### x`, is the gold number, else 0.0.
+    r"""Return 1.0 if the last `\boxed{x}`, else the last line `#### x`, is the gold number, else 0.0.
 
-    `####` must begin its line, after spaces at most: "The answer is #### 72" states no answer. `answer` is the gold
-    answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises `RewardError` where it is not
-    a number: a defect of the data is not a reward of 0.
+    `####` must begin its line: "The answer is #### 72" states no answer. `answer` is a gsm8k solution that ends in
+    `#### x`, or the bare number.
+
+    Raises:
+        RewardError: the gold answer is not a number; a defect of the data is not a reward of 0.
     """
     return _number_reward("gsm8k", completions, gold_answer(str(answer))[0], form="gsm8k")
 
@@ -60,9 +62,10 @@ def gsm8k_reward(
 def clevr_count_70k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Return 1.0 where the last `\boxed{3}`, or else the last `[ 3 ]` or `[3.0]`, is the gold count, else 0.0.
+    r"""Return 1.0 if the last `\boxed{3}`, else the last `[ 3 ]` or `[3.0]`, is the gold count, else 0.0.
 
-    Raises `RewardError` where the gold answer is not a number.
+    Raises:
+        RewardError: the gold answer is not a number.
     """
     return _number_reward("clevr_count_70k", completions, str(answer), form="brackets")
 
@@ -70,10 +73,12 @@ def clevr_count_70k_reward(
 def geometry3k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Return 1.0 where the last `\boxed{x}`, or else the last `[x]`, equals the gold answer as mathematics
-    (`7 \sqrt{3}`, 7√3), else 0.0.
+    r"""Return 1.0 if the last `\boxed{x}`, else the last `[x]`, equals the gold answer, else 0.0.
 
-    Raises `RewardError` where math-verify is not installed, or the gold answer is empty.
+    Answers are compared as mathematics: `7 \sqrt{3}` equals 7√3.
+
+    Raises:
+        RewardError: math-verify is not installed, or the gold answer is empty.
     """
     gold, _ = gold_answer(str(answer))
     if not gold:

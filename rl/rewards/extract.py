@@ -1,20 +1,20 @@
-r"""The answer extractor that all rewards share.
+r"""Answer extractor of all rewards.
 
-It takes the last `\boxed{…}` (with nested braces), or else the dataset's own form (`#### x` for gsm8k, `[x]` for
-geometry3k and clevr_count_70k), or else nothing: never the last number in the text, which may be an unfinished thought.
+It takes the last `\boxed{…}` (with nested braces), else the dataset's form (`#### x` for gsm8k, `[x]` for geometry3k
+and clevr_count_70k). It never takes the last number of the text, which may be an unfinished thought.
 """
 
 from __future__ import annotations
 
 import re
 
-# A dataset's own answer form: the pattern's first group is the answer. The last match counts.
+# Answer forms of datasets: the pattern's first group is the answer. The last match counts.
 ANSWER_FORMS: dict[str, re.Pattern[str]] = {
     "gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE),
     "brackets": re.compile(r"\[([^\[\]\n]*[^\[\]\s][^\[\]\n]*)\]"),
 }
 GOLD_FORMS = ("gsm8k",)
-"""Forms of a gold answer; brackets in one may be a list."""
+"""Forms of a gold answer; brackets in a gold answer may be a list."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SPACING = re.compile(r"(?:\\[,;: ]|~|\s)+")
@@ -22,7 +22,7 @@ _SINGLE_BRACKETS = re.compile(r"\[([^\[\],;]*)\]")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`; None without one, or where the last one is not closed."""
+    r"""Return the content of the last `\boxed{…}`; None if there is none or the last one is not closed."""
     openings = list(_BOXED.finditer(text))
     if not openings:
         return None
@@ -43,9 +43,9 @@ def boxed_answer(text: str) -> str | None:
 
 
 def extract_answer(text: str, form: str | None = None) -> str | None:
-    r"""Return the answer that the completion `text` states, or None.
+    r"""Return the answer stated in a completion, or None.
 
-    `form` is a key of `ANSWER_FORMS`: the dataset's own form, accepted where there is no `\boxed{…}`.
+    `form` is a key of `ANSWER_FORMS`, accepted without `\boxed{…}`.
     """
     boxed = boxed_answer(text)
     if boxed is not None:
@@ -57,7 +57,7 @@ def extract_answer(text: str, form: str | None = None) -> str | None:
 
 
 def gold_answer(answer: str) -> tuple[str, str | None]:
-    """Return a dataset's gold answer without its solution, and the form it is written in or None.
+    """Return a dataset's gold answer without its solution, and the answer form or None.
 
     A worked solution that ends in `#### 72` becomes ("72", "gsm8k"); a bare "72" becomes ("72", None).
     """

@@ -1,4 +1,4 @@
-"""Checks before step 0 that the reward gives the dataset's own answers at least 1.0."""
+"""Check before step 0: the reward must score gold answers with at least 1.0."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ def verify_gold(
 async def averify_gold(
     reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
 ) -> int:
-    r"""Score the gold answers of `n` rows (None: all), evenly spaced, and returns how many were checked.
+    r"""Score the gold answers of `n` evenly spaced rows (None: all), and return the number of checks.
 
-    The completion is the gold answer in the dataset's own form, then as `\boxed{…}`; one of the two must score at least
-    1.0.
+    The gold answer in the dataset's form or as `\boxed{…}` must score at least 1.0.
 
     Raises:
-        RewardError: a row without an `answer`, a gold answer that scores less, or a reward that fails on it; the
-            message names the row.
+        RewardError: a row has no `answer`, or its gold answer scores less or makes the reward fail.
     """
     if not isinstance(reward, AsyncRewardWrapper):
         with AsyncRewardWrapper(reward) as wrapper:
@@ -57,6 +55,6 @@ async def _check(reward: AsyncRewardWrapper, index: int, row: Mapping[str, Any])
             return
     raise RewardError(
         f"the gold answer of row {index} ({answer[-80:]!r}) scores {max(scores):g} instead of 1.0 with the reward "
-        f"{reward.name}; choose the reward that fits the dataset, or fix its `answer` column; for a reward that "
-        "returns less than 1.0 to a bare answer, set rollout.n_gold_checks=0"
+        f"{reward.name}; choose the reward of this dataset, or fix its `answer` column; set rollout.n_gold_checks=0 "
+        "for a reward that gives a bare answer less than 1.0"
     )

@@ -1,7 +1,7 @@
-"""The reward of free-form mathematics, by math-verify.
+"""Reward for free-form mathematics, by math-verify.
 
-math-verify's own time-outs are off, as SIGALRM fails outside the main thread: `AsyncRewardWrapper` kills calls that run
-too long. Its search for a number in running text is not used: the shared extractor finds the answer.
+math-verify's time-outs are off (SIGALRM fails outside the main thread); `AsyncRewardWrapper` enforces the time limit.
+The shared extractor finds the answer, not math-verify's search in running text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _library() -> SimpleNamespace:
             "the reward math_verify needs the package math-verify, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         ) from error
-    # Both modules warn once that time-outs are off, which is on purpose.
+    # Both modules warn once that time-outs are off; this is intended.
     parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
     boxed_only = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     return SimpleNamespace(parse=parse, verify=verify, config=boxed_only)
@@ -69,11 +69,11 @@ def _parse(latex: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)  # the samples of one prompt often agree
 def answers_equal(gold: str, stated: str) -> bool:
-    r"""Return whether two written answers are equal: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
+    r"""Return whether two answers are equal: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
 
-    Words ("yes", "Tuesday") are compared as words, ignoring case: as mathematics they would be products of letters, so
-    that "god" equals "dog". What math-verify cannot parse is compared as text. An undefined gold answer (1/0) is an
-    error of math-verify.
+    Words ("yes", "Tuesday") are compared as words, ignoring case: as mathematics they are products of letters, and
+    "god" would equal "dog". Answers that math-verify cannot parse are compared as text. An undefined gold answer (1/0)
+    raises math-verify's error.
     """
     gold_latex, stated_latex = _to_latex(gold), _to_latex(stated)
     if gold_latex == stated_latex:
@@ -90,9 +90,9 @@ def answers_equal(gold: str, stated: str) -> bool:
 def math_verify_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Return 1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
+    r"""Return 1.0 if the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
 
-    Where the gold answer is written in a dataset's own form (`#### 72`), the completion may use that form too.
+    If the gold answer uses a dataset's form (`#### 72`), the completion may use it too.
 
     Raises:
         RewardError: math-verify is not installed, or the gold answer is empty.

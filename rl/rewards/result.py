@@ -1,4 +1,4 @@
-"""The result of a reward call: a `Reward` (a float with its parts), or a typed failure that costs one sample."""
+"""Result of a reward call: a `Reward` (a float with parts), or a typed failure that costs one sample."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _IN_PROCESS = WeakSet[Callable[..., Any]]()
 
 
 def in_process(function: Function) -> Function:
-    """Mark a reward that takes microseconds and always returns, such as a comparison of texts.
+    """Mark a reward that takes microseconds and always returns, such as a text comparison.
 
-    It is called where its answer arrives, without a worker process and its 80 us, and without a time limit. Functions
-    that wrap it are not marked.
+    It runs in the caller's loop without a time limit, which saves the 80 us of a worker process. Functions that wrap
+    it are not marked.
     """
     _IN_PROCESS.add(function)
     return function
@@ -30,7 +30,7 @@ def is_in_process(function: object) -> bool:
 
 
 class Reward(float):
-    """The total reward of one sample; `parts` holds what was summed, by name (empty for a plain number)."""
+    """Total reward of one sample; `parts` holds its summands by name (empty for a plain number)."""
 
     parts: dict[str, float]
 
@@ -40,8 +40,8 @@ class Reward(float):
         return reward
 
 
-class RewardFailure(RewardError):  # noqa: N818 - the base of four classes named by what happened
-    """A reward call without a reward: the sample is dropped and counted under `kind`, never scored 0."""
+class RewardFailure(RewardError):  # noqa: N818 - base class of four failures
+    """Reward call without a reward: the sample is dropped and counted under `kind`, never scored 0."""
 
     kind: ClassVar[str] = "failed"
 
@@ -59,7 +59,7 @@ class RewardCrashed(RewardFailure):
 
 
 class RewardRaised(RewardFailure):
-    """The call raised. `traceback_text` is the worker's traceback, which is also a note of this exception."""
+    """The call raised. `traceback_text` is the worker's traceback, also attached as a note."""
 
     kind = "raised"
 
@@ -80,11 +80,11 @@ FAILURE_KINDS = tuple(failure.kind for failure in (RewardTimeout, RewardCrashed,
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """Return the result of the reward function `name`, checked, with a dictionary's parts summed.
+    """Convert the result of reward function `name`, summing the parts of a dictionary.
 
     Raises:
-        RewardInvalid: `value` is not a number (anything with `__float__`) or a non-empty dict of them, or one of them
-            or their sum is NaN or infinite.
+        RewardInvalid: `value` is neither a finite number (anything with `__float__`) nor a non-empty dict of finite
+            numbers with a finite sum.
     """
     if isinstance(value, Reward):
         return Reward(_finite(value, name, "returned"), value.parts)

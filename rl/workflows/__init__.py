@@ -1,4 +1,4 @@
-"""Workflows: how one prompt becomes scored trajectories."""
+"""Workflows turn a prompt into scored trajectories."""
 
 from archon.schema.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Trains an agent: a user's program that calls the model over HTTP and returns a reward."""
+"""Workflow for agents: user programs that call the model over HTTP and return a reward."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 
 class ProcessAgent:
-    """Runs a command for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` set in its environment only.
+    """Agent that runs a command per episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment.
 
-    The command reads the row as JSON from standard input, and the last line that it prints is the reward: a JSON
-    number, or an object of rewards by completion id. A command that fails costs its sample, and the error ends with its
-    standard error. It is killed when its time is up.
+    The command reads the row as JSON from standard input. Its last printed line is the reward: a JSON number, or an
+    object of rewards by completion id. A failing command costs its sample, and is killed at the time limit.
 
     Args:
         command: the program and its arguments.
@@ -50,7 +49,7 @@ class ProcessAgent:
         self.command = list(command)
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **extra_kwargs: Any) -> Any:
-        """Return the reward that the command printed; raises `RolloutError` where it failed or printed none."""
+        """Return the printed reward; raise `RolloutError` if the command fails or prints none."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
@@ -66,40 +65,39 @@ class ProcessAgent:
                 await process.wait()
         errors = err.decode(errors="replace").strip()[-2000:]
         if process.returncode:
-            raise RolloutError(f"the agent {self.command[0]} ended with code {process.returncode}: {errors}")
+            raise RolloutError(f"the agent {self.command[0]} exited with code {process.returncode}: {errors}")
         last = out.decode(errors="replace").strip().rpartition("\n")[2]
         try:
             return json.loads(last)
         except ValueError:
-            raise RolloutError(f"the last line of the agent {self.command[0]} is no JSON: {last[:200]!r}") from None
+            raise RolloutError(
+                f"the agent {self.command[0]} must print its reward as JSON in the last line, got {last[:200]!r}"
+            ) from None
 
 
 class AgentWorkflow(SamplingWorkflow):
-    """Runs an agent `gconfig.n_samples` times on a row, each time in its own session; all rows form one group.
+    """Workflow that runs an agent `gconfig.n_samples` times per row, each run in its own session.
 
-    The agent's `run` gets the row, `base_url` and `api_key` of a local server with OpenAI's protocols (Anthropic's
-    clients need the URL without its /v1), and `http_client`, an `httpx.AsyncClient` for `AsyncOpenAI`. It runs on the
-    trainer's event loop, which a blocking call would stop, generation included: use asynchronous clients, or
-    `ProcessAgent`. Sampling parameters that a request does not set are those of `gconfig`; those that it sets are
-    subject to `rollout.agent_sampling`, except in an evaluation. With `workers` on other nodes it runs there, and the
-    server listens where they reach it.
+    The agent's `run` gets the row, `base_url` and `api_key` of a local OpenAI-compatible server (Anthropic clients need
+    the URL without /v1), and `http_client`, an `httpx.AsyncClient` for `AsyncOpenAI`. It runs on the trainer's event
+    loop: a blocking call stops generation, so use asynchronous clients or `ProcessAgent`. With `workers` on other nodes
+    the agent runs there. `gconfig` fills in unset sampling parameters of a request; `rollout.agent_sampling` rules over
+    the others in training.
 
-    A number is the episode's reward, for each of its branches; a dictionary rewards the completions that it names. An
-    agent that raises, times out, is lost with its worker or returns no finite number costs that sample, and is counted
-    by kind. Answers that it
-    breaks off while they are sampled are not trained, and are counted.
+    The agent returns a number, the reward of every branch, or a dictionary of rewards by completion id. A run that
+    raises, times out, loses its worker or returns no finite number costs its sample and is counted by kind. Answers
+    that the agent cancels during sampling are counted and not trained.
 
     Args:
-        agent: an object, a class that is constructed without arguments, or the dotted path of either.
+        agent: an object, a class without constructor arguments, or the dotted path of either.
         gconfig: sampling parameters; `n_samples` is the number of runs per row.
         tokenizer: renders prompts; its end-of-text and padding ids stop an answer.
         style: `concat` trains a conversation as one row, `individual` each answer as its own row.
-        turn_discount: factor of the reward for each later answer, in (0, 1]; see `Session.export`.
-        timeout_seconds: limit of one run of the agent.
-        tool_call_parser: name of the format in which the model calls tools, such as `hermes`; None: that of its chat
-            template.
-        processor: reads the pictures that the agent sends; None for a model that sees none.
-        workers: where the agent runs; None: here.
+        turn_discount: reward factor for each later answer, in (0, 1]; see `Session.export`.
+        timeout_seconds: time limit of one run.
+        tool_call_parser: tool-call format of the model, such as `hermes`; None: the chat template's format.
+        processor: reads images in requests; None for a text model.
+        workers: location of the agents; None: this process.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class AgentWorkflow(SamplingWorkflow):
         self.style: ExportStyle = style
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
-        tool_format(tokenizer, tool_call_parser)  # refuses an unknown name before the run starts
+        tool_format(tokenizer, tool_call_parser)  # raises for an unknown name before the run starts
         self._runs = make_runs(self.agent, workers)
         self._serving = SharedServer(tokenizer, tool_call_parser, processor, self._runs.host)
 
@@ -133,9 +131,9 @@ class AgentWorkflow(SamplingWorkflow):
         await self._runs.close()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Return one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
+        """Return one group, one or more rows per run; failed runs are dropped and counted.
 
-        Raises the first failure where all of them fail.
+        If all runs fail, the first failure is raised.
         """
         async with self._serving.lease() as (server, base_url):
             runs = (self._run_one(engine, data, index, server, base_url) for index in range(self.gconfig.n_samples))
@@ -155,7 +153,7 @@ class AgentWorkflow(SamplingWorkflow):
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
     ) -> list[Trajectory]:
-        """Return the trajectories of one run of the agent; a run that failed is counted and returns none."""
+        """Return the trajectories of one run; a failed run is counted and returns none."""
         workflow_context.enter_sample(index)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
@@ -168,7 +166,7 @@ class AgentWorkflow(SamplingWorkflow):
             raise
         except Exception as error:
             if session.refusal is not None:
-                raise session.refusal from error  # it requested sampling parameters that cannot be trained on
+                raise session.refusal from error  # the agent requested untrainable sampling parameters
             workflow_context.drop(_kind(error), error)
             return []
         finally:
@@ -178,11 +176,11 @@ class AgentWorkflow(SamplingWorkflow):
 
 
 def record_session(session: Session, rows: Sequence[Trajectory]) -> None:
-    """Record how many answers a session has, and how many of them were not trained or not as asked."""
+    """Record the number of answers in a session, and of untrained, overridden or uncorrected answers."""
     answered = len(session.interactions)
     counts = {
         "answers": answered,
-        "answers_unrewarded": answered - len({place for row in rows for place in row.answers}),
+        "answers_unrewarded": answered - len({index for row in rows for index in row.answers}),
         "answers_broken_off": session.unfinished,
     }
     policy = session.policy
@@ -202,7 +200,7 @@ def _kind(error: Exception) -> str:
 
 
 def set_session_rewards(session: Session, reward: float | Mapping[str, float]) -> None:
-    """Set the rewards that the agent returned in its session."""
+    """Set the rewards that the agent returned."""
     if not isinstance(reward, Mapping):
         session.reward_every_branch(reward)
         return
@@ -211,21 +209,21 @@ def set_session_rewards(session: Session, reward: float | Mapping[str, float]) -
 
 
 def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
-    """Return the agent that `agent` is or names; raises `ConfigError` unless it has `async def run`."""
-    found: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
-    if isinstance(found, type):
+    """Return the agent instance that `agent` is or names; raise `ConfigError` without `async def run`."""
+    resolved: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
+    if isinstance(resolved, type):
         try:
-            found = found()
+            resolved = resolved()
         except TypeError as error:
-            raise ConfigError(f"agent class {found.__qualname__}: {error}; give it as an instance") from None
-    if not asyncio.iscoroutinefunction(getattr(found, "run", None)):
+            raise ConfigError(f"agent class {resolved.__qualname__}: {error}; pass an instance") from None
+    if not asyncio.iscoroutinefunction(getattr(resolved, "run", None)):
         raise ConfigError(f"agent: got {agent!r}, expected an object with `async def run(self, data, **extra_kwargs)`")
-    resolved: Agent = found
-    return resolved
+    instance: Agent = resolved
+    return instance
 
 
 class SharedServer:
-    """A server that all running episodes share; it is closed when the last of them ends."""
+    """Server shared by all running episodes; it closes after the last one."""
 
     def __init__(
         self,
@@ -264,7 +262,7 @@ class SharedServer:
         from archon.serve.server import AgentServer
         from archon.serve.service import Limits
 
-        # The requests are the trainer's own, so the limits are practically off.
+        # Only the trainer sends requests: the limits are practically off.
         n = 1_000_000
         limits = Limits(body_bytes=1 << 30, sessions=n, calls_per_session=n, requests=n, session_idle_seconds=math.inf)
         token, parser = secrets.token_urlsafe(), self._tool_call_parser

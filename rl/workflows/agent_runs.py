@@ -1,4 +1,4 @@
-"""One run of an agent: on the trainer's event loop, or in a worker on a node of a Ray cluster."""
+"""Runs of an agent: on the trainer's event loop, or in workers on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ class Agent(Protocol):
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
 
 
-class AgentFailure(RolloutError):  # noqa: N818 - the base of classes named by what happened
-    """A run of an agent without a reward: its sample is dropped and counted under `kind`, never scored 0."""
+class AgentFailure(RolloutError):  # noqa: N818 - base class of the failures below
+    """Agent run without a reward: the sample is dropped and counted under `kind`, never scored 0."""
 
     kind: str = "agent_failed"
 
 
 class AgentTimeout(AgentFailure, TimeoutError):  # noqa: N818 - as its base
-    """The run was longer than its time limit, and was canceled."""
+    """The run exceeded its time limit and was canceled."""
 
     kind = "agent_timeout"
 
 
 class AgentLost(AgentFailure):
-    """The worker that ran the agent, or its node, died or cannot be reached."""
+    """The agent's worker or its node died or cannot be reached."""
 
     kind = "agent_lost"
 
 
 class AgentRaised(AgentFailure):
-    """The agent raised, in a worker; a note has its traceback. `kind` is that of a reward which the agent asked for and
-    which failed, else `agent_raised`."""
+    """The agent raised in a worker; a note holds the traceback.
+
+    `kind` is `agent_raised`, or the kind of the reward failure that the agent met.
+    """
 
     kind = "agent_raised"
 
@@ -54,7 +56,7 @@ class AgentRaised(AgentFailure):
 
 
 class LocalRuns:
-    """Runs an agent on the caller's event loop."""
+    """Agent runs on the caller's event loop."""
 
     host = "127.0.0.1"
 
@@ -62,7 +64,7 @@ class LocalRuns:
         self._agent = agent
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, seconds: float) -> Any:
-        """Return what the agent's `run` does. Raises AgentTimeout, or what it raises."""
+        """Return the result of the agent's `run`; raise AgentTimeout or the agent's exception."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -73,47 +75,47 @@ class LocalRuns:
             raise
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Do nothing."""
 
 
 class AgentActor(WorkerActor):
-    """Runs an agent on its node."""
+    """Ray actor that runs an agent."""
 
     def __init__(self, path: Sequence[str], agent: bytes) -> None:
         super().__init__(path)
         self._agent: Agent = pickle.loads(agent)  # noqa: S301 - written by the trainer, as below
 
     async def run(self, call: bytes) -> bytes:
-        """Return as JSON what the agent's `run` returned, or that it raised."""
+        """Return the result or the exception of the agent's `run` as JSON."""
         data, base_url, api_key, episode = pickle.loads(call)  # noqa: S301
         context = EpisodeContext(**episode)
         workflow_context.enter(context)
         try:
-            told: dict[str, Any] = {"reward": await run_agent(self._agent, data, base_url, api_key)}
-        except Exception as error:  # noqa: BLE001 - told to the trainer
+            reply: dict[str, Any] = {"reward": await run_agent(self._agent, data, base_url, api_key)}
+        except Exception as error:  # noqa: BLE001 - reported to the trainer
             kind = f"reward_{error.kind}" if isinstance(error, RewardFailure) else AgentRaised.kind
-            told = {"kind": kind, "text": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-8000:]}
-            told["fatal"] = isinstance(error, ConfigError)
+            reply = {"kind": kind, "text": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-8000:]}
+            reply["fatal"] = isinstance(error, ConfigError)
         drops = {kind: (number, str(context.first_errors[kind])) for kind, number in context.drops.items()}
-        return json.dumps(told | {"numbers": context.numbers, "drops": drops}, default=float).encode()
+        return json.dumps(reply | {"numbers": context.numbers, "drops": drops}, default=float).encode()
 
 
 class RayRuns:
-    """Runs an agent in workers on the nodes of a cluster. A run waits for a place, and then has its time."""
+    """Agent runs in Ray workers. A run waits for a free worker; its time limit starts then."""
 
     def __init__(self, agent: Agent, config: WorkersConfig) -> None:
         try:
             pickled = pickle.dumps(agent, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # noqa: BLE001 - pickle's own are many
-            raise ConfigError(f"workflow: the agent cannot be sent to a worker: {error}") from None
+        except Exception as error:  # noqa: BLE001 - pickle raises many types
+            raise ConfigError(f"workflow: the agent cannot be pickled for a worker: {error}") from None
         if b"__main__" in pickled:
-            raise ConfigError("workflow: workers on other nodes cannot import the script that runs; put it in a module")
+            raise ConfigError("workflow: workers cannot import the running script; move the agent to a module")
         name = type(agent).__qualname__
         self._workers = RayWorkers(AgentActor, (pickled,), config, config.agents, config.runs, f"agent {name}")
         self.host = self._workers.address
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, seconds: float) -> Any:
-        """Return what the agent's `run` does. Raises AgentFailure, or ConfigError where the agent did."""
+        """Return the result of the agent's `run`; raise AgentFailure, or ConfigError from the agent."""
         context = workflow_context.get()
         episode = {name: getattr(context, name) for name in ("task_id", "is_eval", "seed", "sample_index")}
         try:
@@ -124,19 +126,19 @@ class RayRuns:
             raise AgentLost(str(error)) from None
         except WorkersBrokenError as error:
             raise ConfigError(str(error)) from None
-        found = json.loads(answer)
-        for name, values in found["numbers"].items():
+        reply = json.loads(answer)
+        for name, values in reply["numbers"].items():
             for value in values:
                 workflow_context.record(**{name: value})
-        for kind, (number, text) in found["drops"].items():
+        for kind, (number, text) in reply["drops"].items():
             for _ in range(number):
                 workflow_context.drop(kind, AgentRaised(text, kind))
-        if "reward" in found:
-            return found["reward"]
-        if found["fatal"]:
-            raise ConfigError(found["text"].partition(": ")[2])
-        failure = AgentRaised(f"the agent raised {found['text']}", found["kind"])
-        failure.add_note(found["trace"])
+        if "reward" in reply:
+            return reply["reward"]
+        if reply["fatal"]:
+            raise ConfigError(reply["text"].partition(": ")[2])
+        failure = AgentRaised(f"the agent raised {reply['text']}", reply["kind"])
+        failure.add_note(reply["trace"])
         raise failure
 
     async def close(self) -> None:
@@ -145,13 +147,13 @@ class RayRuns:
 
 
 async def run_agent(agent: Agent, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Return what the agent returns for a copy of the row `data`."""
-    # The cost of a connection pool grows with the square of its connections, so each run has its own.
+    """Run the agent on a copy of the row `data`."""
+    # The cost of a connection pool grows with the square of its connections: one pool per run.
     async with http_client() as client:
         copied = copy_containers(dict(data.items()))
         return await agent.run(copied, base_url=base_url, api_key=api_key, http_client=client)
 
 
 def make_runs(agent: Agent, config: WorkersConfig | None) -> LocalRuns | RayRuns:
-    """Return where the agent runs."""
+    """Return the runner for the configured location."""
     return RayRuns(agent, config) if config is not None and config.kind == "ray" else LocalRuns(agent)

@@ -1,4 +1,4 @@
-"""`RolloutWorkflow`, the base class of workflows, and what the built-in ones share."""
+"""`RolloutWorkflow`, the base class of workflows, and helpers of the built-in ones."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Failure: TypeAlias = RewardFailure | UnusableAnswerError
 
 
 class RolloutWorkflow(ABC):
-    """Turns one prompt into scored trajectories.
+    """Base class: turns one prompt into scored trajectories.
 
-    Give the trainer an instance of a subclass, the class, or `"pkg.mod.Class"`. A class is constructed with those of
-    `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
+    Give the trainer an instance of a subclass, the class, or `"pkg.mod.Class"`. The trainer passes `reward_fn`,
+    `gconfig` and `tokenizer` to a class if its `__init__` names them.
 
-    A run returns a group: `gconfig.n_samples` trajectories of one prompt, as tensors. Workflows written for AReaL may
-    return single trajectories, which `archon.rl.compat.areal` groups. For these `returns_group` says what a run
-    returns. True: the whole group. False: one trajectory, so that each prompt gets n concurrent runs, and a run that
-    rejects its answer or whose reward fails costs that sample only. None: not known; one run, and n − 1 more where it
-    returned a single trajectory.
+    A group is `gconfig.n_samples` trajectories of one prompt.
 
-    `reads_raw_rows` says that rows need their source's own row, which the trainer then adds as `train_data.raw` does.
+    Attributes:
+        returns_group: True: a run returns the whole group. False: a run returns one trajectory; each prompt gets n
+            concurrent runs, and a rejected or failed run costs one sample. None: unknown; one run, then n − 1 more if
+            it returned a single trajectory.
+        reads_raw_rows: whether rows must include the source dataset's columns, as with `train_data.raw`.
     """
 
     returns_group: ClassVar[bool | None] = None
@@ -43,29 +43,29 @@ class RolloutWorkflow(ABC):
         """Run one episode.
 
         Args:
-            engine: the generator, called as `await engine.agenerate(ModelRequest(...))`.
-            data: a copy of one row of the dataset.
+            engine: the generator; call `await engine.agenerate(ModelRequest(...))`.
+            data: a copy of one dataset row.
 
         Returns:
-            Trajectory tensors, batch first: `input_ids` int [B, S], `attention_mask` bool [B, S], `loss_mask` int [B,
+            Batch-first trajectory tensors: `input_ids` int [B, S], `attention_mask` bool [B, S], `loss_mask` int [B,
             S], `logprobs` float [B, S] (0 on prompt tokens), `versions` int [B, S] (−1 on prompt and padding),
-            `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
-            `None` rejects the episode.
+            `rewards` float [B], and anything else with a leading B. All rows form one group. `None` rejects the
+            episode.
 
-            Short forms are accepted too: `input_ids` (the prompt), `output_ids` (the answer as the engine returned it),
-            both int [L] or [1, L], and `reward`; a list of these; or a dictionary of `InteractionWithTokenLogpReward`
-            by id, the parts of one trajectory (one trajectory each where `returns_group` is True).
+            Short forms: `input_ids` (the prompt) and `output_ids` (the engine's answer), both int [L] or [1, L], with
+            `reward`; a list of these; or a dictionary of `InteractionWithTokenLogpReward` by id: parts of one
+            trajectory, or one trajectory each if `returns_group` is True.
         """
 
-    async def aclose(self) -> None:  # noqa: B027 (most hold nothing)
-        """Release what the workflow holds; a run awaits it at its end, on the event loop of the episodes."""
+    async def aclose(self) -> None:  # noqa: B027 (optional)
+        """Release resources; a run awaits it at its end on the event loop of the episodes."""
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        """Return a copy that samples with `gconfig`. Raises `ConfigError` where the workflow has no such attribute."""
+        """Return a copy that samples with `gconfig`; raise `ConfigError` without a `gconfig` attribute."""
         if not hasattr(self, "gconfig"):
             raise ConfigError(
-                f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
-                "values; keep the constructor's gconfig in self.gconfig, override with_gconfig, or pass eval_workflow"
+                f"{type(self).__name__} has no attribute `gconfig`, which evaluation must change; keep the "
+                "constructor's gconfig in self.gconfig, override with_gconfig, or pass eval_workflow"
             )
         changed = copy.copy(self)
         changed.gconfig = gconfig
@@ -73,9 +73,9 @@ class RolloutWorkflow(ABC):
 
 
 class SamplingWorkflow(RolloutWorkflow):
-    """A workflow whose runs return whole groups, sampled with `gconfig` from prompts that `tokenizer` renders.
+    """Base class of workflows that return whole groups, sampled with `gconfig`.
 
-    The tokenizer's end-of-text and padding ids stop an answer; a path is that of its folder.
+    `tokenizer` is a tokenizer or its folder; its end-of-text and padding ids stop an answer.
     """
 
     returns_group = True
@@ -85,19 +85,20 @@ class SamplingWorkflow(RolloutWorkflow):
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(self.tokenizer)
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        """Return a copy that samples with `gconfig` and the tokenizer's stop ids."""
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
 
 def count_failure(error: Failure) -> None:
-    """Count the sample that `error` costs, unless it was counted before."""
+    """Count a dropped sample, unless `error` was already counted."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):
         workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
 
 
 def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tuple[int, Result]], list[Failure]]:
-    """Split what samples or runs ended with into results, each with its index, and failures, which are counted.
+    """Split outcomes into results with their index, and failures, which are counted.
 
-    Raises any exception that is neither a failed reward nor an unusable answer.
+    Any exception other than a failed reward or an unusable answer is raised.
     """
     results: list[tuple[int, Result]] = []
     failures: list[Failure] = []
@@ -113,17 +114,17 @@ def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tup
 
 
 async def capture_outcome(work: Awaitable[Result]) -> Result | BaseException:
-    """Return what `work` returns or raises, as `asyncio.gather` does of tasks."""
+    """Return the result or the exception of `work`, like `asyncio.gather(return_exceptions=True)`."""
     try:
         return await work
-    except Exception as error:  # noqa: BLE001 - the caller's to judge
+    except Exception as error:  # noqa: BLE001 - the caller handles it
         return error
 
 
 def drop_failed_samples(
     samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]
 ) -> list[tuple[Sample, Result]]:
-    """Return the samples that did not fail, each with its outcome; raises the first failure where none is left."""
+    """Return successful samples with their outcomes; raise the first failure if none succeeded."""
     results, failures = split_outcomes(outcomes)
     if not results:
         raise failures[0]
@@ -131,7 +132,7 @@ def drop_failed_samples(
 
 
 def wrap_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """Return the wrapper of a reward function, which must take the four documented arguments, else `RewardError`."""
+    """Wrap a reward function; raise `RewardError` unless it takes the four documented arguments."""
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper

@@ -1,4 +1,4 @@
-"""A conversation in token space: the model's answers, and the messages between them."""
+"""Conversation in token space: answers of the model and the messages between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from archon.rl.episode_context import workflow_context
 from archon.schema.errors import ContextOverflowError
 
 Reply: TypeAlias = Callable[[str, ModelResponse], Awaitable[str | None]]
-"""Returns the user's message to an answer, given as text and as the engine returned it; None ends the conversation."""
+"""(answer text, engine response) -> the user's next message; None ends the conversation."""
 
 
 async def converse(
@@ -25,16 +25,15 @@ async def converse(
     gconfig: GenerationHyperparameters,
     tokenizer: Any,
 ) -> None:
-    """Fill `record` with a conversation, which is sample `index` of its episode.
+    """Fill `record` with a conversation, sample `index` of its episode.
 
-    It ends where `reply` returns None, with an answer that reached its limit of length, or where the next turn does not
-    fit; the last two set `record.truncated`. Nothing is encoded twice: the prompt of the next turn is the tokens so far
-    and those of the message.
+    It ends if `reply` returns None, an answer reaches its length limit, or the next turn does not fit; the last two set
+    `record.truncated`. Nothing is encoded twice: the next prompt is all tokens so far plus the new message.
     """
     seed = workflow_context.enter_sample(index).seed
     new_ids = prompt_ids
     while True:
-        # Each turn has its own random stream, so that it does not depend on concurrent conversations.
+        # Each turn has its own random stream, independent of concurrent conversations.
         changes = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
         one = gconfig.model_copy(update=changes)
         try:

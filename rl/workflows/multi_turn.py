@@ -1,4 +1,4 @@
-"""Several turns: after a wrong answer the model is asked to try again."""
+"""Multi-turn workflow: after a wrong answer the model tries again."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ RETRY = "That is not right. Try again."
 
 
 class MultiTurnWorkflow(SamplingWorkflow):
-    """Samples `gconfig.n_samples` conversations. After each answer whose reward is below `reward_threshold` the
-    model is sent
-    `retry` and answers again, up to `max_turns` times.
+    """Workflow that samples `gconfig.n_samples` conversations of up to `max_turns` answers.
 
-    The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. All answers
-    are trained. Nothing is encoded twice: the prompt of the next turn is the tokens so far and those of the message.
+    An answer with a reward below `reward_threshold` is followed by the message `retry`. The reward of a conversation is
+    the reward of its last answer times `turn_discount` for each earlier turn. All answers are trained.
 
     Args:
-        reward_fn: as for `RLVRWorkflow`; it scores the last answer.
+        reward_fn: as for `RLVRWorkflow`.
         gconfig: sampling parameters of each turn; `max_tokens` limits the conversation.
         tokenizer: renders prompts and messages; its end-of-text and padding ids stop an answer.
-        max_turns: the maximal number of answers.
-        turn_discount: factor of the reward for each turn after the first, in (0, 1].
-        reward_threshold: the reward that ends the conversation.
+        max_turns: maximum number of answers.
+        turn_discount: reward factor for each turn after the first, in (0, 1].
+        reward_threshold: reward that ends the conversation.
         retry: the user's message after a lower reward.
     """
 
@@ -63,7 +61,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Return one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
 
-        Conversations that fail are dropped and counted by kind; the first failure is raised when none is left.
+        Failed conversations are dropped and counted by kind. If all fail, the first failure is raised.
         """
         prompt_ids = encode_prompt(self.tokenizer, data)
         records = [TokenRecord() for _ in range(self.gconfig.n_samples)]
@@ -81,7 +79,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
     async def _converse(
         self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
     ) -> Reward:
-        """Fill `record`, and returns the reward of its last answer."""
+        """Fill `record` and return the reward of its last answer."""
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
         reward = Reward(0.0)
 

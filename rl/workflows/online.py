@@ -1,4 +1,4 @@
-"""Trains on sessions of agents that run elsewhere, talk to a server of this run, and rate what they were answered."""
+"""Online workflow: external agents talk to a server of this run and rate their sessions."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ if TYPE_CHECKING:
 
 
 def session_rows(split: str) -> list[dict[str, str]]:
-    """Return the rows of an online run: places for groups of sessions, whose prompts come from outside."""
+    """Return placeholder rows of an online run; the prompts come from the sessions."""
     return [{"prompt": str(number), "response": "."} for number in range(1024)]
 
 
 class OnlineWorkflow(SamplingWorkflow):
-    """Serves the policy on `host` and `port` for as long as the run lasts, and trains the sessions that are rated.
+    """Workflow that serves the policy on `host` and `port` during the run and trains rated sessions.
 
-    An episode takes the next group of `gconfig.n_samples` rated sessions: those opened with the same `group`. With
-    `n_samples` = 1 each session is a group, and the advantage must be one that compares no answers of a group. A
-    session with a token older than `max_age` versions of the weights is dropped and counted as `stale_session`; the
-    sessions of a group that is not complete `group_timeout` seconds after its first rating, as `incomplete_group`.
-    Evaluations do not use sessions: they run `eval_agent`, or ask the held-out prompts and score them with the run's
-    reward.
+    An episode takes the next group: `gconfig.n_samples` rated sessions that were opened with the same `group`. With
+    `n_samples` = 1 each session is a group, and the advantage must not compare answers of a group. Sessions are dropped
+    and counted as `stale_session` if a token is more than `max_age` versions old, and as `incomplete_group` if their
+    group is incomplete `group_timeout` seconds after its first rating. Evaluation runs `eval_agent`, or samples the
+    held-out prompts and scores them with the run's reward.
 
-    The token that opens sessions is read from the environment variable `ARCHON_TOKEN`; without one, the server listens
-    on loopback only.
+    The environment variable `ARCHON_TOKEN` holds the token that opens sessions. Without it the server listens on
+    loopback only.
 
     Args:
         reward_fn: scores held-out answers.
-        gconfig: default sampling values of requests.
+        gconfig: default sampling parameters of requests.
         tokenizer: renders prompts.
         host: address to listen on.
-        port: 0 takes a free one.
-        style, turn_discount: see `AgentWorkflow`.
-        max_age: versions by which a session's oldest token may be behind.
-        group_timeout: seconds within which all sessions of a group must be rated, counted from the first.
-        eval_agent: an agent for evaluations, as `AgentWorkflow` takes it.
-        tool_call_parser, processor: see `AgentWorkflow`.
+        port: port to listen on; 0: a free one.
+        style: see `AgentWorkflow`.
+        turn_discount: see `AgentWorkflow`.
+        max_age: maximum age of a session's tokens in weight versions.
+        group_timeout: seconds from a group's first rating to its last.
+        eval_agent: agent for evaluation, as for `AgentWorkflow`.
+        tool_call_parser: see `AgentWorkflow`.
+        processor: see `AgentWorkflow`.
     """
 
     def __init__(
@@ -75,25 +76,24 @@ class OnlineWorkflow(SamplingWorkflow):
     ) -> None:
         super().__init__(gconfig, tokenizer)
         if max_age < 0:
-            raise ConfigError(f"max_age = {max_age} must be a number of versions, from 0 on")
+            raise ConfigError(f"max_age = {max_age} must be at least 0 versions")
         if not 0 < group_timeout <= MAX_SECONDS:
-            raise ConfigError(
-                f"group_timeout = {group_timeout} must be a number of seconds above 0, {MAX_SECONDS:g} at most"
-            )
+            raise ConfigError(f"group_timeout = {group_timeout} must be above 0 and at most {MAX_SECONDS:g} seconds")
         if ControlPlane.world().size > 1:
-            raise ConfigError("sessions are served by one process; set a layout of one")
+            raise ConfigError("one process serves the sessions; set actor.layout to a single process")
         self._reward_fn, self._host, self._port = reward_fn, host, port
         self._style: ExportStyle = style
         self._turn_discount, self._max_age, self._tool_call_parser = turn_discount, max_age, tool_call_parser
         self._group_timeout, self._eval_agent, self._processor = group_timeout, eval_agent, processor
-        self.url: str | None = None  # once the server listens
-        self._rated: asyncio.Queue[list[Session]] = asyncio.Queue()  # complete groups, and those whose time is up
+        self.url: str | None = None  # set once the server listens
+        self._rated: asyncio.Queue[list[Session]] = asyncio.Queue()  # complete and timed-out groups
         self._waiting: dict[str, list[Session]] = {}  # rated sessions of incomplete groups
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._starting = asyncio.Lock()
         self._server: AgentServer | None = None
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        """Return the workflow for evaluation: `eval_agent`, or single-turn answers."""
         if self._eval_agent is not None:
             return AgentWorkflow(
                 self._eval_agent,
@@ -105,7 +105,7 @@ class OnlineWorkflow(SamplingWorkflow):
         return RLVRWorkflow(self._reward_fn, gconfig, self.tokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Wait for the next group of rated sessions that are not too old, and returns its trajectories."""
+        """Wait for the next group of fresh rated sessions, and return its trajectories."""
         async with self._starting:
             if self._server is None:
                 self._server = await self._serve(engine)
@@ -117,20 +117,20 @@ class OnlineWorkflow(SamplingWorkflow):
             rows: list[Trajectory] = []
             runs: list[int] = []
             for index, session in enumerate(group):
-                found = self._rows(session, engine)
-                rows += found
-                runs += [index] * len(found)
+                session_rows_ = self._rows(session, engine)
+                rows += session_rows_
+                runs += [index] * len(session_rows_)
             if rows:
                 tensors = trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs)
                 return add_temperatures(tensors, [row.record for row in rows], self.gconfig.temperature)
 
     def _rows(self, session: Session, engine: InferenceEngine) -> list[Trajectory]:
-        """Return the rows of a session; a session without usable ones is counted."""
+        """Return the rows of a session; a session without usable rows is counted."""
         oldest = min((min(node.response.output_versions) for node in session.interactions), default=0)
         if oldest < engine.version - self._max_age:
             stale = RolloutError(
-                f"a session has tokens of version {oldest}, and the weights have {engine.version}; rate sessions sooner"
-                f", or raise max_age, which is {self._max_age}"
+                f"a session has tokens of version {oldest}, but the weights are at {engine.version}; rate sessions "
+                f"sooner, or raise max_age ({self._max_age})"
             )
             workflow_context.drop("stale_session", stale)
             return []
@@ -144,14 +144,14 @@ class OnlineWorkflow(SamplingWorkflow):
 
     def _count_incomplete(self, group: list[Session]) -> None:
         missing = RolloutError(
-            f"group {group[0].group} had {len(group)} of its {self.gconfig.n_samples} rated sessions "
-            f"{self._group_timeout:g} s after the first; rate all of a group, or raise group_timeout"
+            f"group {group[0].group} had {len(group)} of {self.gconfig.n_samples} rated sessions "
+            f"{self._group_timeout:g} s after the first; rate every session of a group, or raise group_timeout"
         )
         for _ in group:
             workflow_context.drop("incomplete_group", missing)
 
     def _finish(self, session: Session) -> None:
-        """Take a rated session; the last one of its group completes it."""
+        """Add a rated session to its group, and release a complete group."""
         size = self.gconfig.n_samples
         name = session.group or session.id
         if name not in self._waiting:
@@ -162,12 +162,12 @@ class OnlineWorkflow(SamplingWorkflow):
             self._release_group(name)
 
     def _release_group(self, name: str) -> None:
-        """Give a group, complete or not, to the next episode."""
+        """Queue a complete or timed-out group for the next episode."""
         self._timers.pop(name).cancel()
         self._rated.put_nowait(self._waiting.pop(name))
 
     async def aclose(self) -> None:
-        """Stop serving; sessions that are not trained yet are lost."""
+        """Stop serving; untrained sessions are lost."""
         for timer in self._timers.values():
             timer.cancel()
         if self._server is not None:

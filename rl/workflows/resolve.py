@@ -1,4 +1,4 @@
-"""Resolves a workflow given as an instance, a class, a registered name or a dotted path."""
+"""Resolution of a workflow from an instance, a class, a registered name or a dotted path."""
 
 from __future__ import annotations
 

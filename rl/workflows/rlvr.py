@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards: one prompt, n answers, a function that scores each."""
+"""RL from verifiable rewards: one prompt, n answers, a function that scores each answer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from archon.rl.workflows.base import (
 
 
 class RLVRWorkflow(SamplingWorkflow):
-    """Samples `gconfig.n_samples` answers to the row's prompt and scores each; the answers form one group.
+    """Workflow that samples and scores `gconfig.n_samples` answers per prompt.
 
-    A row holds `messages` (for the chat template) or `prompt`, and the columns that the reward needs. Answers stay in
-    token space: they are decoded for the reward only, and never encoded again.
+    A row holds `messages` (for the chat template) or `prompt`, and the columns of the reward. Answers are decoded for
+    the reward only and never encoded again.
 
     Args:
         reward_fn: a function, its name or dotted path, or an `AsyncRewardWrapper`.
         gconfig: sampling parameters.
         tokenizer: renders prompts and decodes answers; its end-of-text and padding ids stop an answer.
-        enable_thinking: passed to the chat template; None: not passed, so that the template's default holds.
+        enable_thinking: passed to the chat template; None: the template's default.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class RLVRWorkflow(SamplingWorkflow):
         self.reward_fn = wrap_reward(reward_fn)
 
     def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
-        """Return the tokens of a row's prompt, and its pictures, of which there are none here."""
+        """Return the prompt tokens and images of a row; there are no images here."""
         return encode_prompt(self.tokenizer, data, **self.template_options), []
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Return one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
+        """Return one group as trajectory tensors [n, S]; failed samples are dropped and counted by kind.
 
-        Raises the first failure where all of them fail.
+        If all samples fail, the first failure is raised.
         """
+        # 1. Sample.
         prompt_ids, images = self.encode_row(data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         requests = [
@@ -67,7 +68,7 @@ class RLVRWorkflow(SamplingWorkflow):
         prompt, *completions = self.tokenizer.batch_decode(
             [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
         )
-
+        # 2. Score. An in-process reward needs no task: tasks would take longer than the reward.
         in_process = type(self.reward_fn) is AsyncRewardWrapper and self.reward_fn.in_process
 
         async def score(index: int, completion: str, response: ModelResponse) -> Reward:
@@ -78,7 +79,7 @@ class RLVRWorkflow(SamplingWorkflow):
 
         scores = map(score, range(len(responses)), completions, responses)
         outcomes: Sequence[Reward | BaseException]
-        if in_process:  # a task for each would take longer
+        if in_process:
             outcomes = [await capture_outcome(one) for one in scores]
         else:
             outcomes = await asyncio.gather(*scores, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards on prompts with pictures."""
+"""RL from verifiable rewards on prompts with images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from archon.schema.errors import ConfigError
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):
-    """An `RLVRWorkflow` whose rows have pictures in `images`: paths, bytes, base64 or PIL images, or none.
+    """`RLVRWorkflow` for rows with `images`: paths, bytes, base64 or PIL images, or none.
 
-    The pixels are made once, and travel with the trajectories, so that generator and trainer see the same.
+    Images are processed once; generator and trainer use the same pixels.
 
     Args:
-        processor: reads pictures: the folder of the model's checkpoint, or its `ImageReader`.
-        reward_fn, gconfig, tokenizer, enable_thinking: see `RLVRWorkflow`.
+        reward_fn: see `RLVRWorkflow`.
+        gconfig: see `RLVRWorkflow`.
+        tokenizer: see `RLVRWorkflow`.
+        processor: the folder of the model's checkpoint, or its `ImageReader`.
+        enable_thinking: see `RLVRWorkflow`.
     """
 
     def __init__(
@@ -36,16 +39,16 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking)
         if processor is None:
             raise ConfigError(
-                "VisionRLVRWorkflow needs what reads pictures, and the model sees none; choose a checkpoint with a "
-                "vision tower and its preprocessor_config.json, and leave `vision` at frozen or trained"
+                "VisionRLVRWorkflow needs an image processor, but the model has no vision encoder; use a checkpoint "
+                "with a vision encoder and preprocessor_config.json, and `vision` frozen or trained"
             )
         if not isinstance(processor, ImageReader | str | Path):
             raise ConfigError(
-                f"VisionRLVRWorkflow: processor is a {type(processor).__name__}; expected the checkpoint's folder, or "
-                "a ImageReader of it"
+                f"VisionRLVRWorkflow: processor is a {type(processor).__name__}; expected the checkpoint's folder or "
+                "an ImageReader"
             )
         self.processor = processor if isinstance(processor, ImageReader) else ImageReader(processor)
 
     def encode_row(self, data: dict[str, Any]) -> tuple[list[int], list[ProcessedImage]]:
-        """Return the tokens of a row's prompt, with a placeholder for each row of a picture, and the pictures."""
+        """Return the prompt tokens, with placeholder tokens for image embeddings, and the images."""
         return encode_image_prompt(self.tokenizer, data, self.processor, **self.template_options)
