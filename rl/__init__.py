@@ -1,6 +1,6 @@
-"""The RL layer: workflows, rewards, datasets, rollout, trainer. All public names import from `archon.rl`.
+"""RL layer: workflows, rewards, datasets, rollout, trainer. All public names import from `archon.rl`.
 
-Names load on first use, so that a reward's worker process starts without torch.
+Names load on first use: a reward's worker process starts without torch.
 """
 
 from archon.schema.lazy import lazy_exports

@@ -1,4 +1,4 @@
-"""What training does with the sampling values that an agent asks for over HTTP."""
+"""Policy for the sampling parameters in agents' HTTP requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ AgentSampling = Literal["override", "refuse", "allow"]
 
 
 class SamplingPolicy:
-    """Decides with which values an agent's requests are sampled in training; evaluations have no policy.
+    """Sampling parameters of agents' requests in training; evaluation has no policy.
 
-    `override` samples with the trainer's values instead. `refuse` raises `ConfigError`, which ends the run. `allow`
-    samples as asked: the trainer computes its log-probabilities at the temperature of each answer, but it cannot
-    repeat top_p, top_k, greedy choices and min_tokens, whose answers are counted as uncorrected. A field that is
-    overridden or uncorrected is logged once.
+    `override` uses the trainer's values. `refuse` raises `ConfigError`, which ends the run. `allow` uses the agent's
+    values: the trainer computes logprobs at the temperature of each answer, and counts answers with top_p, top_k,
+    greedy or min_tokens as uncorrected. Each overridden or uncorrected field is logged once.
 
     Args:
-        mode: one of the three.
-        trained: the trainer's values.
-        log: is called with each line.
+        mode: `override`, `refuse` or `allow`.
+        trained: the trainer's sampling parameters.
+        log: called with each line.
     """
 
     def __init__(self, mode: AgentSampling, trained: GenerationHyperparameters, log: Callable[[str], None]) -> None:
@@ -30,7 +29,7 @@ class SamplingPolicy:
         self._logged: set[str] = set()
 
     def __call__(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Return the values to sample with; raises `ConfigError` for those that are refused."""
+        """Return the parameters to sample with; raise `ConfigError` for refused ones."""
         trained = self._trained
         if self.mode == "refuse":
             check_recomputable(asked, trained.temperature)

@@ -1,4 +1,4 @@
-"""Answers to the rows of a dataset, by a checkpoint in this process or by a model behind an OpenAI endpoint, scored."""
+"""Scored answers to dataset rows, by an in-process checkpoint or an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -19,40 +19,43 @@ from archon.schema.errors import RolloutError
 
 @dataclass
 class Answer:
-    """One answer: its text, the number of its tokens where it is known, and why it ended."""
+    """Answer text with stop reason and, if known, length in tokens and token ids (prompt, answer)."""
 
     prompt: str
     text: str
     stop_reason: str
     length: int | None = None
-    ids: tuple[list[int], list[int]] | None = None  # of prompt and answer
+    ids: tuple[list[int], list[int]] | None = None
 
 
 class Answerer(Protocol):
-    """Answers one row; `seed` is the answer's own."""
+    """Source of answers."""
 
-    async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer: ...
+    async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
+        """Answer one row with a seed."""
+        ...
 
 
 class CheckpointAnswerer:
-    """Samples from an in-process engine, as rollouts do."""
+    """Answers sampled from an in-process engine."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: Any, gconfig: GenerationHyperparameters) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
 
     async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
+        """Sample one answer."""
         prompt = encode_prompt(self._tokenizer, dict(row))
         gconfig = self._gconfig.model_copy(update={"seed": seed})
         response = await self._engine.agenerate(ModelRequest(prompt, gconfig, tokenizer=self._tokenizer))
-        asked, text = self._tokenizer.batch_decode([prompt, response.output_tokens], skip_special_tokens=True)
-        return Answer(asked, text, response.stop_reason, response.output_len, (prompt, response.output_tokens))
+        question, text = self._tokenizer.batch_decode([prompt, response.output_tokens], skip_special_tokens=True)
+        return Answer(question, text, response.stop_reason, response.output_len, (prompt, response.output_tokens))
 
 
 class EndpointAnswerer:
-    """Asks chat completions for rows with `messages`, completions for others.
+    """Answers from an endpoint: chat completions for rows with `messages`, else completions.
 
-    The environment variable OPENAI_API_KEY is the endpoint's key, where it asks for one.
+    The environment variable OPENAI_API_KEY holds the endpoint's key.
     """
 
     def __init__(self, url: str, model: str, sampling: Mapping[str, Any], max_concurrent: int) -> None:
@@ -61,27 +64,28 @@ class EndpointAnswerer:
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=3)
         self._url, self._model, self._sampling = url, model, dict(sampling)
-        self._places = asyncio.Semaphore(max_concurrent)
+        self._slots = asyncio.Semaphore(max_concurrent)
 
     async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
-        ask = {"model": self._model, **self._sampling} | ({} if seed is None else {"seed": seed % 2**31})
+        """Request one answer."""
+        options = {"model": self._model, **self._sampling} | ({} if seed is None else {"seed": seed % 2**31})
         try:
-            async with self._places:
+            async with self._slots:
                 if "messages" in row:
-                    found = await self._client.chat.completions.create(messages=row["messages"], **ask)
-                    prompt, text = str(row["messages"][-1]["content"]), found.choices[0].message.content or ""
+                    completion = await self._client.chat.completions.create(messages=row["messages"], **options)
+                    prompt, text = str(row["messages"][-1]["content"]), completion.choices[0].message.content or ""
                 else:
-                    found = await self._client.completions.create(prompt=row["prompt"], **ask)
-                    prompt, text = str(row["prompt"]), found.choices[0].text
+                    completion = await self._client.completions.create(prompt=row["prompt"], **options)
+                    prompt, text = str(row["prompt"]), completion.choices[0].text
         except self._error as error:
             raise RolloutError(f"{self._url}: {error}") from None
-        length = None if found.usage is None else found.usage.completion_tokens
-        return Answer(prompt, text, str(found.choices[0].finish_reason), length)
+        length = None if completion.usage is None else completion.usage.completion_tokens
+        return Answer(prompt, text, str(completion.choices[0].finish_reason), length)
 
 
 @dataclass
 class Scored:
-    """The scored answers to row `index`, one record each, and how many were lost, by reason."""
+    """Scored answers to row `index`, one record each, and lost answers by reason."""
 
     index: int
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -90,27 +94,27 @@ class Scored:
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of the answers that have one."""
+        """Rewards of the scored answers."""
         return [record["reward"] for record in self.records]
 
 
 async def score_answers(
     rows: Sequence[Mapping[str, Any]], answerer: Answerer, reward: AsyncRewardWrapper, n: int, seed: int | None
 ) -> AsyncIterator[Scored]:
-    """Yield each row's `n` scored answers when all of them are there.
+    """Yield each row's `n` scored answers once all are scored.
 
-    An answer that the endpoint refuses or whose reward fails is lost, counted and left out: it is not scored 0.
+    A failed request or reward is counted as lost and never scored 0.
     """
 
     async def one(index: int, sample: int) -> dict[str, Any]:
         row = rows[index]
-        found = await answerer.answer(row, None if seed is None else derive_seed(seed, index, sample))
-        score = await reward(found.prompt, found.text, *(found.ids or ()), **row)
+        answer = await answerer.answer(row, None if seed is None else derive_seed(seed, index, sample))
+        score = await reward(answer.prompt, answer.text, *(answer.ids or ()), **row)
         record = {"step": 0, "split": "eval", "group": index, "sample": sample}
-        record |= {"prompt": found.prompt, "completion": found.text}
+        record |= {"prompt": answer.prompt, "completion": answer.text}
         record |= {"answer": row["answer"]} if "answer" in row else {}
-        record |= {"reward": float(score), "stop_reason": found.stop_reason}
-        record |= {"length": found.length} if found.length is not None else {}
+        record |= {"reward": float(score), "stop_reason": answer.stop_reason}
+        record |= {"length": answer.length} if answer.length is not None else {}
         return record | ({"rewards": score.parts} if score.parts else {})
 
     async def score_row(index: int) -> Scored:

@@ -1,15 +1,15 @@
-"""Asynchronous rollout: answers of the next batches are sampled while one batch is trained on.
+"""Asynchronous rollout: generation of the next batches overlaps with training.
 
-The staleness η is bounded: a group is trained on at most η versions after the one it was started with. With B groups
-per step and C concurrent episodes,
+The staleness η is bounded: a group is trained at most η versions after it started. With B groups per step and C
+concurrent episodes,
 
     min(C - running, (η + version + 1) · B - (accepted + running))
 
-episodes may be started (AReaL, Fu et al. 2025, arXiv:2505.24298). Failed, rejected and replaced episodes are not
-counted. A step waits for the at most B groups that would be too old for the next step.
+episodes may start (AReaL, Fu et al. 2025, arXiv:2505.24298). Failed, rejected and replaced episodes do not count. A
+step waits for the at most B groups that would be too old for the next step.
 
-With several processes one of them, the controller, keeps the episodes running, so that B, C and the bound are those of
-the run, and prompts are taken in one order, whatever the layout.
+With several processes, the controller alone runs the episodes: B, C, the bound and the prompt order do not depend on
+the layout.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from archon.rl.rollout import Rollout, RolloutBatch
 
 
 def capacity(running: int, accepted: int, version: int, *, staleness: int, batch: int, concurrent: int) -> int:
-    """Return how many episodes may be started, which may be negative; `accepted` counts all of the run."""
+    """Return how many episodes may start (may be negative); `accepted` counts the whole run."""
     return min(concurrent - running, (staleness + version + 1) * batch - (accepted + running))
 
 
 @dataclass(eq=False)
 class InFlight:
-    """An episode: the version it was started with, and its result once it has ended."""
+    """Episode with its start version, and its result once it has ended."""
 
     prompt: Prompt
     version: int
@@ -45,18 +45,18 @@ class InFlight:
 
 @dataclass
 class GatheredBatch:
-    """What a step trains on: `n_kept` of its episodes, the first ones, out of B groups and those they replaced."""
+    """Episodes of a step: the first `n_kept` are trained; the others were rejected or replaced."""
 
     episodes: list[Episode]
     n_kept: int
     counts: Counter[str]
 
     def batch(self, rollout: Rollout, step: int) -> RolloutBatch:
-        """Return the training batch. Raises as `Rollout.raise_if_empty`."""
+        """Return the training batch. Raises like `Rollout.raise_if_empty`."""
         return rollout.make_batch(self.episodes[: self.n_kept], self.episodes, self.counts, step)
 
     def pack(self) -> bytes:
-        """Serialize it for the other processes, without the prompts' rows, which they have read themselves."""
+        """Serialize the batch for other processes, without the rows: they have the dataset."""
         prompts = [episode.prompt.index for episode in self.episodes]
         header = json.dumps({"prompts": prompts, "kept": self.n_kept, "counts": self.counts}).encode()
         packed = pack_episodes(dict(enumerate(self.episodes)))
@@ -64,7 +64,7 @@ class GatheredBatch:
 
     @classmethod
     def unpack(cls, data: bytes, prompt_at: Callable[[int], Prompt]) -> GatheredBatch:
-        """Return what `pack` serialized; `prompt_at` returns the prompt of an ordinal."""
+        """Deserialize the result of `pack`; `prompt_at` returns the prompt of an ordinal."""
         start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
         header = json.loads(data[HEADER_BYTES:start])
         episodes = [Episode(prompt_at(index), EpisodeContext(index)) for index in header["prompts"]]
@@ -73,16 +73,16 @@ class GatheredBatch:
 
 
 class AsyncRollout:
-    """Keeps episodes running on one event loop, and makes training batches of those that have ended.
+    """Episodes that keep running on one event loop; ended ones form training batches.
 
     Args:
         rollout: runs the episodes.
         take: returns the next n prompts of the data stream.
         batch: B, groups per step.
         staleness: η, in versions.
-        concurrent: C, the maximal number of running episodes; None: as many as the staleness allows.
-        zero_variance_groups: `keep` them, `drop` them, which makes the batch smaller, or `resample` other prompts.
-        max_resamples: at most this many times B episodes of a batch are replaced.
+        concurrent: C, the maximum number of running episodes; None: as many as the staleness allows.
+        zero_variance_groups: `keep` them, `drop` them (a smaller batch), or `resample` other prompts.
+        max_resamples: at most `max_resamples` · B episodes of a batch are replaced.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class AsyncRollout:
         self._batch, self._staleness = batch, staleness
         self._concurrent = (staleness + 1) * batch if concurrent is None else concurrent
         self._zero_variance_groups, self._max_resamples = zero_variance_groups, max_resamples
-        self._version = self._accepted = 0  # as of the last batch
+        self._version = self._accepted = 0  # at the last batch
         self._running: list[InFlight] = []
-        self._done: list[InFlight] = []  # accepted and not trained on, in the order they ended
+        self._done: list[InFlight] = []  # accepted and untrained, in the order they ended
         self._replaced: list[Episode] = []  # since the last batch
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 
     @property
     def untrained(self) -> list[int]:
-        """Ordinals of the prompts that were taken and that no batch had, nor counted among the replaced, sorted."""
+        """Sorted ordinals of prompts that were taken but are in no batch yet."""
         waiting = [item.prompt for item in [*self._running, *self._done]]
         return sorted(prompt.index for prompt in [*waiting, *(episode.prompt for episode in self._replaced)])
 
@@ -128,31 +128,34 @@ class AsyncRollout:
             item.task = asyncio.create_task(self._run(item), name=f"episode {prompt.index}")
 
     async def collect(self, step: int) -> RolloutBatch:
-        """Return the batch of `gather`; raises `RolloutError` where all of it was rejected."""
+        """Return the batch of `gather`; raise `RolloutError` if all of it was rejected."""
         return (await self.gather()).batch(self._rollout, step)
 
     async def gather(self) -> GatheredBatch:
-        """Return the next B groups: those that would be too old for the next step, then in the order they ended.
+        """Return the next B groups: first the groups too old for the next step, then by end time.
 
-        Raises as `Rollout.run`.
+        Raises like `Rollout.run`.
         """
+        # 1. Start as many episodes as the staleness allows. `accepted` derives from the version: an empty batch, which
+        # changes no weights, does not count.
         self._version = self._rollout.engine.version
-        # From the version, so that a batch without anything to train on does not count.
         self._accepted = self._version * self._batch + len(self._done)
         self._fill()
+        # 2. Wait until the batch is complete.
         while not self._is_complete():
             self._ended.clear()
             await self._ended.wait()
             if self._error is not None:
                 raise self._error
+        # 3. Take the oldest groups first, in prompt order.
         self._done.sort(key=lambda item: item.version > self._version - self._staleness)
         chosen, self._done = self._done[: self._batch], self._done[self._batch :]
         chosen.sort(key=lambda item: item.prompt.index)
         kept = [item.episode for item in chosen if item.trainable and item.episode]
-        others = [item.episode for item in chosen if not item.trainable and item.episode] + self._replaced
+        dropped = [item.episode for item in chosen if not item.trainable and item.episode] + self._replaced
         counts = Counter(prompts=self._batch, resampled=len(self._replaced), running=len(self._running))
         self._replaced = []
-        return GatheredBatch(kept + others, len(kept), counts)
+        return GatheredBatch(kept + dropped, len(kept), counts)
 
     async def close(self) -> None:
         """Cancel running episodes."""

@@ -1,4 +1,4 @@
-"""Makes a small Hugging Face checkpoint from nothing: configuration, tokenizer, weights, and a warm-up by SFT."""
+"""Bootstrap of a small Hugging Face checkpoint: configuration, tokenizer, weights and SFT warm-up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PARTS = (
     "{%- if part.type == 'image' %}{{- '" + "".join(IMAGE_TOKENS) + "' }}{%- else %}{{- part.text }}{%- endif %}"
     "{%- endfor %}{%- endif %}{%- endmacro %}"
 )
-"""For templates of tokenizers with images: the text of a message's content, which may have parts."""
+"""Template macro for image tokenizers: renders message content that may consist of parts."""
 
 CHAT_TEMPLATES = {
     "plain": (
@@ -77,8 +77,8 @@ RECORD = "bootstrap.json"
 def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer with Qwen's special tokens and a chat template.
 
-    Kind `characters` has one token per character of its alphabet and refuses others; kind `bpe` is byte-level, is
-    trained on `texts`, splits digits as Qwen does, and can encode anything.
+    Kind `characters` has one token per character of its alphabet and refuses other characters. Kind `bpe` is a
+    byte-level BPE trained on `texts`, with split digits as in Qwen.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -111,19 +111,19 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
 def ensure_checkpoint(
     config: BootstrapConfig, path: str | Path, *, like: EngineConfig | None = None, log: Callable[[str], None] = print
 ) -> int:
-    """Make the checkpoint at `path` unless it exists. All processes of a run must call it.
+    """Create the checkpoint at `path` unless it exists. All processes of a run must call it.
 
     Args:
         config: the recipe.
         path: the target folder.
-        like: the engine that `config.engine` changes; None: the defaults.
-        log: is called when the work starts.
+        like: base engine configuration for the overrides in `config.engine`; None: the defaults.
+        log: called when the work starts.
 
     Returns:
-        0, or the number of the signal that ended the warm-up, which the next call continues.
+        0, or the number of the signal that interrupted the warm-up; the next call continues it.
 
     Raises:
-        ConfigError: `path` holds something else, or a checkpoint made with other values.
+        ConfigError: `path` holds something else, or a checkpoint created with other settings.
     """
     target = Path(path)
     expected = config.model_dump(mode="json", exclude={"path", "engine"})
@@ -140,8 +140,8 @@ def ensure_checkpoint(
             write_blank(config, blank)
             (blank / RECORD).write_text(json.dumps(expected))
         elif json.loads((blank / RECORD).read_text()) != expected:
-            raise ConfigError(f"{workshop} holds an unfinished checkpoint with other bootstrap values; remove it")
-        # Left by an attempt that was killed before the rename; an export would not replace it.
+            raise ConfigError(f"{workshop} holds an unfinished checkpoint with other bootstrap settings; remove it")
+        # A process killed before the rename leaves this file, and an export does not replace it.
         (made / RECORD).unlink(missing_ok=True)
 
     def end() -> None:
@@ -152,7 +152,7 @@ def ensure_checkpoint(
     model = bootstrap_engine(config, like, path=str(blank))
     world.main_first(write)
     if config.warmup is None:
-        # Nothing is trained here, so no schedule is needed either.
+        # Nothing is trained here.
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
         engine.save(made)
@@ -163,9 +163,9 @@ def ensure_checkpoint(
 
 
 def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: str) -> EngineConfig:
-    """Return the engine that makes the checkpoint from the config.json in `path`.
+    """Return the engine configuration for the warm-up from the config.json in `path`.
 
-    It trains all weights, also where the run that begins with them trains adapters.
+    It trains all weights, even if the run that follows trains a LoRA.
     """
     fixed = {"path": path, "init_from_scratch": True, "seed": config.seed}
     changes = {"lora": None} | (config.engine or {}) | fixed
@@ -177,14 +177,14 @@ def _is_complete(target: Path, expected: dict[str, Any]) -> bool:
         return False
     record = target / RECORD
     if not record.is_file():
-        raise ConfigError(f"{target} exists and was not made by a bootstrap; set bootstrap=null, or another path")
+        raise ConfigError(f"{target} exists and was not created by a bootstrap; set bootstrap=null, or another path")
     if json.loads(record.read_text()) != expected:
-        raise ConfigError(f"{target} was made with other bootstrap values; remove it, or choose another path")
+        raise ConfigError(f"{target} was created with other bootstrap settings; remove it, or choose another path")
     return True
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tunes the blank model. Returns 0, or the number of the signal that stopped any rank, equal on all ranks."""
+    """Fine-tune the blank model. Return 0, or the number of a stop signal (equal on all ranks)."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -201,12 +201,12 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
             reward = stack.enter_context(AsyncRewardWrapper(config.target.reward))
             probe = RewardProbe(config.target, reward, load_tokenizer(model.path), model.seed, open_reader(model))
         SFTTrainer(sft, runner, probe).train()
-    # A signal after the last step's check may have reached some of the ranks only.
+    # A signal after the last step's check may have reached only some ranks.
     return runner.world.all_reduce_max(runner.stop_number)
 
 
 class RewardProbe:
-    """Measures the reward of sampled held-out answers during a warm-up, until it reaches the target."""
+    """Held-out reward during a warm-up; it stops the warm-up at the target."""
 
     def __init__(
         self,
@@ -241,14 +241,13 @@ class RewardProbe:
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
-    """Write config.json, generation_config.json, the tokenizer, and of a model that sees its image processor, without
-    weights."""
+    """Write everything but the weights: configs, tokenizer and, for a vision model, image processor."""
     recipe = config.tokenizer
     tokenizer = make_tokenizer(recipe)
     image = _write_config(config, tokenizer, path)
     if recipe.kind == "bpe":
         if recipe.train_data is None:
-            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
+            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a training dataset")
         rows = load_rows(recipe.train_data, "rl", None, None if image is None else ImageReader(path, image))
         texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row["answer"]))]
         tokenizer = make_tokenizer(recipe, texts)
@@ -257,7 +256,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
 
 
 def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageFormat | None:
-    """Write what depends on the tokenizer's size and special tokens alone. Returns what an image is to the model."""
+    """Write config and image-processor files for a tokenizer. Return the model's image format."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -278,7 +277,7 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
         values = {"architectures": architectures, "dtype": "float32"} | sizes | config.hf_config
     try:
         hf_config = AutoConfig.for_model(config.model_type, **values)
-    except Exception as error:  # transformers raises its own errors for wrong types
+    except Exception as error:  # transformers raises many types
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"bootstrap: hf_config is not a config of {config.model_type}: {reason}") from error
     try:
@@ -287,8 +286,8 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
         raise ConfigError(f"bootstrap: hf_config: {error}") from None
     if recipe.images != (image is not None):
         raise ConfigError(
-            f"bootstrap: tokenizer.images is {json.dumps(recipe.images)}, and {config.model_type} has "
-            f"{'no' if image is None else 'a'} vision tower; expected both or neither"
+            f"bootstrap: tokenizer.images is {json.dumps(recipe.images)}, but {config.model_type} has "
+            f"{'no' if image is None else 'a'} vision encoder; expected both or neither"
         )
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
@@ -298,7 +297,7 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
 
 
 def _image_processor(image: ImageFormat) -> dict[str, Any]:
-    """Return the settings of Qwen's image processor for pictures of one square of patches to a million pixels."""
+    """Return settings of Qwen's image processor for images from one merged patch to 2^20 pixels."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": image.patch_size,

@@ -1,8 +1,7 @@
-"""One process runs the episodes, and all train on them.
+"""Controller: process 0 runs the episodes, and all processes train on them.
 
-Process 0 is the controller: its event loop keeps the episodes running while a thread of it computes with the other
-processes. The others wait for its results in turns of half a second, so that a signal to any of them is seen, and no
-collective waits for as long as a rollout takes.
+The event loop of process 0 keeps the episodes running while a thread computes with the other processes. Those wait for
+results in turns of half a second: every process sees a signal, and no collective waits for a whole rollout.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Work = Callable[[], Coroutine[Any, Any, Result]]
 
 TURN_SECONDS = 0.5
 DONE = 1000
-"""Above the number of every signal: a result that is there already is not thrown away."""
+"""Larger than every signal number: a finished result takes precedence over a signal."""
 
 
 @dataclass
 class Controller:
-    """Work on process 0's event loop whose results all processes get. Every method is a collective."""
+    """Work on process 0's event loop with results for all processes. Every method is a collective."""
 
     loop: asyncio.AbstractEventLoop
     runner: Runner | None = None
@@ -41,9 +40,10 @@ class Controller:
         return self._world.is_main
 
     def run(self, work: Work[Result], pack: Callable[[Result], bytes], unpack: Callable[[bytes], Result]) -> Result:
-        """Return the result of `work`, which process 0 alone runs; the others get it by `pack` and `unpack`.
+        """Run `work` on process 0 and return its result on all processes, by `pack` and `unpack`.
 
-        Raises StoppedError, on all, once a signal asks any process to stop.
+        Raises:
+            StoppedError: a signal asked any process to stop; raised on all processes.
         """
         if self._world.size == 1:
             return run_until_stopped(self.loop, work(), self.runner)
@@ -61,14 +61,14 @@ class Controller:
         return task.result() if task else unpack(data)
 
     def run_json(self, work: Work[Result]) -> Result:
-        """Return the result of `work` as `run` does, where JSON can hold it."""
+        """Run `work` like `run`, with a JSON result."""
         return self.run(work, lambda result: json.dumps(result).encode(), json.loads)
 
     def _wait_turn(self, task: asyncio.Task[Any] | None) -> int:
-        """Wait a turn, and returns `DONE`, the number of a signal, or 0: the same on all processes."""
+        """Wait a turn. Return `DONE`, a signal number or 0, equal on all processes."""
         if task is not None:
             self.loop.run_until_complete(asyncio.wait({task}, timeout=TURN_SECONDS))
             if task.done():
-                task.result()  # its error ends this process, and with it the others
+                task.result()  # an error ends this process, and thereby the other processes
                 return self._world.all_reduce_max(DONE)
         return self._world.all_reduce_max(self.runner.stop_number if self.runner else 0)

@@ -1,4 +1,4 @@
-"""Demonstrations: expert answers that a mixed loss trains on together with the policy's own."""
+"""Demonstrations: expert answers for mixed policy losses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from archon.rl.trajectories import concat_padded_tensors, join_groups
 
 
 class Demonstrations:
-    """The rows of a dataset in a seeded order, `per_step` of them a step; each once an epoch.
+    """Dataset rows in a seeded order, `per_step` rows per step, each once per epoch.
 
     Args:
-        config: the dataset, and how many rows.
-        tokenizer: encodes them as SFT does.
-        seed: of their order.
+        config: the dataset and the number of rows per step.
+        tokenizer: encodes rows as in SFT.
+        seed: seeds the order.
     """
 
     def __init__(self, config: DemonstrationsConfig, tokenizer: Any, seed: int) -> None:
@@ -39,25 +39,26 @@ class Demonstrations:
         return concat_padded_tensors(padded)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise `DatasetError` where the state is of other rows or another seed."""
+        """Continue at a position; raise `DatasetError` for other rows or another seed."""
         self._loader.load_state_dict(state)
 
 
 def add_demonstrations(
     batch: Mapping[str, Any], rows: Mapping[str, Any], score: Callable[[str, Mapping[str, Any]], Tensor]
 ) -> dict[str, Tensor]:
-    """Return a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.
+    """Append demonstrations to a prepared batch, with a column `demonstrations` (1 at their tokens).
 
     Args:
         batch: the result of `PolicyUpdate.prepare`.
-        rows: demonstrations, as `Demonstrations.take` returns them.
-        score: returns the logprobs of rows by the model that a column is of.
+        rows: the result of `Demonstrations.take`.
+        score: returns the logprobs of rows for a column, `logprobs` (policy) or `ref_logprobs`.
     """
     added: dict[str, Any] = {**rows, "logprobs": torch.zeros(rows["input_ids"].shape)}
-    # Nobody sampled them: the ratio is taken to the policy before the update.
+    # No generator sampled them: the ratio is to the policy before the update.
     added["logprobs"] = score("logprobs", added)
     if "prox_logprobs" in batch:
         added["prox_logprobs"] = added["logprobs"]

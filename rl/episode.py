@@ -1,6 +1,6 @@
-"""`Episode`, one run of a workflow on a prompt, and its serialization between processes.
+"""`Episode`: one run of a workflow on a prompt, and its serialization between processes.
 
-JSON holds what is small, safetensors the tensors; pickle is not used.
+JSON holds metadata and safetensors the tensors; pickle is not used.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import RolloutError, UserError
 
 HEADER_BYTES = 8
-"""Of the length of what precedes the tensors."""
+"""Size of the length prefix of the JSON header."""
 
 
 @dataclass
 class Episode:
-    """An episode and its result: a group of trajectories, or None where it was rejected or raised `error`.
+    """Episode and its result: a group of trajectories, or None if it was rejected or raised `error`.
 
-    `filtered` says that the run's filter did not accept the group.
+    `filtered` is True if the run's filter rejected the group.
     """
 
     prompt: Prompt
@@ -44,7 +44,7 @@ class Episode:
 
     @property
     def rewards(self) -> Tensor:
-        """The rewards of the group's T trajectories, float64 [T]."""
+        """Rewards of the group's T trajectories, float64 [T]."""
         if not self.trajectories:
             return torch.empty(0, dtype=torch.float64)
         rewards: Tensor = self.trajectories["rewards"]
@@ -67,8 +67,12 @@ class Episode:
 
 
 class RemoteError(Exception):
-    """An error of another process: the name of its type, its message, whether it needs no traceback, and the traceback
-    as a note."""
+    """Error of another process, with its traceback as a note.
+
+    Attributes:
+        kind: name of the error's type.
+        one_line: whether the message needs no traceback.
+    """
 
     def __init__(self, kind: str, message: str, one_line: bool, trace: str) -> None:
         super().__init__(message)
@@ -77,19 +81,19 @@ class RemoteError(Exception):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of an error's type, also of a `RemoteError`."""
+    """Return the name of an error's type, including the original type of a `RemoteError`."""
     return error.kind if isinstance(error, RemoteError) else type(error).__name__
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Return whether the message names a user's mistake and needs no traceback. A reward that raised needs its own."""
+    """Return whether the message alone explains the error; a reward that raised needs its traceback."""
     if isinstance(error, RemoteError):
         return error.one_line
     return isinstance(error, UserError) and not isinstance(error, RewardRaised)
 
 
 def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
-    """Serialize finished episodes, by their index in the step; raises `RolloutError` where JSON cannot hold one."""
+    """Serialize finished episodes by index; raise `RolloutError` for values that JSON cannot hold."""
     header: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
@@ -121,14 +125,13 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
         text = json.dumps(header).encode()
     except TypeError as error:
         raise RolloutError(
-            f"a workflow's result cannot go from one process to the others: {error}; return tensors, or lists of "
-            "what JSON can hold"
+            f"a workflow's result cannot be sent to other processes: {error}; return tensors, or lists of JSON values"
         ) from None
     return len(text).to_bytes(HEADER_BYTES, "big") + text + save(tensors)
 
 
 def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
-    """Fill `episodes`, which have the same prompts, with the results that another process packed."""
+    """Fill `episodes` with the packed results of another process."""
     start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
     tensors = load(data[start:])
     for item in json.loads(data[HEADER_BYTES:start]):
@@ -136,12 +139,12 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
         context = episode.context
         if not item["empty"]:
             prefix = f"{item['place']}."
-            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            columns = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             lists, images = item["lists"], item["images"]
             if images is not None:
-                pixels = [own.pop(f"{IMAGES}.{number}") for number in range(len(images["grids"]))]
+                pixels = [columns.pop(f"{IMAGES}.{number}") for number in range(len(images["grids"]))]
                 lists[IMAGES] = unpack_images(images, pixels)
-            episode.trajectories = own | lists
+            episode.trajectories = columns | lists
         episode.filtered = item["filtered"]
         context.drops = Counter(item["drops"])
         context.numbers.update(item["numbers"])
@@ -151,7 +154,7 @@ def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
 
 
 def pack_images(rows: Sequence[Sequence[ProcessedImage]]) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the pictures of rows as plain data, and the pixels of the distinct ones."""
+    """Return the images of rows as plain data, and the pixels of distinct images."""
     distinct = {image.digest: image for images in rows for image in images}
     numbers = {digest: number for number, digest in enumerate(distinct)}
     places = [[numbers[image.digest] for image in images] for images in rows]
@@ -161,7 +164,7 @@ def pack_images(rows: Sequence[Sequence[ProcessedImage]]) -> tuple[dict[str, Any
 
 
 def unpack_images(plain: Mapping[str, Any], pixels: Sequence[Tensor]) -> list[list[ProcessedImage]]:
-    """Return what `pack_images` packed."""
+    """Restore the images that `pack_images` packed."""
     images = [ProcessedImage(each, (t, h, w)) for each, (t, h, w) in zip(pixels, plain["grids"], strict=True)]
     return [[images[number] for number in row] for row in plain["rows"]]
 

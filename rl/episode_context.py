@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpisodeContext:
-    """One episode: one prompt run through a workflow.
+    """Context of one episode.
 
     Attributes:
         task_id: the prompt's position in the data stream.
         is_eval: whether this is an evaluation.
-        seed: the seed of its random streams.
-        sample_index: the answer of the group that the running task works on; None: all of them.
-        drops: the number of lost samples by kind.
-        first_errors: the first error of each kind.
-        numbers: the values passed to `record`, by name.
+        seed: seed of its random streams.
+        sample_index: the sample that the running task works on; None: all samples.
+        drops: number of dropped samples by kind.
+        first_errors: first error of each kind.
+        numbers: values passed to `record`, by name.
     """
 
     task_id: int = 0
@@ -45,7 +45,7 @@ class EpisodeContext:
     numbers: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Count one lost sample under `kind`."""
+        """Count one dropped sample under `kind`."""
         self.drops[kind] += 1
         self.first_errors.setdefault(kind, error)
 
@@ -57,7 +57,7 @@ class WorkflowContext:
     """Access to the episode of the calling coroutine; import the instance `workflow_context`."""
 
     def get(self) -> EpisodeContext:
-        """Return the running episode; a new one where a workflow is called outside a rollout."""
+        """Return the running episode; outside a rollout, a new one."""
         context = _current.get(None)
         if context is None:
             context = EpisodeContext()
@@ -69,32 +69,31 @@ class WorkflowContext:
         return "eval" if self.get().is_eval else "rollout"
 
     def record(self, **numbers: float) -> None:
-        """Add numbers to the step's metrics, under `eval/` in an evaluation; the metric is the mean of a name's
-        values."""
+        """Add numbers to the step's metrics, averaged by name; evaluations prefix them with `eval/`."""
         for name, value in numbers.items():
             self.get().numbers[name].append(float(value))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Count one lost sample of this episode under `kind`, and logs its error; it is never scored 0."""
+        """Count one dropped sample under `kind` and log its error; it is never scored 0."""
         self.get().drop(kind, error)
 
     async def get_httpx_client(self) -> httpx.AsyncClient:
-        """Return the event loop's shared client, which is closed with it."""
+        """Return the event loop's shared client; it closes with the loop."""
         return await loop_client(http_client, lambda client: client.is_closed, lambda client: client.aclose())
 
     async def get_aiohttp_session(self) -> aiohttp.ClientSession:
-        """Return the event loop's shared session, which is closed with it."""
+        """Return the event loop's shared session; it closes with the loop."""
         return await loop_session()
 
     def enter_sample(self, index: int) -> EpisodeContext:
-        """Make the running task work on answer `index` of its episode, and returns its context."""
-        own = copy(self.get())  # shares drops and numbers with the episode
-        own.sample_index = index
-        _current.set(own)
-        return own
+        """Set the sample index of the running task, and return its context."""
+        context = copy(self.get())  # shares drops and numbers with the episode
+        context.sample_index = index
+        _current.set(context)
+        return context
 
     def enter(self, context: EpisodeContext) -> None:
-        """Make `context` that of the running task and of the tasks that it starts."""
+        """Set the context of the running task and of the tasks it starts."""
         _current.set(context)
 
 
@@ -102,10 +101,10 @@ workflow_context = WorkflowContext()
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    """Return the answers to requests that are asked at the same time, in their order.
+    """Return the answers to concurrent requests, in order.
 
-    An engine with `agenerate_batch` is asked once: in Python a task for each answer of a small model costs as much as
-    its tokens. Not where `agenerate` alone was overridden, which would be passed by.
+    `agenerate_batch` is preferred: for a small model, one asyncio task per answer costs as much as its tokens. A
+    subclass or instance that overrides `agenerate` alone is respected.
     """
     kinds = (getattr(engine, "__dict__", {}), *map(vars, type(engine).__mro__))
     names = next((kind for kind in kinds if "agenerate" in kind or "agenerate_batch" in kind), {})
@@ -116,11 +115,11 @@ async def answers(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> 
 
 
 class EpisodeEngine:
-    """The engine of one run of an episode.
+    """Engine of one episode.
 
-    Each request without a seed gets one from the episode's seed and the request's number, so that samples do not depend
-    on concurrent episodes and a resumed run repeats them. `check` is called with every request's sampling parameters,
-    unless a server applied `agent_sampling` to them before. `responses` collects what the engine returned.
+    Requests without a seed get one from the episode's seed and the request number: samples do not depend on concurrent
+    episodes, and a resumed run repeats them. `check` validates the sampling parameters of every request unless a server
+    applied `agent_sampling` before. `responses` collects the engine's responses.
     """
 
     def __init__(
@@ -140,6 +139,7 @@ class EpisodeEngine:
 
     @property
     def version(self) -> int:
+        """Version of the weights."""
         return self._engine.version
 
     @property
@@ -148,17 +148,18 @@ class EpisodeEngine:
         return self._engine.generator if isinstance(self._engine, EpisodeEngine) else self._engine
 
     def get_version(self) -> int:
+        """Return the version of the weights."""
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Answer one request; raises the error of `check` for parameters that it refuses."""
+        """Answer one request; raise the error of `check` for refused parameters."""
         self._prepare(req)
         response = await self._engine.agenerate(req)
         self.responses.append(response)
         return response
 
     async def agenerate_batch(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Answer requests at the same time, as `agenerate` does each; returns the answers in their order."""
+        """Answer concurrent requests, in order."""
         for request in requests:
             self._prepare(request)
         responses = await answers(self._engine, requests)
@@ -169,27 +170,31 @@ class EpisodeEngine:
         if self._check is not None and not req.sampling_checked:
             self._check(req.gconfig)
         if req.gconfig.seed is None:
-            # model_copy, not new(): the values are validated, and this runs for every sample.
+            # model_copy skips the validation of new(); this runs for every sample.
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
-        req.metadata.setdefault("group", self._context.seed)  # engines answer a group where its prompt is cached
+        req.metadata.setdefault("group", self._context.seed)  # routes a group to the engine that caches its prompt
 
     def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Return the engine's `prompt_logprobs`; raises `RolloutError` where it has none."""
+        """Return the engine's `prompt_logprobs`; raise `RolloutError` if it has none."""
         if not hasattr(self._engine, "prompt_logprobs"):
-            raise RolloutError(f"{type(self._engine).__name__} does not compute the logprobs of given tokens")
+            raise RolloutError(f"{type(self._engine).__name__} does not compute prompt logprobs")
         logprobs: list[float] = self._engine.prompt_logprobs(ids, temperature)
         return logprobs
 
     def pause(self) -> None:
+        """Pause sampling."""
         self._engine.pause()
 
     def resume(self) -> None:
+        """Resume sampling."""
         self._engine.resume()
 
     def abort(self, rid: str | None = None) -> int:
+        """Abort unfinished requests; return their number."""
         return self._engine.abort(rid)
 
     def update_weights(self, meta: object, *, version: int | None = None) -> None:
+        """Load new weights."""
         self._engine.update_weights(meta, version=version)

@@ -1,4 +1,4 @@
-"""Reward on held-out prompts, sampled and greedy, with the same random streams every time."""
+"""Evaluation on held-out prompts, sampled and greedy, with fixed random streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archon.rl.workflows import RolloutWorkflow
 def evaluation_workflows(
     config: RLConfig, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None
 ) -> dict[str, RolloutWorkflow]:
-    """Return the workflows to evaluate, by prefix of their metrics."""
+    """Return the evaluation workflows by metric prefix."""
     if eval_workflow is not None:
         return {"": eval_workflow}
     workflows = {"": trained.with_gconfig(sampled_gconfig(config))}
@@ -39,15 +39,15 @@ async def evaluate(
     """Run every prompt once through the rollout's workflow.
 
     Args:
-        rollout: runs the workflow to evaluate; its seed and the prompts' indices seed all random streams.
+        rollout: runs the workflow; its seed and the prompt indices seed all random streams.
         prompts: held-out rows.
-        tokenizer: decodes answers where `well_formed` is given.
-        well_formed: a regular expression that matches the whole of a well-formed answer.
+        tokenizer: decodes answers for `well_formed`.
+        well_formed: regular expression that a well-formed answer matches completely.
 
     Returns:
         `reward` (mean over prompts of the mean over trajectories), `length` (answer tokens), `failed` (prompts
-        without a sample), `dropped` (lost samples), where available `truncated` and `well_formed` (shares of
-        samples), and the means of what the workflow recorded.
+        without a sample), `dropped` (dropped samples), if available `truncated` and `well_formed` (fractions of
+        samples), and means of recorded values.
     """
     episodes = await rollout.run(prompts, is_eval=True)
     rollout.raise_if_empty(episodes)
@@ -68,7 +68,7 @@ async def evaluate(
 
 
 def answer_texts(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
-    """Return the text of every sample's trained tokens, without special tokens."""
+    """Decode the trained tokens of every sample, without special tokens."""
     tokens = []
     for episode in episodes:
         if episode.trajectories:

@@ -1,4 +1,4 @@
-"""Groups of trajectories in an SQLite file, between a process that explores and one that trains."""
+"""Experience buffer: an SQLite file of trajectory groups between explorer and trainer processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ _TABLES = (
 
 
 class ExperienceBuffer:
-    """Groups numbered from 0 in the order they were sampled, and the explorer's position.
+    """Groups in sampling order, numbered from 0, and the explorer's position.
 
-    What one step of the explorer adds is there with its position, or not at all, also where the process or the machine
-    dies. Groups are never removed: who trains on them keeps the number of those it has read in its own checkpoint.
+    One transaction adds the groups of an explorer step and its position. Groups are never removed: the trainer's
+    checkpoint stores how many groups it has read. Methods raise `RolloutError` if the file is no buffer or cannot be
+    read or written.
 
     Args:
-        path: the file, made at the first write.
-
-    Methods raise `RolloutError` where the file is something else, or cannot be read or written.
+        path: the file, created at the first write.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -46,7 +45,7 @@ class ExperienceBuffer:
             groups: trajectory tensors of each group.
             prompts: the prompt of each group.
             step: the explorer's step, counted from 1.
-            position: what the explorer continues from, in types of JSON.
+            position: the explorer's data position, a JSON value.
         """
         with self._connection(write=True) as file:
             (first,) = file.execute("SELECT COUNT(*) FROM groups").fetchone()
@@ -57,15 +56,16 @@ class ExperienceBuffer:
             _set(file, "explorer", {"step": step, "position": position})
 
     def read(self, numbers: Sequence[int]) -> list[Episode]:
-        """Return the groups with these numbers, as the episodes that sampled them."""
+        """Return the numbered groups as episodes."""
         episodes = []
         with self._connection() as file:
             for number in numbers:
-                found = file.execute("SELECT prompt, row, data FROM groups WHERE number = ?", (number,)).fetchone()
-                if found is None:
-                    raise RolloutError(f"{self.path}: group {number} is missing; the file is not the one of before")
-                episode = Episode(Prompt(found[0], json.loads(found[1])), EpisodeContext(found[0]))
-                unpack_episodes(found[2], [episode])
+                record = file.execute("SELECT prompt, row, data FROM groups WHERE number = ?", (number,)).fetchone()
+                if record is None:
+                    raise RolloutError(f"{self.path}: group {number} is missing; the file was replaced")
+                prompt, row, data = record
+                episode = Episode(Prompt(prompt, json.loads(row)), EpisodeContext(prompt))
+                unpack_episodes(data, [episode])
                 episodes.append(episode)
         return episodes
 
@@ -77,17 +77,17 @@ class ExperienceBuffer:
             return count
 
     def explorer_state(self) -> tuple[int, Any] | None:
-        """Return the explorer's step and position; None where nothing was written yet."""
+        """Return the explorer's step and position; None for an empty buffer."""
         state = self._state("explorer")
         return None if state is None else (state["step"], state["position"])
 
     @property
     def finished(self) -> bool:
-        """Whether the explorer has added all that it will."""
+        """Whether the explorer is finished."""
         return bool(self._state("finished"))
 
     def finish(self, finished: bool = True) -> None:
-        """Set whether the explorer has added all that it will."""
+        """Set whether the explorer is finished."""
         with self._connection(write=True) as file:
             _set(file, "finished", finished)
 
@@ -95,8 +95,8 @@ class ExperienceBuffer:
         if not self.path.exists():
             return None
         with self._connection() as file:
-            found = file.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
-        return None if found is None else json.loads(found[0])
+            record = file.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
+        return None if record is None else json.loads(record[0])
 
     @contextmanager
     def _connection(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
@@ -107,13 +107,13 @@ class ExperienceBuffer:
                 if write:
                     file.execute("PRAGMA journal_mode = WAL")
                     file.execute("PRAGMA synchronous = FULL")
-                file.execute("BEGIN IMMEDIATE" if write else "BEGIN")  # closing rolls back what is not committed
+                file.execute("BEGIN IMMEDIATE" if write else "BEGIN")  # closing rolls back uncommitted changes
                 version: int = file.execute("PRAGMA user_version").fetchone()[0]
                 new = version == 0 and not file.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
                 if not new and version != _VERSION:
-                    raise RolloutError(f"{self.path}: no experience buffer of archon's; name another file")
+                    raise RolloutError(f"{self.path}: not an experience buffer of archon; use another file")
                 for table in _TABLES if new else ():
-                    # A reader that comes before the first write sees empty tables of its own.
+                    # A reader before the first write sees empty temporary tables.
                     file.execute(f"CREATE {'' if write else 'TEMP '}TABLE {table}")
                 if new and write:
                     file.execute(f"PRAGMA user_version = {_VERSION}")
@@ -124,7 +124,7 @@ class ExperienceBuffer:
 
 
 def split_groups(trajectories: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups of a batch of trajectories, each without the padding that only others need."""
+    """Split a batch into its groups, trimming the padding of each group."""
     groups, size = [], trajectories["input_ids"].shape[1]
     for number in trajectories["group_ids"].unique().tolist():
         rows = (trajectories["group_ids"] == number).nonzero().flatten()

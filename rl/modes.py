@@ -1,4 +1,4 @@
-"""The modes of a run other than both at once: `explore` and `train` as processes of their own, and `bench`."""
+"""Run modes `explore` and `train` (separate processes) and `bench`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ POLL_SECONDS = 0.2
 
 
 def make_trainer(config: RLConfig, runner: Runner | None = None) -> RLTrainer:
-    """Return the trainer of the configuration's `mode`."""
+    """Return the trainer for the configuration's `mode`."""
     kinds: dict[str, type[RLTrainer]] = {kind.mode: kind for kind in (RLTrainer, Explorer, BufferTrainer, Bench)}
     return kinds[config.mode](config, runner)
 
 
 class _CheckpointReader(RLTrainer):
-    """A run without an optimizer, whose weights are those of another run's checkpoints."""
+    """Run without an optimizer on another run's checkpoints."""
 
     @property
     def experiences(self) -> ExperiencesConfig:
+        """Configuration of buffer and checkpoints."""
         assert self.config.experiences is not None
         return self.config.experiences
 
@@ -45,32 +46,32 @@ class _CheckpointReader(RLTrainer):
         self.engine.initialize()
 
     def load_weights(self, folder: Path) -> int:
-        """Load the weights of a checkpoint into engine and generator, and returns its step."""
+        """Load a checkpoint's weights into engine and generator, and return its step."""
         with open_state(folder, self.engine.fingerprint) as (step, state):
-            own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
-            self.engine.load_state_dict(own)
+            weights = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
+            self.engine.load_state_dict(weights)
         self.generator.update_weights(generator_weights(self.engine, self.generator), version=self.engine.version)
         return step
 
     def checkpoints(self) -> Path | None:
-        """Return the folder of the other run's checkpoints."""
+        """Return the checkpoint folder of the other run."""
         source = self.experiences.weights_from
         return None if source is None else Path(source) / "checkpoints"
 
     def save(self, *, asynchronous: bool = False) -> None:
-        """Do nothing: there is no state to save here."""
+        """Save nothing."""
 
     def finish(self) -> None:
-        """Do nothing: there is no model to export."""
+        """Export nothing."""
 
 
 _OPTIMIZER = ("optimizer", "scheduler", "skipped_steps")
 
 
 class Explorer(_CheckpointReader):
-    """Adds the groups of each step to the experience buffer, and loads the trainer's newest checkpoint now and then.
+    """Mode explore: adds groups to the experience buffer, and periodically loads the newest checkpoint.
 
-    It continues at the position that is in the buffer.
+    A resumed run continues at the position in the buffer.
     """
 
     mode = "explore"
@@ -78,6 +79,7 @@ class Explorer(_CheckpointReader):
     columns = ("reward", "eval/reward", "length", "samples_per_second")
 
     def resume(self) -> None:
+        """Continue at the position in the buffer."""
         self.buffer = ExperienceBuffer(self.experiences.path or "")
         self._loaded: Path | None = None
         if (state := self.buffer.explorer_state()) is None:
@@ -85,7 +87,7 @@ class Explorer(_CheckpointReader):
         if not self.config.resume:
             raise ConfigError(
                 f"experiences.path {self.buffer.path} holds {len(self.buffer)} groups of an earlier run; set "
-                "resume=true to add to them, or name another file"
+                "resume=true to add to them, or use another file"
             )
         self.step, position = state
         self.load_position(position)
@@ -95,7 +97,7 @@ class Explorer(_CheckpointReader):
             self.runner.rewind(self.step or -1)
 
     def train_step(self) -> dict[str, float]:
-        """Sample the groups of a step and adds them to the buffer. Returns their metrics."""
+        """Sample the groups of a step, add them to the buffer, and return their metrics."""
         if self.step % self.experiences.sync_every == 0:
             self._sync()
         seconds: dict[str, float] = {}
@@ -112,7 +114,7 @@ class Explorer(_CheckpointReader):
         return metrics | seconds | {"version": self.engine.version}
 
     def finish(self) -> None:
-        """Tell the trainer that nothing more will come."""
+        """Tell the trainer that the buffer is complete."""
         if ControlPlane.world().is_main:
             self.buffer.finish()
 
@@ -123,19 +125,19 @@ class Explorer(_CheckpointReader):
             return
         try:
             step = self.load_weights(Path(name))
-        except (CheckpointError, FileNotFoundError) as error:  # it was replaced by a newer one meanwhile
-            self._log(f"step {self.step}: the trainer's checkpoint was not read, the weights stay: {error}")
+        except (CheckpointError, FileNotFoundError) as error:  # a newer checkpoint replaced it
+            self._log(f"step {self.step}: keeping the weights; the trainer's checkpoint cannot be read: {error}")
             return
         self._loaded = Path(name)
-        self._log(f"step {self.step}: weights of the trainer's step {step}")
+        self._log(f"step {self.step}: loaded the weights of the trainer's step {step}")
 
 
 class BufferTrainer(RLTrainer):
-    """Trains on the groups of the experience buffer, in their order, each once a pass.
+    """Mode train: trains on the groups of the experience buffer in order, once per pass.
 
-    It waits for groups that the explorer has not added yet, and ends early where none will come. A checkpoint has the
-    number of groups that were trained on, so that a resumed run trains on the following ones. Second passes begin when
-    the explorer is finished; what it adds after that, when it is resumed, is trained on after them, in its own passes.
+    It waits for the explorer's next groups, and ends early if the explorer is finished. A checkpoint stores the number
+    of trained groups for resuming. Second passes begin when the explorer is finished; groups of a resumed explorer are
+    trained after them, in passes of their own.
     """
 
     mode = "train"
@@ -145,8 +147,8 @@ class BufferTrainer(RLTrainer):
         super().__init__(config, runner)
         assert config.experiences is not None
         self._buffer = ExperienceBuffer(config.experiences.path or "")
-        self._taken = self._trained = 0  # groups, of all passes: in this step and after the last complete one
-        self._pass_boundaries: list[int] = []  # the buffer's size each time the explorer was finished
+        self._taken = self._trained = 0  # groups over all passes: after this step, after the last complete step
+        self._pass_boundaries: list[int] = []  # buffer sizes at which the explorer was finished
 
     @property
     def finished(self) -> bool:
@@ -156,39 +158,42 @@ class BufferTrainer(RLTrainer):
         return self._next_group_numbers(1) == []
 
     def rollout_batch(self) -> RolloutBatch:
-        """Return the next groups of the buffer, fewer at its end."""
+        """Return the next groups of the buffer, or fewer at its end."""
         episodes = self._buffer.read(self._await(self._wait_for_group_numbers()))
         self._taken = self._trained + len(episodes)
         kept = [e for e in episodes if e.is_trainable(self.config.algorithm.zero_variance_groups)]
         return self.rollout.make_batch(kept, episodes, Counter(), self.step)
 
     def after_step(self) -> dict[str, float]:
+        """Advance the number of trained groups."""
         super().after_step()
         self._trained = self._taken
         return {"experiences": float(self._trained)}
 
     def position(self) -> dict[str, Any]:
+        """Return the data position and the number of trained groups."""
         return super().position() | {"experiences": self._trained, "experience_ends": self._pass_boundaries}
 
     def load_position(self, state: dict[str, Any]) -> None:
+        """Continue after the trained groups."""
         super().load_position(state)
         self._trained = self._taken = state["experiences"]
         self._pass_boundaries = list(state["experience_ends"])
 
     def _next_group_numbers(self, count: int) -> list[int] | None:
-        """Return the next `count` numbers, fewer where no more will come; None where they are not there yet."""
-        found, self._pass_boundaries = ControlPlane.world().broadcast_json(lambda: self._find_group_numbers(count))
-        return None if found is None else list(found)
+        """Return the next `count` numbers, fewer at the end of the buffer, or None if they are not ready."""
+        numbers, self._pass_boundaries = ControlPlane.world().broadcast_json(lambda: self._find_group_numbers(count))
+        return None if numbers is None else list(numbers)
 
     def _find_group_numbers(self, count: int) -> tuple[list[int] | None, list[int]]:
         assert self.config.experiences is not None
-        finished = self._buffer.finished  # before the size, which grows until then
+        finished = self._buffer.finished  # read before the size, which grows until the explorer is finished
         size, passes = len(self._buffer), self.config.experiences.passes
         pass_boundaries = self._pass_boundaries
         if finished and size > (pass_boundaries[-1] if pass_boundaries else 0):
             pass_boundaries = [*pass_boundaries, size]
-        found = group_numbers(self._trained, count, size, pass_boundaries, passes)
-        return found if finished or len(found) == count else None, pass_boundaries
+        numbers = group_numbers(self._trained, count, size, pass_boundaries, passes)
+        return numbers if finished or len(numbers) == count else None, pass_boundaries
 
     async def _wait_for_group_numbers(self) -> list[int]:
         assert self.config.experiences is not None
@@ -200,45 +205,51 @@ class BufferTrainer(RLTrainer):
             await asyncio.sleep(POLL_SECONDS)
             waited += POLL_SECONDS
         raise RolloutError(
-            f"{self._buffer.path} has {len(self._buffer)} groups, {self._trained} of them trained on, and no full step "
-            f"more came within {limit:g} s (experiences.wait_seconds); is the explorer running?"
+            f"{self._buffer.path} has {len(self._buffer)} groups ({self._trained} trained), and no full step arrived "
+            f"within {limit:g} s (experiences.wait_seconds); start the explorer"
         )
 
     def _check_logprobs(self, batch: RolloutBatch) -> None:
-        """Check the first batch that was sampled with the weights it is trained on; others differ by their nature."""
+        """Check the first on-policy batch; off-policy batches differ by design."""
         if batch.is_on_policy(self.generator.version):
             super()._check_logprobs(batch)
 
 
 def group_numbers(start: int, count: int, size: int, pass_boundaries: Sequence[int], passes: int) -> list[int]:
-    """Return which groups are trained on as number `start`, `start` + 1, …; `count`, or fewer where no more are there.
+    """Return the buffer numbers of the training groups `start` to `start + count` (fewer at the end).
 
     Args:
-        size: of the buffer.
-        pass_boundaries: increasing numbers; the groups up to each, from the one before on, are taken `passes` times.
+        start: number of trained groups.
+        count: maximum number of groups.
+        size: size of the buffer.
+        pass_boundaries: increasing buffer sizes; the groups between two boundaries are trained `passes` times.
+        passes: passes over each section.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     first = 0
     for end, times in [*((end, passes) for end in pass_boundaries), (size, 1)]:
         length = end - first
-        stop = min(start + count - len(found), times * length)
-        found += [first + number % length for number in range(start, stop)]
+        stop = min(start + count - len(numbers), times * length)
+        numbers += [first + number % length for number in range(start, stop)]
         start, first = max(0, start - times * length), end
-    return found
+    return numbers
 
 
 class Bench(_CheckpointReader):
-    """Evaluates the checkpoints of another run, or the model itself where there are none: one record each, with the
-    checkpoint's step as `checkpoint`."""
+    """Mode bench: evaluates another run's checkpoints, or the model itself without checkpoints.
+
+    Each evaluation is one record with the checkpoint's step as `checkpoint`.
+    """
 
     mode = "bench"
     title = "bench"
     columns = ("checkpoint", "eval/reward", "eval/greedy_reward", "eval/length")
 
     def resume(self) -> None:
+        """List the checkpoints; there is nothing to resume."""
         folder = self.checkpoints()
-        found = ControlPlane.world().broadcast_json(lambda: _checkpoint_names(folder))
-        self._folders = [Path(name) for name in (found[-1:] if self.experiences.latest_only else found)]
+        names = ControlPlane.world().broadcast_json(lambda: _checkpoint_names(folder))
+        self._folders = [Path(name) for name in (names[-1:] if self.experiences.latest_only else names)]
         self.total_steps = max(1, len(self._folders))
         if self.runner is not None:
             self.runner.rewind(-1)
@@ -249,17 +260,18 @@ class Bench(_CheckpointReader):
         return False
 
     def before_first_step(self) -> dict[str, float]:
+        """Skip the initial evaluation."""
         return {}
 
     def train_step(self) -> dict[str, float]:
-        """Evaluate the next checkpoint. Returns its metrics."""
+        """Evaluate the next checkpoint and return its metrics."""
         step = self.load_weights(self._folders[self.step]) if self._folders else 0
         return self.timed_evaluation() | {"checkpoint": float(step)}
 
 
 def _latest_checkpoint_name(folder: Path | None) -> str:
-    found = None if folder is None or not folder.exists() else latest_checkpoint(folder)
-    return "" if found is None else str(found)
+    latest = None if folder is None or not folder.exists() else latest_checkpoint(folder)
+    return "" if latest is None else str(latest)
 
 
 def _checkpoint_names(folder: Path | None) -> list[str]:

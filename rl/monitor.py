@@ -1,4 +1,4 @@
-"""A port of the run on loopback: its numbers for Prometheus, and the servers that join and leave it."""
+"""Loopback port of a run: metrics for Prometheus, and servers that join and leave."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ MAX_BODY = 4096
 
 
 class Monitor(ThreadingHTTPServer):
-    """Answers `GET /metrics`, and `GET`, `POST` and `DELETE /servers`, the latter two with `{"url": …}`.
+    """HTTP server for `GET /metrics`, `GET /servers`, and `POST` and `DELETE /servers` with `{"url": …}`.
 
-    Where the servers have a key, joining and leaving needs it too. `newest` returns the metrics of the last step.
-    Raises ConfigError if the port is in use.
+    Joining and leaving needs the servers' key, if they have one. `newest` returns the metrics of the last step.
+
+    Raises:
+        ConfigError: the port is in use.
     """
 
     daemon_threads = True
@@ -45,6 +47,7 @@ class Monitor(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Base URL."""
         return f"http://{HOST}:{self.server_address[1]}"
 
     def close(self) -> None:
@@ -54,31 +57,31 @@ class Monitor(ThreadingHTTPServer):
         self._thread.join()
 
     def metrics(self) -> str:
-        """Return the run's numbers in Prometheus' text format."""
+        """Return the run's metrics in Prometheus' text format."""
         newest = {name: value for name, value in self.newest().items() if isinstance(value, int | float)}
-        found = [gauge(f"archon_run_{name}", f"{name} of the last step.", value) for name, value in newest.items()]
-        return render([*found, *self._fleet()])
+        step = [gauge(f"archon_run_{name}", f"{name} of the last step.", value) for name, value in newest.items()]
+        return render([*step, *self._fleet()])
 
     def _fleet(self) -> list[Metric]:
         servers, stats = list(self.engine.servers), self.engine.stats
         labels = [{"url": server.url, "kind": server.dialect.facts.kind} for server in servers]
         by_server: list[tuple[str, str, list[float]]] = [
-            ("archon_server_in_fleet", "1: it may be asked.", [float(s.failure is None) for s in servers]),
-            ("archon_server_requests", "Requests that it is answering.", [float(s.running) for s in servers]),
-            ("archon_server_version", "Its verified version; -1: none.", [float(_version(s.version)) for s in servers]),
-            ("archon_server_answers_total", "Answers that it gave.", [float(s.answers) for s in servers]),
-            ("archon_server_tokens_total", "Tokens that it gave.", [float(s.tokens) for s in servers]),
+            ("archon_server_in_fleet", "1 if the server gets requests.", [float(s.failure is None) for s in servers]),
+            ("archon_server_requests", "Running requests.", [float(s.running) for s in servers]),
+            ("archon_server_version", "Verified version; -1: none.", [float(_version(s.version)) for s in servers]),
+            ("archon_server_answers_total", "Answers.", [float(s.answers) for s in servers]),
+            ("archon_server_tokens_total", "Answer tokens.", [float(s.tokens) for s in servers]),
         ]
-        found = []
+        metrics = []
         for name, help_text, values in by_server:
             kind: Any = "counter" if name.endswith("_total") else "gauge"
-            found.append(Metric(name, help_text, list(zip(labels, values, strict=True)), kind))
+            metrics.append(Metric(name, help_text, list(zip(labels, values, strict=True)), kind))
         return [
-            *found,
-            counter("archon_servers_lost_total", "Times that a server left the fleet.", stats.lost),
-            counter("archon_servers_returned_total", "Servers brought back between pushes.", stats.returned),
-            counter("archon_requests_retried_total", "Requests asked again elsewhere.", stats.retried),
-            counter("archon_requests_resumed_total", "Answers that went on after an interruption.", stats.resumed),
+            *metrics,
+            counter("archon_servers_lost_total", "Servers that left the fleet.", stats.lost),
+            counter("archon_servers_returned_total", "Servers restored between pushes.", stats.returned),
+            counter("archon_requests_retried_total", "Requests retried on another server.", stats.retried),
+            counter("archon_requests_resumed_total", "Answers resumed after an interruption.", stats.resumed),
         ]
 
 
@@ -111,23 +114,23 @@ class _Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self._change("leave")
 
-    def _change(self, what: str) -> None:
+    def _change(self, action: str) -> None:
         engine, key = self.server.engine, os.environ.get(KEY)
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._is_local():
             return
-        if key and not hmac.compare_digest(given.encode(), key.encode()):
+        if key and not hmac.compare_digest(token.encode(), key.encode()):
             self._answer(401, f"the servers have a key: send {KEY} as bearer token\n")
         elif self.path != "/servers":
             self._answer(404, "servers join and leave at /servers\n")
         elif (url := self._url()) is None:
             self._answer(400, 'send {"url": "http://…"} as application/json\n')
         else:
-            (engine.join if what == "join" else engine.leave)(url)
+            (engine.join if action == "join" else engine.leave)(url)
             self._answer(202, json.dumps({"url": url, "from": "the next push"}), "application/json")
 
     def _url(self) -> str | None:
-        # Browsers let no page of another site send application/json without asking first (a CORS preflight).
+        # Browsers send a CORS preflight before application/json from another site, and get no permission here.
         length = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json" or not length.isdecimal() or int(length) > MAX_BODY:
             return None
@@ -138,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         return url if isinstance(url, str) and url.startswith(("http://", "https://")) else None
 
     def _is_local(self) -> bool:
-        # Against DNS rebinding: another site whose name resolves to loopback must not read the run.
+        # Against DNS rebinding: a foreign site name that resolves to loopback must not read the run.
         if self.headers.get("Host", "").partition(":")[0] in (HOST, "localhost"):
             return True
         self._answer(403, "only 127.0.0.1 and localhost are served\n")

@@ -1,4 +1,4 @@
-"""The prompts a run trains on, in a seeded order."""
+"""Training prompts of a run in a seeded order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from archon.schema.errors import DatasetError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the dataset and its ordinal in the data stream, which is unique in the run."""
+    """Dataset row and its ordinal in the data stream, unique in the run."""
 
     index: int
     row: dict[str, Any]
 
 
 class PromptStream:
-    """Prompts in a seeded order, epoch after epoch, with their ordinals; it can be resumed.
+    """Resumable stream of prompts in a seeded order, epoch after epoch.
 
     Args:
-        rows: of the dataset.
-        seed: of the order.
-        curriculum_column: a column of numbers; each epoch begins with the rows of the smallest, the easiest.
+        rows: dataset rows.
+        seed: seeds the order.
+        curriculum_column: difficulty column; each epoch begins with the smallest values.
 
-    Raises `DatasetError` for a row without such a number.
+    Raises:
+        DatasetError: a row has no finite number in `curriculum_column`.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], seed: int, curriculum_column: str | None = None) -> None:
@@ -37,20 +38,20 @@ class PromptStream:
             else [_number(row, index, curriculum_column) for index, row in enumerate(rows)]
         )
         self._loader = RowLoader(rows, batch_size=1, seed=seed, difficulty=difficulty)
-        self._untrained: list[int] = []  # ordinals taken before a resume and not trained on
+        self._untrained: list[int] = []  # ordinals taken before a resume but not trained
 
     @property
     def rows(self) -> Sequence[dict[str, Any]]:
-        """All rows, in the dataset's order."""
+        """All rows in dataset order."""
         return self._loader.rows
 
     @property
     def taken(self) -> int:
-        """The number of prompts taken so far, which is the ordinal of the next one."""
+        """Number of prompts taken, equal to the ordinal of the next prompt."""
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
 
     def at(self, ordinal: int) -> Prompt:
-        """Return the prompt of an ordinal, whether it was taken or not."""
+        """Return the prompt of an ordinal, taken or not."""
         return Prompt(ordinal, self._loader.row_at(ordinal))
 
     def take(self, n: int) -> list[Prompt]:
@@ -63,17 +64,17 @@ class PromptStream:
         return prompts
 
     def state_dict(self, untrained: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the position; a resumed stream first repeats the ordinals `untrained`, which were taken."""
+        """Return the position; a resumed stream first repeats the taken but `untrained` ordinals."""
         return {**self._loader.state_dict(), "again": [*untrained, *self._untrained]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise `DatasetError` where the state is of other rows or another seed."""
+        """Continue at a position; raise `DatasetError` for other rows or another seed."""
         self._loader.load_state_dict(state)
         self._untrained = list(state["again"])
 
 
 def _number(row: dict[str, Any], index: int, column: str) -> float:
-    # A Trinity-style workflow's row holds the source's own under `raw_task`.
+    # With `raw` data, `raw_task` holds the source dataset's row.
     value = row.get(column, (row.get("raw_task") or {}).get(column))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DatasetError(

@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster: actors that answer bytes with bytes, and are replaced when they are lost."""
+"""Workers on a Ray cluster: actors that map bytes to bytes, replaced when lost."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from archon.remote.config import WorkersConfig
 from archon.remote.launchers.ray_cluster import actor_options, first_line, join_cluster
 
 START_SECONDS = 120.0
-"""Until a worker must have started, where the cluster has a place for it."""
+"""Time limit for the start of a worker."""
 GRACE_SECONDS = 5.0
-"""For a call that was canceled to end; a worker whose call does not is replaced."""
-_MAX_FAILED_STARTS = 3  # in a row, of constructors, after which workers without a live one are considered broken
-_ABSENCE = 3  # times START_SECONDS without a live worker, after which they are too
+"""Time for a canceled call to end before its worker is replaced."""
+_MAX_FAILED_STARTS = 3  # consecutive failed constructors, without a live worker, before giving up
+_ABSENCE = 3  # multiples of START_SECONDS without a live worker before giving up
 _SETTING = "rollout.workers.kind"
 
 
 class WorkerLostError(RuntimeError):
-    """The worker of a call, or its node, died or cannot be reached; the call may have been executed or not."""
+    """The worker or its node died or cannot be reached; the call may or may not have run."""
 
 
 class WorkersBrokenError(RuntimeError):
-    """No worker can be started, or they are closed."""
+    """No worker can start, or the workers are closed."""
 
 
 class WorkerActor(ABC):
-    """A worker on its node; `path` is where this process and the trainer's import from."""
+    """Base class of Ray actors; `path` is the trainer's import path."""
 
     def __init__(self, path: Sequence[str]) -> None:
-        sys.path[:] = [*path, *(own for own in sys.path if own not in path)]
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
 
-    async def ready(self) -> None:  # noqa: B027 (its answer is all)
-        """Is answered once the worker has started."""
+    async def ready(self) -> None:  # noqa: B027 (returning is enough)
+        """Return once the worker has started."""
 
     async def last(self) -> None:
-        """Is answered by Ray alone, with an error, once the worker is gone."""
+        """Wait forever; Ray raises in the caller once the worker is gone."""
         await asyncio.Event().wait()
 
     @abstractmethod
@@ -50,16 +50,18 @@ class WorkerActor(ABC):
 
 
 class RayWorkers:
-    """`count` actors of one class, spread over the nodes of the cluster and started with the first call.
+    """Pool of `count` actors spread over the cluster's nodes and started with the first call.
 
-    A call waits for a worker that has less than `max_concurrent` calls; what it costs to lose one is the calls that it
-    executes. The workers may be called from several loops and threads, and end with this process, however it ends.
+    A call waits for a worker with fewer than `max_concurrent` calls. Losing a worker costs the calls it executes.
+    Several loops and threads may call the workers. The workers end with this process.
 
     Args:
-        actor: the class, of a module that the nodes can import.
-        arguments: of its constructor, after the path.
-        config: what a worker takes of its node.
-        what: the workers do, for messages.
+        actor: the class, from a module that the nodes can import.
+        arguments: constructor arguments after the path.
+        config: resources of a worker.
+        count: number of actors.
+        max_concurrent: concurrent calls per actor.
+        purpose: purpose of the workers, for messages.
     """
 
     def __init__(
@@ -69,35 +71,38 @@ class RayWorkers:
         config: WorkersConfig,
         count: int,
         max_concurrent: int,
-        what: str,
+        purpose: str,
     ) -> None:
         self._ray = join_cluster(_SETTING)
         options = actor_options(config.resources) | {"max_concurrency": max_concurrent + 2}  # for `ready` and `last`
         self._target_count = {name: options[name] for name in ("num_cpus", "num_gpus", "resources")}
         self._class = self._ray.remote(actor).options(**options)
-        self._arguments, self._count, self._max_concurrent, self._description = arguments, count, max_concurrent, what
+        self._arguments, self._count, self._max_concurrent = arguments, count, max_concurrent
+        self._description = purpose
         self._alive: set[Any] = set()
-        self._places: asyncio.Queue[Any] = asyncio.Queue()  # a live worker for each call that it may take; None: broken
+        self._slots: asyncio.Queue[Any] = asyncio.Queue()  # a live worker per free call slot; None: broken
         self._failed_starts = 0
-        self._absent_since = 0.0  # monotonic seconds at which there was no live worker any more
+        self._absent_since = 0.0  # monotonic time since which no worker is alive
         self._broken: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=f"archon-ray-{what}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"archon-ray-{purpose}", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """Returns this process's address in the cluster, at which its workers reach it."""
+        """Address of this process in the cluster, reachable by its workers."""
         address: str = self._ray.util.get_node_ip_address()
         return address
 
     async def run(self, call: bytes, seconds: float) -> bytes:
-        """Return the answer of a worker, which has `seconds` from when it gets the call. A caller that is canceled
-        cancels the call.
+        """Return a worker's answer; its `seconds` start when it gets the call. Canceling the caller cancels the call.
 
-        Raises TimeoutError, WorkerLostError, WorkersBrokenError, or what Ray makes of an exception of the worker's.
+        Raises:
+            TimeoutError: no answer in time.
+            WorkerLostError: the worker or its node died.
+            WorkersBrokenError: no worker can start, or the workers are closed.
         """
         if self._broken is not None:
             raise WorkersBrokenError(self._broken)
@@ -107,7 +112,7 @@ class RayWorkers:
         """End the workers; calls without an answer raise WorkersBrokenError."""
         if self._loop.is_closed() or not self._loop.is_running():
             return
-        with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # closed concurrently
             self._loop.call_soon_threadsafe(self._shut_down)
         if threading.current_thread() is not self._thread:
             self._thread.join(10)
@@ -128,11 +133,11 @@ class RayWorkers:
         for worker in self._alive:
             self._kill(worker)
         self._alive.clear()
-        self._loop.call_later(0.1, self._loop.stop)  # after those that wait were told
+        self._loop.call_later(0.1, self._loop.stop)  # after waiting callers got the error
 
     def _mark_broken(self, reason: str) -> None:
         self._broken = self._broken or reason
-        self._places.put_nowait(None)
+        self._slots.put_nowait(None)
 
     async def _run(self, call: bytes, seconds: float) -> bytes:
         if not self._started:
@@ -151,37 +156,37 @@ class RayWorkers:
             self._spawn(self._after_cancel(worker, answer))
             raise
         except exceptions.RayTaskError:
-            self._places.put_nowait(worker)
+            self._slots.put_nowait(worker)
             raise
         except exceptions.RayError as error:
             if self._broken is not None:
                 raise WorkersBrokenError(self._broken) from None
             self._replace(worker)
             raise WorkerLostError(f"a worker of {self._description} was lost: {first_line(error)}") from None
-        self._places.put_nowait(worker)
+        self._slots.put_nowait(worker)
         return result
 
     async def _acquire_worker(self) -> Any:
-        """Return a worker that may take a call."""
+        """Return a worker with a free slot."""
         while True:
-            worker = await self._places.get()
+            worker = await self._slots.get()
             if worker is None:
-                self._places.put_nowait(None)
+                self._slots.put_nowait(None)
                 raise WorkersBrokenError(self._broken)
             if worker in self._alive:
                 return worker
 
     async def _after_cancel(self, worker: Any, answer: Any) -> None:
-        """Give the place of a canceled call to others once it has ended; where it does not, replaces the worker."""
+        """Free the slot of a canceled call once it ends; replace the worker if it does not end."""
         try:
             async with asyncio.timeout(GRACE_SECONDS):
                 await answer
         except (self._ray.exceptions.TaskCancelledError, self._ray.exceptions.RayTaskError):
-            pass  # it was canceled, or raised before: either way the worker is well
+            pass  # canceled, or raised before: the worker is healthy
         except (TimeoutError, self._ray.exceptions.RayError):
             self._replace(worker)
             return
-        self._places.put_nowait(worker)
+        self._slots.put_nowait(worker)
 
     def _replace(self, worker: Any) -> None:
         if worker in self._alive and self._broken is None:
@@ -191,7 +196,7 @@ class RayWorkers:
             self._spawn(self._start())
 
     async def _start(self) -> None:
-        """Start a worker, as often as it takes."""
+        """Start a worker, retrying until it starts or the pool is broken."""
         while self._broken is None:
             worker = self._class.remote(sys.path, *self._arguments)
             try:
@@ -209,11 +214,11 @@ class RayWorkers:
             self._alive.add(worker)
             self._spawn(self._watch(worker))
             for _ in range(self._max_concurrent):
-                self._places.put_nowait(worker)
+                self._slots.put_nowait(worker)
             return
 
     async def _watch(self, worker: Any) -> None:
-        """Replace a worker that is lost while it has no call."""
+        """Replace an idle worker that is lost."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             await worker.last.remote()
         self._replace(worker)
@@ -225,11 +230,11 @@ class RayWorkers:
             return
         reason = " ".join(str(error).split())[-500:]
         if isinstance(error, TimeoutError):
-            reason = f"no node took one; one needs {self._target_count} (rollout.workers.resources)"
+            reason = f"no node has free resources; a worker needs {self._target_count} (rollout.workers.resources)"
         self._mark_broken(f"no worker of {self._description} started on the Ray cluster for {absent:.0f} s: {reason}")
 
     def _kill(self, worker: Any) -> None:
-        if self._ray.is_initialized():  # else Ray has ended it with this process's connection
+        if self._ray.is_initialized():  # else Ray ended the worker with this process's connection
             self._ray.kill(worker)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

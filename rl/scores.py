@@ -1,4 +1,4 @@
-"""What a set of scored answers says about a model: pass@k and means, with intervals over prompts."""
+"""pass@k and mean rewards of scored answers, with confidence intervals over prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NORMAL_95 = 1.959964
-"""Standard errors on each side of a mean that make 95 % of a normal distribution."""
+"""Half-width of the 95 % interval of a normal distribution, in standard errors."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `prompts` prompts with its 95 % interval; `low` and `high` are NaN for a single prompt."""
+    """Mean over `prompts` prompts with its 95 % interval; `low` and `high` are NaN for a single prompt."""
 
     mean: float
     low: float
@@ -22,18 +22,20 @@ class Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return 1 − C(n − c, k) / C(n, k): the probability that at least one of k answers, drawn from n of which
-    `correct` are right, is right (Chen et al. 2021, arXiv 2107.03374, equation 1; unbiased for n ≥ k)."""
+    """Return pass@k = 1 − C(n − correct, k) / C(n, k) for n answers (unbiased for n ≥ k).
+
+    It is the probability that at least one of k answers is correct (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """
     if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {k} answers, and there are {n}")
+        raise ValueError(f"pass@{k} needs at least {k} answers, got {n}")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def proportion(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value from 0 to 1 a prompt, with Wilson's interval (Wilson 1927) for as many trials.
+    """Return the mean of one value in [0, 1] per prompt, with Wilson's interval (Wilson 1927).
 
-    It lies within 0 and 1, and is not empty where all prompts agree. Where values lie between 0 and 1 it is wider than
-    needed, as their variance is at most that of trials.
+    The interval stays within [0, 1] and has a width even if all prompts agree. For fractional values it is
+    conservative: their variance is at most the variance of Bernoulli trials.
     """
     n, p, z = len(values), statistics.fmean(values), NORMAL_95
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
@@ -42,10 +44,10 @@ def proportion(values: Sequence[float]) -> Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value a prompt, and mean ± 1.96 standard errors.
+    """Return the mean of one value per prompt, with mean ± 1.96 standard errors.
 
-    The standard error is that of the mean over prompts, from the unbiased variance (Miller 2024, arXiv 2411.00640,
-    section 2): answers to one prompt are not independent, and are averaged first. Where all prompts agree it is 0.
+    The standard error over prompts uses the unbiased variance (Miller 2024, arXiv 2411.00640, section 2). Answers to
+    one prompt are dependent and are averaged first.
     """
     mean = statistics.fmean(values)
     if len(values) < 2:
@@ -58,16 +60,17 @@ def summarize(rewards: Sequence[Sequence[float]], ks: Sequence[int], pass_thresh
     """Return `reward` and each `pass@k` over prompts.
 
     Args:
-        rewards: of each prompt's answers; prompts without any are left out, and of pass@k those with fewer than k.
-        ks: numbers of answers.
-        pass_threshold: the least reward of a right answer.
+        rewards: rewards of each prompt's answers; prompts without answers are skipped, and for pass@k prompts with
+            fewer than k answers.
+        ks: values of k.
+        pass_threshold: smallest reward of a correct answer.
     """
     answered = [scores for scores in rewards if scores]
-    found = {"reward": estimate([statistics.fmean(scores) for scores in answered])}
+    estimates = {"reward": estimate([statistics.fmean(scores) for scores in answered])}
     for k in ks:
         right = [
             (len(scores), sum(score >= pass_threshold for score in scores)) for scores in answered if len(scores) >= k
         ]
         if right:
-            found[f"pass@{k}"] = proportion([pass_at_k(n, correct, k) for n, correct in right])
-    return found
+            estimates[f"pass@{k}"] = proportion([pass_at_k(n, correct, k) for n, correct in right])
+    return estimates

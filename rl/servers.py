@@ -1,4 +1,4 @@
-"""The inference servers of a run: those that it names, or those that it launches."""
+"""Inference servers of a run: configured URLs or launched servers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from archon.rl.weight_sync import generator_weights, probe_tokens
 def open_servers(
     config: RLConfig, engine: ArchonEngine, tokenizer: Any, rows: Sequence[dict[str, Any]], log: Callable[[str], None]
 ) -> RemoteEngine:
-    """Return the engine of the run's servers, which have the weights of `engine`. A collective.
+    """Connect to the run's servers and push the weights of `engine` to them. A collective.
 
-    Closing it ends servers that were launched. Raises ConfigError for servers that cannot be trained on.
+    Closing the returned engine ends launched servers. Raises ConfigError for unsuitable servers.
     """
     launched = None if config.rollout.launch is None else _launch_servers(config, engine, log)
     world = ControlPlane.with_long_timeout("servers")
@@ -63,7 +63,7 @@ def open_servers(
 
 
 def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> None:
-    """Make closing the engine end launched servers first, which then no longer read its folder."""
+    """Make closing the engine first end launched servers, which read its folder."""
     if launched is None:
         return
     remove = generator.close
@@ -76,7 +76,7 @@ def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> N
 
 
 def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]) -> LaunchedServers | None:
-    """Return the servers to launch, on the first rank; None on others. A collective."""
+    """Return the servers to launch on rank 0, None on other ranks. A collective."""
     launch, push = config.rollout.launch, config.rollout.push or PushConfig()
     assert launch is not None
     ensure_server_key()

@@ -1,4 +1,4 @@
-"""The records of an RL step: metrics of a batch, and some of its trajectories."""
+"""Records of an RL step: metrics of a batch, and some of its trajectories."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from archon.rl.trajectories import trajectory_ids
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 WARN_AFTER_STEPS = (10, 100, 1000)
-"""The consecutive steps with zero-variance groups only after which the run warns."""
+"""Numbers of consecutive steps with only zero-variance groups at which the run warns."""
 
-# Part of every record, so that a step without failures is 0 and not a gap.
+# Part of every record: a step without failures is 0, not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
 
 
 def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Return metrics of the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
+    """Return metrics of the samples, recorded values, and every count as `rollout/<name>`.
 
-    `version` is that of the trainer's weights, for `staleness_…`.
+    `version` is the version of the trainer's weights, for `staleness_…`.
     """
     metrics: dict[str, float] = {}
     if batch:
@@ -43,14 +43,14 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
     if generated := batch if batch else batch.dropped:
         metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)
     failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
-    # Episodes that returned trajectories, including those dropped or replaced since.
+    # Episodes that returned trajectories, including dropped and replaced ones.
     if (n_groups := batch.counts["episodes"] - batch.counts["rejected"] - failed) > 0:
         metrics["zero_variance_fraction"] = batch.counts["zero_variance_groups"] / n_groups
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
 
 
 class ZeroVarianceMonitor:
-    """Warns where no group has had two different rewards for many steps."""
+    """Warning if all groups have equal rewards for many steps."""
 
     def __init__(self) -> None:
         self._steps = 0  # consecutive
@@ -63,21 +63,21 @@ class ZeroVarianceMonitor:
         self._steps = self._steps + 1 if affected else 0
         if is_single and self._steps in (1, *WARN_AFTER_STEPS):
             return (
-                "each group is one trajectory, whose advantage over its group is 0, so that nothing is learned; return "
-                "gconfig.n_samples trajectories a prompt, or one, with returns_group = False on the workflow's class"
+                "each group is one trajectory with advantage 0, so nothing is learned; return gconfig.n_samples "
+                "trajectories per prompt, or one trajectory with returns_group = False on the workflow's class"
             )
         if self._steps not in WARN_AFTER_STEPS:
             return None
         return (
-            f"for {self._steps} steps all answers of a group have had the same reward, so that nothing is learned; "
-            "look at the reward function, gconfig.n_samples and gconfig.temperature"
+            f"for {self._steps} steps all answers of a group had the same reward, so nothing is learned; "
+            "check the reward function, gconfig.n_samples and gconfig.temperature"
         )
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:
     """Return mean and maximum of `version` minus the version of each trained token.
 
-    Tokens of unknown version (−1) are ignored; {} where there are no others.
+    Tokens of unknown version (−1) are ignored; the result is {} without other tokens.
     """
     behind = version - versions[(loss_mask != 0) & (versions >= 0)]
     if not behind.numel():
@@ -94,10 +94,10 @@ def write_groups(
     tokenizer: Any,
     write_images: Callable[[Sequence[ProcessedImage]], list[str]] | None = None,
 ) -> int:
-    """Write all samples of the first `n_groups` groups, with special tokens; returns how many could not be written.
+    """Write all samples of the first `n_groups` groups; return the number of failed writes.
 
-    `advantages` [B, S] is written as the mean over an answer's tokens; None marks the groups as `dropped`.
-    `write_images` writes those of an answer, and returns the names of their files.
+    The text includes special tokens. `advantages` [B, S] is averaged over an answer's tokens; None marks the groups as
+    `dropped`. `write_images` writes the images of an answer and returns their file names.
     """
     trajectories, lost = batch.trajectories, 0
     for group, prompt in enumerate(batch.prompts[:n_groups]):
@@ -129,21 +129,21 @@ def write_groups(
 
 
 def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the per-token columns of one trajectory [S], from its first trained token to its end.
+    """Return per-token columns of one trajectory [S], from its first trained token to its end.
 
-    Columns are `tokens` and `logprobs`, null for tokens that the model did not generate; `turn_ids` where there are
-    such tokens or several turns; `versions` where there are several, else `version`.
+    The columns are `tokens` and `logprobs` (null for input tokens), `turn_ids` if there are input tokens or several
+    turns, and `versions`, or `version` if there is only one.
     """
     trained = trajectory["loss_mask"] != 0
     shown = (trajectory["attention_mask"] != 0) & (trained.cumsum(0) > 0)
-    given = ~trained[shown]
-    logprobs = zip(trajectory["logprobs"][shown].tolist(), given.tolist(), strict=True)
+    is_input = ~trained[shown]
+    logprobs = zip(trajectory["logprobs"][shown].tolist(), is_input.tolist(), strict=True)
     columns: dict[str, Any] = {
         "tokens": tokenizer.convert_ids_to_tokens(trajectory["input_ids"][shown].tolist()),
-        "logprobs": [None if is_given else logprob for logprob, is_given in logprobs],
+        "logprobs": [None if masked else logprob for logprob, masked in logprobs],
     }
     turns = trajectory.get("turn_ids")
-    if turns is not None and (given.any() or turns[trained].unique().numel() > 1):
+    if turns is not None and (is_input.any() or turns[trained].unique().numel() > 1):
         columns["turn_ids"] = turns[shown].tolist()
     versions = trajectory["versions"][trained].unique().tolist()
     if len(versions) == 1:
@@ -154,7 +154,7 @@ def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def newest_record(metrics: Path, step: int) -> dict[str, Any]:
-    """Return the last record of `metrics.jsonl` if it is that of `step`, without step and time; else {}."""
+    """Return the last record of `metrics.jsonl` without step and time if it belongs to `step`, else {}."""
     records = read_jsonl(metrics) if metrics.exists() else []
     if not records or records[-1]["step"] != step:
         return {}
@@ -162,11 +162,11 @@ def newest_record(metrics: Path, step: int) -> dict[str, Any]:
 
 
 def reward_gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per kind of held-out reward, with its first and last value."""
+    """Return one line per kind of held-out reward with its first and last value."""
     rewards = [record for record in records if "eval/reward" in record]
     names = {"eval/reward": "sampled", "eval/greedy_reward": "greedy"}
     return [
-        f"held-out reward, {what}: {rewards[0][name]:.3f} before, {rewards[-1][name]:.3f} after"
-        for name, what in names.items()
+        f"held-out reward, {kind}: {rewards[0][name]:.3f} before, {rewards[-1][name]:.3f} after"
+        for name, kind in names.items()
         if len(rewards) > 1 and name in rewards[0] and name in rewards[-1]
     ]

@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation: another checkpoint in this process, or a model behind an OpenAI endpoint."""
+"""Teachers of on-policy distillation: an in-process checkpoint or an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Documents = dict[str, Tensor]
 def open_teacher(
     teacher: EngineConfig | TeacherServerConfig, config: RLConfig, tokenizer: Any
 ) -> Callable[[Documents], Tensor]:
-    """Return a function from padded documents to the teacher's logprobs of their trained tokens, [B, S].
+    """Return a function from padded documents to the teacher's logprobs of trained tokens, [B, S].
 
-    They are computed at the rollout's temperature. Raises `ConfigError` for a checkpoint with other tokens than
-    `tokenizer`, the actor's.
+    The logprobs are at the rollout's temperature. Raises `ConfigError` if the vocabulary differs from the actor's
+    `tokenizer`.
     """
     if isinstance(teacher, TeacherServerConfig):
         return TeacherServer(teacher)
     if load_tokenizer(teacher.path).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"teacher.path {teacher.path}: its tokenizer has other tokens than the actor's, so that it cannot judge "
-            "the actor's answers; choose a teacher with the same vocabulary"
+            f"teacher.path {teacher.path}: its vocabulary differs from the actor's; choose a teacher with the same "
+            "vocabulary"
         )
     engine, temperature = ArchonEngine(teacher), config.gconfig.temperature
     engine.initialize()
@@ -41,9 +41,9 @@ def open_teacher(
 
 
 class TeacherServer:
-    """Asks a server for the logprobs of whole documents, as prompts of tokens, at temperature 1.
+    """Teacher server that scores whole documents as prompts, at temperature 1.
 
-    The environment variable OPENAI_API_KEY is its key, where it asks for one.
+    The environment variable OPENAI_API_KEY holds its key.
     """
 
     def __init__(self, config: TeacherServerConfig) -> None:
@@ -53,7 +53,7 @@ class TeacherServer:
 
     def __call__(self, documents: Documents) -> Tensor:
         if any(documents.get("images", ())):
-            raise RolloutError(f"teacher.url {self._config.url}: only tokens are sent to servers, not images")
+            raise RolloutError(f"teacher.url {self._config.url}: a teacher server takes tokens only, got images")
         rows = zip(documents["input_ids"], documents["attention_mask"], strict=True)
         prompts = [ids[attended.bool()].tolist() for ids, attended in rows]
         with ThreadPoolExecutor(self._config.max_concurrent) as pool:
@@ -64,7 +64,7 @@ class TeacherServer:
         return logprobs.where(documents["loss_mask"] > 0, 0.0)
 
     def _score(self, prompt: list[int]) -> list[float]:
-        """Return the logprob of each token; 0 for the first, which nothing predicts."""
+        """Return the logprob of each token, with 0 for the first."""
         url = self._config.url
         try:
             completion = self._client.completions.create(
@@ -72,16 +72,16 @@ class TeacherServer:
             )
         except require_package("openai").OpenAIError as error:
             raise RolloutError(f"teacher.url {url}: {error}") from None
-        found = completion.choices[0].logprobs
-        logprobs = [] if found is None else list(found.token_logprobs or [])[: len(prompt)]
+        choice = completion.choices[0].logprobs
+        logprobs = [] if choice is None else list(choice.token_logprobs or [])[: len(prompt)]
         if len(logprobs) != len(prompt) or None in logprobs[1:]:
             raise RolloutError(
-                f"teacher.url {url}: a prompt of {len(prompt)} tokens came back with {len(logprobs)} logprobs; "
-                "expected one for each, as a server that supports `echo` returns them"
+                f"teacher.url {url}: got {len(logprobs)} logprobs for a prompt of {len(prompt)} tokens; use a server "
+                "that supports `echo`"
             )
         return [0.0, *logprobs[1:]]
 
 
 def _key() -> dict[str, str]:
-    """Return the key argument of the client, which insists on one."""
+    """Return a dummy key if there is none: the client requires one."""
     return {} if os.environ.get("OPENAI_API_KEY") else {"api_key": "none"}

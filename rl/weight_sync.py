@@ -1,4 +1,4 @@
-"""Passes weights from an engine in any layout to a generator in this process, or to inference servers."""
+"""Weight sync from an engine in any layout to an in-process generator or inference servers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from archon.training.batch_sharding import score_sharded
 
 
 def engine_weights(engine: ArchonEngine) -> WeightSource:
-    """Return what a push after a step sends: the model, or where it is sharded over processes an iterator of its
-    weights, or of a model with adapters of theirs alone; all ranks consume it."""
+    """Return the weights for an in-process push: the model, or an iterator that all ranks consume.
+
+    A sharded model yields its gathered weights, and a LoRA model only the LoRA weights.
+    """
     if engine.lora:
         return engine.lora_weights()
     return engine.full_model if _is_plain(engine) else engine.weights()
@@ -36,10 +38,10 @@ def _is_plain(engine: ArchonEngine) -> bool:
 def build_inprocess_engine(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
     """Return a generator with the engine's weights; each process gets a full replica of a sharded model.
 
-    A replica of a model with adapters has them next to its frozen weights, as the trainer has, so that both compute the
-    same. It shares those weights with a trainer that is one process.
+    A LoRA replica keeps the LoRA separate from the frozen weights, like the trainer, so both compute the same. A
+    single-process trainer shares the frozen weights.
 
-    `options` are those of `InProcessEngine.from_model`. Raises `RolloutError` where replica and cache do not fit.
+    `options` are the options of `InProcessEngine.from_model`. Raises `RolloutError` if replica and cache do not fit.
     """
     if _is_plain(engine):
         return InProcessEngine.from_model(engine.full_model, tokenizer, **options)
@@ -49,23 +51,26 @@ def build_inprocess_engine(engine: ArchonEngine, tokenizer: Any, **options: Any)
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """The weights of an engine in any layout, for `RemoteEngine.update_weights`; all methods are collectives."""
+    """Weights of an engine in any layout for `RemoteEngine.update_weights`; all methods are collectives."""
 
     engine: ArchonEngine
 
     def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
+        """Write a checkpoint, or the LoRA in PEFT's format, from rank 0."""
         if transport == "lora":
             self.engine.save(folder, format="peft")
         else:
             self.engine.save(folder, dtype=None if dtype is None else getattr(torch, dtype))
 
     def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, whole tensor); every rank must consume all tensors."""
         engine, target = self.engine, None if dtype is None else getattr(torch, dtype)
         buffers = buffer_keys(engine.adapter)
         for name, tensor in engine.hf_weights(target, bucket_bytes=BUCKET_BYTES):
             yield name, tensor if target is None or name in buffers else tensor.to(target)
 
     def score(self, tokens: list[int]) -> list[float]:
+        """Return the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
         ids = torch.tensor([tokens])
         document = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
         document["loss_mask"] = torch.ones_like(ids)
@@ -74,9 +79,9 @@ class PushedWeights:
 
 
 def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the tokens of up to `PROBE_TOKENS` prompts one after another, for `RemoteEngine.probe`.
+    """Return concatenated prompt tokens, at least `PROBE_TOKENS` if possible, for `RemoteEngine.probe`.
 
-    Empty where the rows are of a form that only the run's own workflow can read.
+    The result is empty if only the run's workflow can read the rows.
     """
     tokens: list[int] = []
     for row in rows[:PROBE_TOKENS]:

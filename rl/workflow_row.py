@@ -1,4 +1,4 @@
-"""The dataset row that a workflow gets: a copy, which it may change."""
+"""Dataset row for a workflow: a copy that it may change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from archon.rl.rewards.async_wrapper import ARGUMENTS
 
 
 class WorkflowRow(dict[str, Any]):
-    """A row that can be unpacked into a reward's keyword arguments: `reward_fn(prompt=…, completions=…, **row)`.
+    """Row that unpacks into a reward's keyword arguments: `reward_fn(prompt=…, completions=…, **row)`.
 
-    `prompt` and the names of a reward's other arguments are skipped by `**`, `dict(row)` and `keys`, but not by
-    `row["prompt"]`, `get`, `in` and `items`.
+    `**`, `dict(row)` and `keys` skip the reward's positional arguments such as `prompt`; `row["prompt"]`, `get`, `in`
+    and `items` do not.
     """
 
     def keys(self) -> Any:

@@ -1,4 +1,4 @@
-"""Environments of other packages, by name: `reasoning_gym:leg_counting`, `textarena:GuessTheNumber-v0`, …"""
+"""Environments of other packages, such as `reasoning_gym:leg_counting`, `textarena:GuessTheNumber-v0`."""
 
 from archon.schema.lazy import lazy_exports
 

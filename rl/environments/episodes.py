@@ -1,4 +1,4 @@
-"""Workflow whose user is an environment: text observation in, action out, the reward at the end."""
+"""Workflow for text environments: observation in, action out, rewards per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from archon.schema.lazy import import_dotted
 
 
 class Step(NamedTuple):
-    """What an action leads to: the next observation, the reward of this step, and whether the episode is over."""
+    """Result of an action: next observation, reward of the step, and whether the episode is over."""
 
     observation: str
     reward: float = 0.0
@@ -31,32 +31,32 @@ class Step(NamedTuple):
 
 
 class TextEnvironment(Protocol):
-    """An environment of text. Its methods may be `async`; one that has `close` is closed after its episode."""
+    """Text environment. Its methods may be `async`; an optional `close` is called after the episode."""
 
     def reset(self, seed: int) -> Any:
-        """Begin an episode, the same one for the same seed, and returns the first observation."""
+        """Begin the episode of `seed` and return the first observation."""
         ...
 
     def step(self, action: str) -> Any:
-        """Return the `Step`, or a tuple of its three values, that an action leads to."""
+        """Apply an action and return a `Step` or a tuple of its three values."""
         ...
 
 
 class EnvironmentWorkflow(SamplingWorkflow):
-    """Plays the row's episode `gconfig.n_samples` times, each time in an environment of its own; all form one group.
+    """Workflow that plays the row's episode `gconfig.n_samples` times, each in its own environment.
 
-    An observation is the user's message, the model's answer the action. The reward of a sample is the sum of those of
-    its steps. All answers are trained, and nothing else. The row's `seed` says which episode it is. An environment that
-    raises costs its sample, which is counted as `environment_failed`.
+    The observation is the user's message, and the model's answer is the action. The reward of a sample is the sum of
+    its step rewards. Only answers are trained. The row's `seed` selects the episode. A failing environment costs its
+    sample and is counted as `environment_failed`.
 
     Args:
         gconfig: sampling parameters of each turn; `max_tokens` limits the conversation.
         tokenizer: renders prompts and observations; its end-of-text and padding ids stop an answer.
-        environment: a name, such as `textarena:Mastermind-v0`; or a function that makes a `TextEnvironment`, its class,
-            or the dotted path of either.
-        max_turns: the maximal number of answers; an episode that is not over then keeps the rewards so far.
-        system_prompt: a system message before the first observation.
-        max_concurrent: the maximal number of environments at once; None: no limit.
+        environment: a name such as `textarena:Mastermind-v0`, a function that makes a `TextEnvironment`, its class, or
+            the dotted path of either.
+        max_turns: maximum number of answers; an unfinished episode keeps its rewards.
+        system_prompt: system message before the first observation.
+        max_concurrent: maximum number of concurrent environments; None: no limit.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class EnvironmentWorkflow(SamplingWorkflow):
         self.open = _opener(environment)
         self.max_turns = max_turns
         self.system_prompt = system_prompt
-        self._places = asyncio.Semaphore(max_concurrent or 1_000_000)
+        self._slots = asyncio.Semaphore(max_concurrent or 1_000_000)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Return one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
 
-        Samples that fail are dropped and counted by kind; the first failure is raised when none is left.
+        Failed samples are dropped and counted by kind. If all fail, the first failure is raised.
         """
         seed = self._episode_seed(data)
         records = [TokenRecord() for _ in range(self.gconfig.n_samples)]
@@ -94,18 +94,18 @@ class EnvironmentWorkflow(SamplingWorkflow):
         seed = data.get("seed")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ConfigError(
-                f"the row's seed is {seed!r}, expected the number of an episode of {self.name}; set train_data.path "
-                "(and eval_data.path) to the environment's name, or to rows with a column `seed`"
+                f"the row's seed is {seed!r}, expected an integer that selects an episode of {self.name}; set "
+                "train_data.path (and eval_data.path) to the environment's name, or to rows with a column `seed`"
             )
         named = data.get("environment", self.name)
         if parse_environment(self.name) and _task(named) != _task(self.name):
-            raise ConfigError(f"the row is of {named}, and workflow is {self.name}; set both to the same environment")
+            raise ConfigError(f"the row is for {named}, but workflow is {self.name}; set both to the same environment")
         return seed
 
     async def _play(self, engine: InferenceEngine, record: TokenRecord, seed: int, index: int) -> tuple[float, bool]:
-        """Fill `record`. Returns the sum of the rewards, and whether the episode is over."""
+        """Fill `record`. Return the sum of rewards and whether the episode is over."""
         total, done = 0.0, False
-        async with self._places:
+        async with self._slots:
             environment = await self._call_environment(self.open)
 
             async def act(action: str, response: ModelResponse) -> str | None:
@@ -128,19 +128,19 @@ class EnvironmentWorkflow(SamplingWorkflow):
         return encode_prompt(self.tokenizer, {"messages": messages, "prompt": plain_prompt(messages)})
 
     async def _call_environment(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a method of the environment returns; what it raises costs the sample."""
+        """Call a method of the environment; an exception costs the sample."""
         try:
             returned = function(*arguments)
             return await returned if inspect.isawaitable(returned) else returned
         except UserError:
             raise
         except Exception as error:
-            what = f"the environment {self.name} raised {type(error).__name__}: {error}"
-            raise UnusableAnswerError("environment_failed", what) from error
+            message = f"the environment {self.name} raised {type(error).__name__}: {error}"
+            raise UnusableAnswerError("environment_failed", message) from error
 
 
 def environment_reward(name: str) -> Callable[..., float]:
-    """Return the reward function that stands for an environment's own rewards, and refuses to be called."""
+    """Return a placeholder reward that raises: an environment scores its own episodes."""
     return _EnvironmentReward(name)
 
 

@@ -1,5 +1,8 @@
-"""OpenEnv: environments behind an HTTP server. `workflow: openenv:http://127.0.0.1:8000` plays one episode a sample,
-each in a session of its own, by the protocol of the server's `/ws`."""
+"""OpenEnv: environments behind an HTTP server.
+
+`workflow: openenv:http://127.0.0.1:8000` plays one episode per sample, each in its own session of the server's `/ws`
+protocol.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,34 @@ from archon.rl.episode_context import workflow_context
 from archon.schema.errors import ConfigError
 
 SECONDS = 60.0
-"""Limit of one answer of the server."""
+"""Time limit of one server response."""
 
 _FRAME_BYTES = 100 * 2**20
 _RESERVED_FIELDS = (
     "done",
     "reward",
     "metadata",
-)  # of an observation and of an action: OpenEnv's, not the environment's
+)  # fields of observations and actions that belong to OpenEnv, not to the environment
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return the seeds of `size` episodes (500 by default), which the environment's workflow plays."""
+    """Return rows with the seeds of `size` episodes (500 by default)."""
     _require_url(name)
     name.require_options(["size"], "train_data of an environment (its fields go to workflow)")
     return episode_rows(name, split, seed, name.integer_option("size", SIZE))
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Return what stands for the rewards that the server gives."""
+    """Return the placeholder reward: the server scores episodes."""
     return environment_reward(name.text)
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Session]:
-    """Return a function that makes a session. The server is asked for the fields of its actions and observations.
+    """Return a function that makes a session, with the text fields from the server's schema.
 
-    Raises ConfigError where it does not answer, or where the field of text is not the only one and not given as
-    `action_field` or `observation_field`.
+    Raises:
+        ConfigError: the server does not respond, or the text field is ambiguous and not set by `action_field` or
+            `observation_field`.
     """
     url = _require_url(name)
     name.require_options(["action_field", "observation_field"], "an environment's workflow")
@@ -53,15 +57,15 @@ def make_environment(name: EnvironmentName) -> Callable[[], Session]:
             properties = {part: schema[part]["properties"] for part in ("action", "observation")}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{name.text}: {url}/schema is not that of an OpenEnv server ({type(error).__name__}: {error}); start the "
-            "server first, and name its base URL"
+            f"{name.text}: {url}/schema is not an OpenEnv schema ({type(error).__name__}: {error}); start the server "
+            "first, and set its base URL"
         ) from error
     fields = [_text_field(name, part, of_part) for part, of_part in properties.items()]
     return lambda: Session(url, *fields)
 
 
 class Session:
-    """An episode at a server, over one connection."""
+    """Episode on a server, over one connection."""
 
     def __init__(self, url: str, action_field: str, observation_field: str) -> None:
         self._url = "ws" + url.removeprefix("http") + "/ws"
@@ -69,14 +73,14 @@ class Session:
         self._socket: Any = None
 
     async def reset(self, seed: int) -> str:
-        """Begin the episode of a seed, and returns the first observation."""
+        """Begin the episode of a seed and return the first observation."""
         async with asyncio.timeout(SECONDS):
             http = await workflow_context.get_aiohttp_session()
             self._socket = await http.ws_connect(self._url, max_msg_size=_FRAME_BYTES)
         return self._observation_text(await self._ask("reset", {"seed": seed}))
 
     async def step(self, action: str) -> Step:
-        """Return what the server answers to an action."""
+        """Send an action and return its result."""
         answer = await self._ask("step", {self._action_field: action})
         return Step(self._observation_text(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
 
@@ -89,7 +93,7 @@ class Session:
         return str(answer["observation"].get(self._observation_field, ""))
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of the server's answer; raises RuntimeError for an error of the server."""
+        """Send a request and return the data of the response; raise RuntimeError for a server error."""
         async with asyncio.timeout(SECONDS):
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.receive_str())
@@ -109,16 +113,18 @@ def _require_url(name: EnvironmentName) -> str:
 
 
 def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:
-    """Return the field of an action or an observation that holds its text."""
-    fields = {field: of for field, of in properties.items() if field not in _RESERVED_FIELDS}
+    """Return the text field of an action or observation."""
+    fields = {field: schema for field, schema in properties.items() if field not in _RESERVED_FIELDS}
     option = f"{part}_field"
-    given = name.options.get(option)
-    texts = [field for field, of in fields.items() if _is_text(of)]
-    if given is not None and given in fields:
-        return str(given)
-    if given is None and len(texts) == 1:
+    configured = name.options.get(option)
+    texts = [field for field, schema in fields.items() if _is_text(schema)]
+    if configured is not None and configured in fields:
+        return str(configured)
+    if configured is None and len(texts) == 1:
         return texts[0]
-    problem = f"an {part} has no field {given!r}" if given is not None else f"no one field of an {part} is its text"
+    problem = f"an {part} has {len(texts)} text fields, expected 1"
+    if configured is not None:
+        problem = f"an {part} has no field {configured!r}"
     raise ConfigError(
         f"{name.text}: {problem}; choose of {', '.join(fields) or 'none'}: openenv:{name.task}?{option}=NAME"
     )

@@ -1,5 +1,7 @@
-"""reasoning_gym: generated questions with scorers. `train_data.path: reasoning_gym:TASK` gives rows, and
-`reward: reasoning_gym:TASK` the package's own score."""
+"""Generated questions and scores of the package reasoning_gym.
+
+`train_data.path: reasoning_gym:TASK` provides rows, and `reward: reasoning_gym:TASK` the package's score.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,24 @@ from archon.rl.environments.splits import HELD_OUT_EVERY, SIZE, is_held_out, req
 from archon.schema.errors import ConfigError, DatasetError, RewardError
 
 NO_ANSWER = "(none: many answers are right)"
-"""The gold answer of the few tasks for which the package states none; of these set `rollout.n_gold_checks` to 0."""
+"""Gold answer of tasks without one; set `rollout.n_gold_checks` to 0 for them."""
 
 _STATED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_DRAWN = 4 * HELD_OUT_EVERY  # questions drawn for each row, at most
-_DRAWN_BALANCED = 5 * _DRAWN  # the same where rows of frequent answers are left out
-_ROW_OPTIONS = {"size", "max_share"}  # of the name, and not of the task
+_DRAWN = 4 * HELD_OUT_EVERY  # maximum number of questions drawn per row
+_DRAWN_BALANCED = 5 * _DRAWN  # the same with max_share
+_ROW_OPTIONS = {"size", "max_share"}  # options of archon, not of the task
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return `size` questions of a task (500 by default), whose generator begins with `seed`.
+    """Return `size` questions of a task (500 by default), generated from `seed`.
 
-    No question of the split `test` is in `train`, whatever their seeds and sizes; `all` is what the package's
-    `create_dataset` returns. A row holds `prompt`, `response`, the `environment` and the package's own `entry`.
-
-    With `max_share` below 1 questions are left out whose answer is that of too many rows before: however many of the
-    first rows are taken, no answer is that of more than this share of them, rounded up to a whole row.
+    The splits `train` and `test` never share a question; `all` is the result of the package's `create_dataset`. A row
+    holds `prompt`, `response`, the `environment` and the package's `entry`. `max_share` below 1 caps the fraction of
+    rows with the same answer, for every prefix of the rows (rounded up).
 
     Raises:
-        ConfigError: no such task or option, or a value that the task refuses.
-        DatasetError: no such split, or a task with too few questions, or too few answers, for it.
+        ConfigError: unknown task or option, or a value that the task refuses.
+        DatasetError: unknown split, or too few questions or answers for the requested size.
     """
     require_split(name, split, ("train", "test", "all"))
     size, share = name.integer_option("size", SIZE), _max_answer_fraction(name)
@@ -45,7 +45,7 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     if len(kept) < size:
         few, remedy = ("questions", "") if share == 1 else ("answers", "raise max_share, ")
         raise DatasetError(
-            f"{name.text}: {drawn} questions have {len(kept)} of the split {split}, and size is {size}; "
+            f"{name.text}: {drawn} questions contain {len(kept)} for split {split}, but size is {size}; "
             f"the task has few different {few}: {remedy}widen its options, or make size smaller"
         )
     return [
@@ -62,7 +62,7 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
 def _max_answer_fraction(name: EnvironmentName) -> float:
     share = name.options.get("max_share", 1)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"{name.text}: max_share is {share!r}, expected a share of the rows, above 0 and at most 1")
+        raise ConfigError(f"{name.text}: max_share is {share!r}, expected a fraction above 0 and at most 1")
     return float(share)
 
 
@@ -74,7 +74,7 @@ def _draw_split(name: EnvironmentName, seed: int, drawn: int, split: str) -> Ite
 
 
 def _cap_answer_share(items: Iterable[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
-    """Yield items of which no answer has more than `share` of those that were yielded, rounded up."""
+    """Yield items, capping every answer at `share` of the output (rounded up)."""
     counts, yielded = Counter[str](), 0
     for item in items:
         answer = str(item["answer"])
@@ -85,11 +85,10 @@ def _cap_answer_share(items: Iterable[dict[str, Any]], share: float) -> Iterator
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Return the reward of a task; of any task, that of each row, where the name is `reasoning_gym` alone."""
+    """Return the reward of a task; the name `reasoning_gym` alone scores rows of any task."""
     if name.options:
         raise ConfigError(
-            f"{name.text}: a reward takes no options, since every row says those of its own; set reward to "
-            f"{name.family}:{name.task}"
+            f"{name.text}: a reward takes no options (every row has them); set reward to {name.family}:{name.task}"
         )
     if name.task:
         name.require_task(import_environment(name, "reasoning_gym.factory").DATASETS)
@@ -97,9 +96,9 @@ def reward(name: EnvironmentName) -> Callable[..., float]:
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Any]:
-    """Raise ConfigError: the package has no episodes of several turns."""
+    """Raise ConfigError: the package has single-turn questions only."""
     raise ConfigError(
-        f"workflow {name.text}: the tasks of reasoning_gym are single questions, which the default workflow asks; "
+        f"workflow {name.text}: reasoning_gym has single questions, which the default workflow samples; "
         f"leave workflow out, and set train_data.path and reward to reasoning_gym:{name.task or 'TASK'}"
     )
 
@@ -115,20 +114,20 @@ def score(
     entry: dict[str, Any] | None = None,
     **data: Any,
 ) -> float:
-    """Return the package's score of what the completion has between its last answer tags, or of all of it."""
+    """Score the text in the completion's last `<answer>` tags, or the whole completion."""
     name = parse_environment(environment)
     if name is None or entry is None:
         raise RewardError(
-            f"the reward reasoning_gym:{task} scores rows of reasoning_gym, and this row is none; set train_data.path "
-            f"(and eval_data.path) to reasoning_gym:{task or 'TASK'}"
+            f"the reward reasoning_gym:{task} got a row of another dataset; set train_data.path (and eval_data.path) "
+            f"to reasoning_gym:{task or 'TASK'}"
         )
     if task not in ("", name.task):
-        raise RewardError(f"the reward reasoning_gym:{task} cannot score a row of {environment}; set it to that task")
+        raise RewardError(f"the reward reasoning_gym:{task} cannot score a row of {environment}; set reward to it")
     return float(_scorer(environment)(extract_answer_tag(completions), entry))
 
 
 def extract_answer_tag(completion: str) -> str:
-    """Return what the last `<answer>…</answer>` holds, and without one the completion, without spaces around it."""
+    """Return the stripped content of the last `<answer>…</answer>`, or the stripped completion."""
     stated = _STATED.findall(completion)
     return str(stated[-1] if stated else completion).strip()
 
@@ -142,19 +141,19 @@ def _scorer(environment: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _dataset(name: EnvironmentName, seed: int, size: int) -> Any:
-    """Return the package's dataset of a task, with the options of its name."""
+    """Return the package's dataset for a task with the options in its name."""
     factory = import_environment(name, "reasoning_gym.factory")
     import_environment(name, "reasoning_gym")  # registers the tasks
     name.require_task(factory.DATASETS)
     known = {field.name for field in fields(factory.DATASETS[name.task][1])} - {"seed"} | _ROW_OPTIONS
     if "seed" in name.options:
-        raise ConfigError(f"{name.text}: the seed is no option of the name; set train_data.seed (or eval_data.seed)")
+        raise ConfigError(f"{name.text}: seed is not an option; set train_data.seed (or eval_data.seed)")
     name.require_options(known, f"the task {name.task}")
     options = {option: value for option, value in name.options.items() if option not in _ROW_OPTIONS}
     try:
         return factory.create_dataset(name.task, **options, seed=seed % 2**32, size=size)
     except (AssertionError, TypeError, ValueError) as error:
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "its defaults"
+        values = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "its defaults"
         raise ConfigError(
-            f"{name.text}: the task refuses {given}: {' '.join(str(error).split()) or type(error).__name__}"
+            f"{name.text}: the task refuses {values}: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error

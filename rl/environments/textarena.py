@@ -1,4 +1,4 @@
-"""TextArena: games of one player. `workflow: textarena:GuessTheNumber-v0` plays one a sample."""
+"""TextArena: single-player games. `workflow: textarena:GuessTheNumber-v0` plays one game per sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from archon.schema.errors import ConfigError
 
 
 def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return the seeds of `size` games (500 by default), which the game's workflow plays."""
+    """Return rows with the seeds of `size` games (500 by default)."""
     known = import_environment(name, "textarena").envs.registration.ENV_REGISTRY
     name.require_task(known)
     name.require_options(["size"], "train_data of a game (the game's own go to workflow)")
@@ -23,14 +23,15 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
 
 
 def reward(name: EnvironmentName) -> Callable[..., float]:
-    """Return what stands for the rewards that the game gives."""
+    """Return the placeholder reward: the game scores episodes."""
     return environment_reward(name.text)
 
 
 def make_environment(name: EnvironmentName) -> Callable[[], Game]:
-    """Return a function that makes a game; the name's options are arguments of the game's class.
+    """Return a function that makes a game; options of the name are arguments of the game's class.
 
-    Raises ConfigError for an unknown game or option, one of several players, or one whose words are not there.
+    Raises:
+        ConfigError: unknown game or option, a multi-player game, or missing NLTK data.
     """
     textarena = import_environment(name, "textarena")
     registry = textarena.envs.registration.ENV_REGISTRY
@@ -42,13 +43,11 @@ def make_environment(name: EnvironmentName) -> Callable[[], Game]:
     try:
         make().reset(0)
     except AssertionError as error:
-        raise ConfigError(
-            f"{name.text}: archon plays games of one player, and this one says: {error}; choose another game"
-        ) from error
+        raise ConfigError(f"{name.text}: expected a single-player game, got {error}; choose another game") from error
     except LookupError as error:
         raise ConfigError(
-            f"{name.text}: the game needs words that NLTK downloads, and they are not here: python -m nltk.downloader "
-            "words averaged_perceptron_tagger_eng"
+            f"{name.text}: the game needs NLTK data, which is missing: run python -m nltk.downloader words "
+            "averaged_perceptron_tagger_eng"
         ) from error
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"{name.text}: this version of Python cannot load the game: {error}") from error
@@ -61,7 +60,7 @@ def make_environment(name: EnvironmentName) -> Callable[[], Game]:
 
 
 class Game:
-    """A game of one player, which draws from a random stream of its own."""
+    """Single-player game with its own random stream."""
 
     def __init__(self, textarena: Any, game: Any) -> None:
         self._textarena, self._game = textarena, game
@@ -71,30 +70,30 @@ class Game:
         self._stream = random.getstate()
 
     def reset(self, seed: int) -> str:
-        """Begin the game of a seed, and returns its rules."""
+        """Begin the game of a seed and return its rules."""
         with self._game_rng():
             self._game.reset(num_players=1, seed=seed)
             return self._new_observation()
 
     def step(self, action: str) -> Step:
-        """Return what the game answers; its reward comes with its end."""
+        """Apply an action; the last step has the reward."""
         with self._game_rng():
             done, _ = self._game.step(action=action)
-            seen = self._new_observation()
+            observation = self._new_observation()
         if not done:
-            return Step(seen)
+            return Step(observation)
         rewards, _ = self._game.close()
-        return Step(seen, float(rewards[0]), done=True)
+        return Step(observation, float(rewards[0]), done=True)
 
     def _new_observation(self) -> str:
-        """Return what is new to the player: the game's own wrappers would repeat the conversation."""
+        """Return new messages only: the game's wrappers would repeat the conversation."""
         player_action = self._textarena.ObservationType.PLAYER_ACTION
         _, messages = self.inner.get_observation()
         return "\n".join(text.strip() for _, text, kind in messages if kind != player_action)
 
     @contextmanager
     def _game_rng(self) -> Iterator[None]:
-        """Let the game draw from its own state of Python's generator, which all games and the trainer share."""
+        """Swap in the game's state of Python's global random generator."""
         outside = random.getstate()
         random.setstate(self._stream)
         try:

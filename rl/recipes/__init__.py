@@ -1,1 +1,1 @@
-"""Ready configurations, and the data of those whose prompts are conversations."""
+"""Ready configurations, and datasets of the chat recipes."""

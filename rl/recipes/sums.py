@@ -1,7 +1,7 @@
-"""Two-digit sums as conversations: the data of the recipes with SmolLM2-135M-Instruct.
+"""Two-digit sums as conversations: dataset of the SmolLM2-135M-Instruct recipes.
 
-The first turns show one sum in the wanted form, "31 + 47 = 78". With them the model answers about a fifth of the sums
-right; without them it explains at length how it would add.
+The first turns show one sum in the expected form, "31 + 47 = 78". With this example the model solves about a fifth of
+the sums; without it, it explains addition at length.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ def rows(split: str) -> list[dict[str, Any]]:
     """Return the rows of a split.
 
     Args:
-        split: `train` and `test` are for RL, a prompt and its answer; `sft` and `sft_test` whole conversations; `pairs`
-            and `pairs_test` a right answer and a wrong one. No sum of a test split is in another one, nor is its mirror
-            image.
+        split: `train` and `test` for RL (prompt and answer), `sft` and `sft_test` (conversations), `pairs` and
+            `pairs_test` (a right and a wrong answer). A sum of a test split, also mirrored, is in no training split.
     """
     held_out = split.endswith("test")
     pairs = [pair for pair in arithmetic_pairs("test" if held_out else "train") if min(pair) >= 10]
@@ -39,7 +38,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
-    """Return the conversation that asks for a + b."""
+    """Return the conversation for the question a + b."""
     messages = [{"role": "system", "content": "Add."}]
     for x, y in SHOWN:
         messages += [_user_message(x, y), _assistant_message(answer(x, y))]
@@ -47,12 +46,12 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def answer(a: int, b: int, error: int = 0) -> str:
-    """Return the answer in the wanted form, wrong by `error`."""
+    """Return the answer in the expected form, off by `error`."""
     return f"{a} + {b} = {a + b + error}"
 
 
 def _error(rng: random.Random) -> int:
-    """Return how wrong an answer is: by a unit or a ten or two of them, as the model's own mistakes often are."""
+    """Return an error of one or two units or tens, like the model's typical mistakes."""
     return rng.choice((1, -1)) * rng.choice((1, 2, 10, 20))
 
 

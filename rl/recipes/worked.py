@@ -1,6 +1,6 @@
-"""Questions of reasoning_gym in chat form, after worked ones that show the form of an answer.
+"""Questions of reasoning_gym in chat form, after two worked examples of the answer form.
 
-Without them SmolLM2-135M-Instruct answers in sentences, which earn nothing; with two of them about a quarter is right.
+Without the examples, SmolLM2-135M-Instruct answers in sentences and scores 0; with them, about a quarter is right.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from archon.rl.environments import reasoning_gym
 __all__ = ["letter_counting", "syllogism"]
 
 WORKED, TRAINED, HELD_OUT = 20, 1000, 200
-"""The first rows of `train`, of which two with different answers are worked, and the numbers of rows of both splits."""
+"""Rows of `train` reserved for the two examples, and the sizes of both splits."""
 
 
 def letter_counting(split: str) -> list[dict[str, Any]]:
-    """Return rows that ask how often a letter is in two to four words; `split` is train or test.
+    """Return rows that ask for letter counts in two to four words; `split` is train or test.
 
-    Of the package's questions two thirds are answered by 1, which alone would be learned; here no answer is that of
-    more than about a third.
+    Two thirds of the package's questions have the answer 1, a shortcut to learn; `max_share` caps each answer at about
+    a third.
     """
     task = "reasoning_gym:letter_counting?min_words=2&max_words=4&max_share=0.34"
     return _after_worked(task, "Answer with a number.", split)
@@ -32,15 +32,15 @@ def syllogism(split: str) -> list[dict[str, Any]]:
 
 
 def _after_worked(task: str, system: str, split: str) -> list[dict[str, Any]]:
-    """Return the task's rows, each a conversation that begins with the same worked questions, which no row asks."""
+    """Return the task's rows as conversations that begin with the same two worked examples."""
     drawn = _rows(task, "train", WORKED + TRAINED)
-    one = drawn[0]
-    other = next(row for row in drawn[:WORKED] if row["response"] != one["response"])
-    shown = [{"role": "system", "content": system}]
-    for row in (one, other):
-        shown += [_user(row), {"role": "assistant", "content": row["response"]}]
-    asked = drawn[WORKED:] if split == "train" else _rows(task, split, HELD_OUT)
-    return [row | {"prompt": [*shown, _user(row)]} for row in asked]
+    first = drawn[0]
+    second = next(row for row in drawn[:WORKED] if row["response"] != first["response"])
+    examples = [{"role": "system", "content": system}]
+    for row in (first, second):
+        examples += [_user(row), {"role": "assistant", "content": row["response"]}]
+    questions = drawn[WORKED:] if split == "train" else _rows(task, split, HELD_OUT)
+    return [row | {"prompt": [*examples, _user(row)]} for row in questions]
 
 
 def _rows(task: str, split: str, size: int) -> list[dict[str, Any]]:
