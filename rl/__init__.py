@@ -3,6 +3,8 @@
 Names load on first use: a reward's worker process starts without torch.
 """
 
+import archon.rl.environments  # noqa: F401 - registers the environments
+from archon.rl.compat import EXPORTS  # registers the workflows of other frameworks
 from archon.schema.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -15,8 +17,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "ModelResponse",
         ),
         "trajectories": ("concat_padded_tensors",),
-        "compat.areal.datasets": ("get_custom_dataset",),
-        "compat.areal.short_forms": ("InteractionWithTokenLogpReward",),
+        "workflows.short_forms": ("InteractionWithTokenLogpReward",),
         "episode_context": ("workflow_context",),
         "workflows": (
             "MultiTurnWorkflow",
@@ -45,30 +46,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "register_dataset",
         ),
         "archon.generation": ("InProcessEngine",),
-        "compat.trinity.experience": ("EID", "Experience"),
-        "compat.trinity.workflow": (
-            *("REWARD_FUNCTIONS", "WORKFLOWS", "RewardFn", "Workflow"),
-            *("FormatConfig", "GenerationConfig", "Task"),
-        ),
-        "compat.trinity.model": ("ModelWrapper",),
-        "compat.trinity.auxiliary": ("AuxiliaryModel",),
-        "compat.trinity.builtin": ("MathBoxedWorkflow", "MathWorkflow", "SimpleWorkflow"),
-        "compat.trinity.environments": (
-            *("AlfworldWorkflow", "GymEnvWorkflow", "TextEnv", "TextEnvWorkflow", "WebShopWorkflow"),
-        ),
-        "compat.trinity.react": ("AgentScopeReActWorkflow", "ReActWorkflow"),
-        "compat.trinity.ruler": ("MathRULERWorkflow",),
-        "compat.trinity.step_wise": (
-            *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
-            *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
-        ),
-        "compat.trinity.adapter": ("TrinityWorkflow",),
         "workflows.agent": ("AgentWorkflow",),
         "workflows.online": ("OnlineWorkflow",),
         "config": ("RLConfig",),
         "trainer": ("RLTrainer",),
         "modes": ("make_trainer",),
         "archon.training": ("PreferenceConfig", "PreferenceTrainer", "SFTConfig", "SFTTrainer"),
+        **{f"compat.{module}": names for module, names in EXPORTS.items()},
     },
     expected="archon.rl",
 )

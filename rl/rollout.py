@@ -21,16 +21,13 @@ from archon.rl.prompts import Prompt
 from archon.rl.trajectories import join_groups, trajectory_ids, validate_group
 from archon.rl.workflow_row import WorkflowRow, copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.grouping import GroupedWorkflow
 from archon.schema.errors import ConfigError, RolloutError, UserError
-from archon.schema.lazy import import_dotted
 
 MAX_INITIAL_FAILURES = 16
 """The run stops after this many failed episodes before the first success."""
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
-
-GROUP_ADAPTER = "archon.rl.compat.areal.grouping.GroupedWorkflow"
-"""By dotted path, as the core does not import other frameworks' forms."""
 
 
 class WorkflowError(RuntimeError):
@@ -117,7 +114,7 @@ class Rollout:
         gconfig = getattr(workflow, "gconfig", None)
         n_samples = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
         self._name = type(workflow).__name__
-        self._grouped: RolloutWorkflow = import_dotted(GROUP_ADAPTER, "workflow adapter")(workflow, n_samples, log)
+        self._grouped = GroupedWorkflow(workflow, n_samples, log)
         self._seed = seed
         self._check, self._agent_sampling = check, agent_sampling
         self._accept = accept

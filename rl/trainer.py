@@ -181,8 +181,7 @@ class RLTrainer(BaseTrainer):
         return metrics
 
     def _push_during_episodes(self) -> dict[str, float]:
-        """Push to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
-        answers wait for the push, which is no time of generation."""
+        """Push in a thread next to the episodes: tools and rewards continue, and unfinished answers wait."""
         if not isinstance(self.generator, RemoteEngine):
             return self._push()
         before = self.generator.stats.seconds

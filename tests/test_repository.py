@@ -181,3 +181,33 @@ def test_any_other_skip_fails_the_run(workers, tmp_path):
 def test_data_tests_may_be_skipped_where_there_is_none_but_not_in_ci(tmp_path, ci, code):
     done = run_tests(tmp_path, NEEDY, "test_sample.py", ci=ci)
     assert done.returncode == code and "2 skipped" in done.stdout, done.stdout
+
+
+PACKAGES = ("schema", "parallel", "models", "checkpoint", "engine", "data", "generation", "remote", "training", "serve")
+PACKAGES += ("rl", "tools", "cli")
+VLLM_EXTENSION = "archon.serve.vllm_extension.Extension"  # an argument for vLLM's process
+
+
+def test_no_string_names_a_module_of_a_package_above():
+    """A dotted path in a string would be an import that import-linter does not see."""
+    level = {name: i for i, name in enumerate(PACKAGES)} | {"generation": PACKAGES.index("data")}
+    wrong = []
+    for file in tracked_files():
+        package, *inner = file.relative_to(ROOT).with_suffix("").parts
+        if package == "archon":
+            package, *inner = inner or ["archon"]
+        if file.suffix != ".py" or package not in level:
+            continue
+        tree = ast.parse(file.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        in_core = package == "rl" and inner[0] not in ("compat", "__init__")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in prose:
+                continue
+            path = "" if " " in node.value or node.value == VLLM_EXTENSION else node.value  # sentences import nothing
+            for above in re.findall(r"\barchon\.([a-z_]+)", path):
+                if level.get(above, -1) > level[package]:
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} names archon.{above}")
+            if in_core and re.search(r"\bcompat\.(areal|trinity)\b|\barchon\.rl\.compat\b", node.value):
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} names rl/compat")
+    assert not wrong, wrong

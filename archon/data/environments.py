@@ -8,14 +8,20 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from archon.schema.errors import ConfigError
 
-# By family: the path of its adapter, which is imported when it is named, since this room stands below RL.
-ADAPTERS = {family: f"archon.rl.environments.{family}" for family in ("openenv", "reasoning_gym", "textarena")}
-_NAME = re.compile(rf"({'|'.join(ADAPTERS)})(?::(.*))?", re.DOTALL)
+FAMILIES = ("openenv", "reasoning_gym", "textarena")
+_ADAPTERS: dict[str, Callable[[], ModuleType]] = {}
+_NAME = re.compile(rf"({'|'.join(FAMILIES)})(?::(.*))?", re.DOTALL)
+
+
+def register_environment(family: str, load: Callable[[], ModuleType]) -> None:
+    """Register the adapter of a family: a function that imports its module."""
+    _ADAPTERS[family] = load
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,14 @@ def parse_environment(text: str) -> EnvironmentName | None:
 def environment_function(
     name: EnvironmentName, part: Literal["rows", "reward", "make_environment"]
 ) -> Callable[..., Any]:
-    """Returns a function of the family's adapter, which takes the name and raises ConfigError where it cannot serve.
+    """Return a function of the family's adapter module.
 
     `rows(name, split, seed)` returns rows, `reward(name)` a reward function, and `make_environment(name)` a function
-    that makes
-    the environment of an episode.
+    that makes the environment of an episode. They raise ConfigError for names they do not support.
     """
-    adapter = importlib.import_module(ADAPTERS[name.family])
-    function: Callable[..., Any] = getattr(adapter, part)
+    if name.family not in _ADAPTERS:
+        raise ConfigError(f"{name.text}: no adapter of {name.family} is registered; import archon.rl first")
+    function: Callable[..., Any] = getattr(_ADAPTERS[name.family](), part)
     return function
 
 

@@ -15,10 +15,10 @@ class DistillSettings(AdvantageSettings):
 
 @ADVANTAGES.register("distill")
 def distill(inputs: AdvantageInputs, settings: DistillSettings) -> Tensor:
-    """On-policy distillation: log π_teacher − log π, a one-sample estimate of −KL(π ‖ π_teacher).
+    """Return log π_teacher − log π, a one-sample estimate of −KL(π ‖ π_teacher).
 
-    The discount is 0, and rewards are not used (Lu and Thinking Machines Lab 2025; MiniLLM, arXiv 2306.08543; GKD,
-    arXiv 2306.13649).
+    On-policy distillation: the discount is 0, and rewards are not used (Lu and Thinking Machines Lab 2025; MiniLLM,
+    arXiv 2306.08543; GKD, arXiv 2306.13649).
     """
     assert inputs.logprobs is not None and inputs.teacher_logprobs is not None, "the configuration requires a teacher"
     logprobs = inputs.logprobs.double()

@@ -1,7 +1,6 @@
-"""Looks up reward functions by name or by dotted path.
+"""Lookup of reward functions by name or dotted path.
 
-A function of your own gets a name by `register_reward`; another package gives it by an entry point in the group
-`archon.rewards`.
+`register_reward` names a function; other packages name theirs by entry points in the group `archon.rewards`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from archon.data.environments import environment_function, parse_environment
+from archon.rl.hooks import translate_path
 from archon.schema.errors import RewardError
 from archon.schema.registry import NamedObjects
 
@@ -24,7 +24,7 @@ _BUILT_IN = {
 }
 _NEED_MATH_VERIFY = ("geometry3k", "math_verify")
 
-_SUFFIXES = ("_reward_fn", "_reward")  # a reward is found with and without them
+_SUFFIXES = ("_reward_fn", "_reward")  # optional in names
 _NAMED: NamedObjects[str | Callable[..., Any]] = NamedObjects("reward", "archon.rewards", _BUILT_IN)
 
 VALID_REWARD_FN = _NAMED.names
@@ -33,33 +33,32 @@ register_reward = _NAMED.register
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:
-    """Return the reward function called `name`: one of `VALID_REWARD_FN`, a dotted path, or an environment's.
+    """Return the reward function of a name in `VALID_REWARD_FN`, a dotted path, or an environment.
 
     A name may end in `_reward_fn` or `_reward`: `gsm8k_reward_fn` is `gsm8k`.
 
     Raises:
-        RewardError: no such name, module or function, or a built-in one whose package is not installed.
+        RewardError: unknown name, module or function, or a missing package of a built-in reward.
     """
     if environment := parse_environment(name):
         scorer: Callable[..., Any] = environment_function(environment, "reward")(environment)
         return scorer
-    if name.startswith("areal."):  # by dotted path, as the core does not import other frameworks' forms
-        name = importlib.import_module("archon.rl.compat.areal.paths").native_path(name)
+    name = translate_path(name)
     short = _short_name(name)
     if short in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise RewardError(
             f"the reward {name} needs the package math-verify, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         )
-    found = name if "." in name else _NAMED.find(short) or name
-    function: Any = _import_object(name, found) if isinstance(found, str) else found
+    entry = name if "." in name else _NAMED.find(short) or name
+    function: Any = _import_object(name, entry) if isinstance(entry, str) else entry
     if not callable(function):
         raise RewardError(f"the reward {name!r} is a {type(function).__name__}, not a function")
     return function
 
 
 def _short_name(name: str) -> str:
-    """Return the registered name that `name` stands for; itself where there is none."""
+    """Return the registered name without optional suffix, else `name`."""
     if "." in name or _NAMED.find(name) is not None:
         return name
     for suffix in _SUFFIXES:
@@ -69,7 +68,7 @@ def _short_name(name: str) -> str:
 
 
 def _import_object(name: str, path: str) -> Any:
-    """Return the object at a dotted path; `name` is what the user gave."""
+    """Return the object at a dotted path; `name` is the user's name for it."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or path.startswith("."):
         raise RewardError(

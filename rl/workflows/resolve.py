@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from archon.data.environments import parse_environment
+from archon.rl.environments.episodes import EnvironmentWorkflow
+from archon.rl.hooks import apply_resolvers, translate_path
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.config import nearest
@@ -21,80 +23,78 @@ _NAMED: NamedObjects[Any] = NamedObjects("workflow", "archon.workflows", {})
 register_workflow = _NAMED.register
 """Registers the decorated workflow or agent under a name: `@register_workflow("retries")`."""
 
-# By dotted path, as the core does not import other frameworks' forms. It returns the class or object that a workflow's
-# name stands for, and the arguments to construct it with.
-COMPAT_ADAPTER = "archon.rl.compat.trinity.adapter.adapt_workflow"
-NATIVE_PATH = "archon.rl.compat.areal.paths.native_path"
-# By dotted path, as it stands above the workflows.
-ENVIRONMENT_WORKFLOW = "archon.rl.environments.episodes.EnvironmentWorkflow"
-
 
 def resolve_workflow(
     workflow: WorkflowLike, workflow_args: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """Return the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
+    """Return the workflow instance of an instance, a class, a registered name or a dotted path.
 
-    The name of an environment, such as `textarena:2048-v0`, becomes an `EnvironmentWorkflow`. An agent, which has
-    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is constructed with those
-    of `arguments` that it names, and with all of `workflow_args`. Raises `ConfigError` naming what was given.
+    An environment name such as `textarena:2048-v0` becomes an `EnvironmentWorkflow`, and an agent (`async def run(self,
+    data, **extra_kwargs)`) an `AgentWorkflow`. A class is constructed with `workflow_args` and the `arguments` that its
+    `__init__` names.
+
+    Raises:
+        ConfigError: `workflow` is none of these, or the class cannot be constructed.
     """
     workflow_args = workflow_args or {}
     if isinstance(workflow, str) and parse_environment(workflow):
         workflow_args = {**workflow_args, "environment": workflow}
-    found, workflow_args = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_resolve_name(workflow), workflow_args)
-    if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
-        given = {name: arguments[name] for name in ("gconfig", "tokenizer")}
-        processor, workers = arguments.get("processor"), arguments.get("workers")
-        return AgentWorkflow(_construct(found, workflow_args, {}), **given, processor=processor, workers=workers)
-    if not callable(getattr(found, "arun_episode", None)):
+    target, workflow_args = _resolve_name(workflow, workflow_args)
+    if not hasattr(target, "arun_episode") and inspect.iscoroutinefunction(getattr(target, "run", None)):
+        return AgentWorkflow(
+            _construct(target, workflow_args, {}),
+            arguments["gconfig"],
+            arguments["tokenizer"],
+            processor=arguments.get("processor"),
+            workers=arguments.get("workers"),
+        )
+    if not callable(getattr(target, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "
             "class, or a dotted string"
         )
-    resolved: RolloutWorkflow = _construct(found, workflow_args, arguments)
+    resolved: RolloutWorkflow = _construct(target, workflow_args, arguments)
     return resolved
 
 
 def reads_raw_rows(workflow: WorkflowLike) -> bool:
-    """Return whether the workflow reads its source's own rows."""
-    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_resolve_name(workflow), {})
-    return bool(getattr(found, "reads_raw_rows", False))
+    """Return whether the workflow reads the source dataset's columns."""
+    return bool(getattr(_resolve_name(workflow, {})[0], "reads_raw_rows", False))
 
 
-def _resolve_name(workflow: WorkflowLike) -> Any:
-    """Return what a registered name, an environment's or one of AReaL's paths stands for; anything else unchanged."""
-    if not isinstance(workflow, str):
-        return workflow
-    if parse_environment(workflow):
-        return import_dotted(ENVIRONMENT_WORKFLOW, "workflow")
-    if "." in workflow:
-        return import_dotted(NATIVE_PATH, "workflow path")(workflow)
-    found = _NAMED.find(workflow)
-    return workflow if found is None else found  # which may be Trinity's
+def _resolve_name(workflow: WorkflowLike, arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the class or object that `workflow` names, and its constructor arguments."""
+    if isinstance(workflow, str):
+        if parse_environment(workflow):
+            return EnvironmentWorkflow, arguments
+        named = None if "." in workflow else _NAMED.find(workflow)
+        workflow = translate_path(workflow) if named is None else named
+    target, arguments = apply_resolvers(workflow, arguments)
+    return (import_dotted(target, "workflow") if isinstance(target, str) else target), arguments
 
 
-def _construct(found: Any, workflow_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Return an instance unchanged; constructs a class with `workflow_args` and those of `arguments` that it names."""
-    if not isinstance(found, type):
+def _construct(target: Any, workflow_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Return an instance unchanged; construct a class with `workflow_args` and the `arguments` it names."""
+    if not isinstance(target, type):
         if workflow_args:
-            raise ConfigError(f"workflow_args {', '.join(workflow_args)}: the workflow is an instance already")
-        return found
-    accepted = inspect.signature(found).parameters
+            raise ConfigError(f"workflow_args {', '.join(workflow_args)}: the workflow is an instance; pass its class")
+        return target
+    accepted = inspect.signature(target).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
+    values = {name: value for name, value in arguments.items() if takes_all or name in accepted}
     for name in workflow_args:
         if name not in accepted and not takes_all:
             raise ConfigError(
-                f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
+                f"workflow class {target.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
             )
     if "gconfig" in workflow_args and not isinstance(workflow_args["gconfig"], type(arguments.get("gconfig"))):
         raise ConfigError(f"workflow_args.gconfig: got {workflow_args['gconfig']!r}; set the run's `gconfig` instead")
-    given |= workflow_args
+    values |= workflow_args
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
-    if missing := sorted(needed - given.keys()):
+    if missing := sorted(needed - values.keys()):
         raise ConfigError(
-            f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
-            f"{', '.join(arguments) or 'an agent nothing'}; give it as an instance, or name them in workflow_args"
+            f"workflow class {target.__qualname__} needs {', '.join(missing)}, but the trainer passes "
+            f"{', '.join(arguments) or 'nothing to an agent'}; pass an instance, or set them in workflow_args"
         )
-    return found(**given)
+    return target(**values)

@@ -18,7 +18,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
 from archon.rl import InteractionWithTokenLogpReward as Interaction
-from archon.rl.compat.areal.short_forms import expand_short_form
+from archon.rl.workflows.short_forms import expand_short_form
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
@@ -188,7 +188,7 @@ def test_an_evaluation_repeats_as_often_as_its_own_values_say(
     ("groups_of", "told"),
     [
         (None, "returned one trajectory, so each prompt is run 4 times"),
-        (True, "each group is one trajectory, whose advantage over its group is 0"),
+        (True, "each group is one trajectory with advantage 0"),
     ],
 )
 def test_a_run_learns_from_single_answers_or_says_that_it_cannot(

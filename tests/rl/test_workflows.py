@@ -241,7 +241,7 @@ def test_workflow_class_that_needs_more_than_the_trainer_offers_names_it() -> No
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
             return None
 
-    with pytest.raises(ConfigError, match="needs environment, and the trainer offers gconfig"):
+    with pytest.raises(ConfigError, match="needs environment, but the trainer passes gconfig"):
         resolve_workflow(Needy, gconfig=GCONFIG)
 
 

@@ -181,7 +181,7 @@ NAMES: tuple[Name, ...] = (
     *available(
         "areal.experimental.openai.types",
         "InteractionWithTokenLogpReward",
-        f"{_HERE}.short_forms",
+        "archon.rl.workflows.short_forms",
         "without `parent`: agents' calls are linked by their tokens",
     ),
     *renamed("areal.experimental.openai", "ArealOpenAI", "openai.AsyncOpenAI with base_url, api_key of an agent's run"),

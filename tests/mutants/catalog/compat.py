@@ -93,14 +93,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "runs of an AReaL workflow are one trajectory",
-        "rl/compat/areal/grouping.py",
+        "rl/workflows/grouping.py",
         'parts.append({**sample, "trajectory_ids": before + ids})',
         'parts.append({**sample, "trajectory_ids": ids})',
         ("tests/rl/test_areal_guide.py",),
     ),
     Mutant(
         "equal answers of a short form have the logprobs and versions of the first",
-        "rl/compat/areal/short_forms.py",
+        "rl/workflows/short_forms.py",
         "same.pop(0) if len(same) > 1 else same[0]",
         "same[0]",
         ("tests/rl/test_areal_guide.py",),

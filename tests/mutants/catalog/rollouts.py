@@ -37,7 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the runs of a group draw the same answer",
-        "rl/compat/areal/grouping.py",
+        "rl/workflows/grouping.py",
         "context.seed = derive_seed(context.seed, run, 0) if run else context.seed",
         "context.seed = context.seed",
         ("tests/rl/test_areal_guide.py", "tests/rl/test_workflows.py"),

@@ -1,4 +1,4 @@
-"""Makes a group of trajectory tensors from what the runs of a workflow in AReaL's style return."""
+"""Groups of trajectories from workflows that return single trajectories or short forms."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine
-from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
 from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.trajectories import join_groups, require_usable_tensors, trajectory_ids, validate_group
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
+from archon.rl.workflows.short_forms import SHORT_FORM, expand_short_form
 from archon.schema.errors import RolloutError
 
 
 class GroupedWorkflow(RolloutWorkflow):
-    """Returns a group per prompt from a workflow whose runs may return a single trajectory, or a short form.
+    """Workflow that returns a group per prompt, from one or more runs of the user's workflow.
 
-    `RolloutWorkflow.returns_group` of the workflow says how often it is run for a prompt.
+    `RolloutWorkflow.returns_group` determines the number of runs per prompt.
 
     Args:
         workflow: the user's workflow.
-        n_samples: trajectories in a group, where each comes from a run of its own.
-        log: is called once where a workflow that does not declare `returns_group` is run several times per prompt.
+        n_samples: group size for single-trajectory runs.
+        log: called once if a workflow without `returns_group` is run several times per prompt.
     """
 
     returns_group = True
@@ -41,10 +41,10 @@ class GroupedWorkflow(RolloutWorkflow):
         self._logged = False
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns one group as trajectory tensors, or None where the prompt is rejected.
+        """Return one group as trajectory tensors, or None for a rejected prompt.
 
-        Of several runs, one that returns None, or fails by an unusable answer or a failed reward, costs its sample and
-        is counted. Raises the first failure where no run is left, and any other exception of a run.
+        A run that returns None, has an unusable answer or a failed reward costs its sample and is counted. If no run is
+        left, the first failure is raised; any other exception is raised at once.
         """
         if self._returns_group:
             return (await self._run(engine, data))[0]
@@ -70,7 +70,7 @@ class GroupedWorkflow(RolloutWorkflow):
         return joined(samples) if samples else None
 
     async def _sample(self, engine: InferenceEngine, data: dict[str, Any], run: int) -> dict[str, Any] | None:
-        """Returns the one trajectory of run number `run`, checked, or None; called in a task of its own."""
+        """Return the checked trajectory of run number `run`, or None; runs in its own task."""
         context = workflow_context.enter_sample(run)
         context.seed = derive_seed(context.seed, run, 0) if run else context.seed
         result, is_single = await self._run(engine, data)
@@ -85,12 +85,12 @@ class GroupedWorkflow(RolloutWorkflow):
         return checked
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Any, bool]:
-        """Returns the result of one run, a short form expanded, and whether that is a single trajectory."""
-        own_engine = EpisodeEngine(engine, workflow_context.get())  # with its own seeds and responses
-        result = await self._workflow.arun_episode(own_engine, data)
+        """Return the result of one run with short forms expanded, and whether it is a single trajectory."""
+        run_engine = EpisodeEngine(engine, workflow_context.get())  # has its own seeds and responses
+        result = await self._workflow.arun_episode(run_engine, data)
         require_usable_tensors(result, self._name, extra_fields=SHORT_FORM)
         separate = self._returns_group is True
-        return expand_short_form(result, own_engine.responses, self._name, separate=separate), is_one_trajectory(result)
+        return expand_short_form(result, run_engine.responses, self._name, separate=separate), is_one_trajectory(result)
 
     def _log_repeats(self) -> None:
         if self._logged or workflow_context.get().is_eval:
@@ -104,7 +104,7 @@ class GroupedWorkflow(RolloutWorkflow):
 
 
 def is_one_trajectory(result: Any) -> bool:
-    """Returns whether a run's result is a single trajectory, usable or not; False where it is malformed."""
+    """Return whether a run's result is a single trajectory; False for a malformed result."""
     if isinstance(result, list):
         return len(result) == 1
     if not isinstance(result, dict):
@@ -119,7 +119,7 @@ def is_one_trajectory(result: Any) -> bool:
 
 
 def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the checked results of several runs on one prompt as one group; the trajectories of each stay its own."""
+    """Join the checked results of several runs on one prompt into one group."""
     parts, before = [], 0
     for sample in samples:
         ids = trajectory_ids(sample)

@@ -1,4 +1,4 @@
-"""Expands short forms of a result, an answer's tokens and reward, by the logprobs and versions that were recorded."""
+"""Expansion of short forms (tokens and reward of an answer) with recorded logprobs and versions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHORT_FORM = ("input_ids", "output_ids", "reward")
 
 @dataclass
 class InteractionWithTokenLogpReward:
-    """One answer and its reward; None means that the reward is not known, which differs from 0.
+    """One answer and its reward; a reward of None is unknown, not 0.
 
     Attributes:
-        model_response: the answer, as the engine returned it.
-        reward: a number, or a tensor of one.
-        messages: the conversation that was asked with, for the user's own use.
-        output_message_list: the answer as messages, likewise.
+        model_response: the engine's response.
+        reward: a number, or a tensor of one number.
+        messages: the conversation, for the user.
+        output_message_list: the answer as messages, for the user.
     """
 
     model_response: ModelResponse | None = None
@@ -36,9 +36,10 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[dict[str, Any]] | None = None
 
     def to_tensor_dict(self) -> dict[str, Tensor]:
-        """Returns the answer as one trajectory, tensors [1, S] and `rewards` [1].
+        """Return the answer as one trajectory, tensors [1, S] and `rewards` [1].
 
-        Raises `RolloutError` without an answer or a reward.
+        Raises:
+            RolloutError: answer or reward is missing.
         """
         return trajectory_tensors([_answer(self, "to_tensor_dict")], [_number(self.reward, "to_tensor_dict")])
 
@@ -46,23 +47,22 @@ class InteractionWithTokenLogpReward:
 def _answer(item: InteractionWithTokenLogpReward, where: str) -> ModelResponse:
     if item.model_response is None:
         raise RolloutError(
-            f"{where}: the interaction has no model_response; give it the answer of engine.agenerate(request)"
+            f"{where}: the interaction has no model_response; set it to the result of engine.agenerate(request)"
         )
     return item.model_response
 
 
 def expand_short_form(result: Any, answers: Sequence[ModelResponse], source: str, *, separate: bool = False) -> Any:
-    """Returns the trajectory tensors of a short form, and any other result unchanged.
+    """Return the trajectory tensors of a short form, and any other result unchanged.
 
     Short forms are `{"input_ids": prompt, "output_ids": answer, "reward": number}`, a list of such rows, and a
-    dictionary of `InteractionWithTokenLogpReward` by id. Interactions without a reward are left out; the others are
-    parts of one trajectory.
+    dictionary of `InteractionWithTokenLogpReward` by id. Interactions without a reward are dropped.
 
     Args:
-        result: the result of a workflow's run.
-        answers: all responses of the engine in this run.
-        source: the beginning of error messages; `RolloutError` is raised for what cannot be expanded.
-        separate: whether each interaction is a trajectory of its own.
+        result: result of a workflow run.
+        answers: all engine responses of this run.
+        source: prefix of error messages (`RolloutError`).
+        separate: whether each interaction is its own trajectory, instead of a part of one trajectory.
     """
     rows = result if isinstance(result, list) else [result]
     if any(isinstance(row, dict) and "output_ids" in row and "attention_mask" not in row for row in rows):
@@ -112,7 +112,7 @@ def _expand_interactions(result: dict[str, Any], source: str, separate: bool) ->
 def _usable_tensors(
     answers: Sequence[ModelResponse], rewards: Sequence[float], *, one_trajectory: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the tensors of the usable answers and counts the others; raises the first failure if none is usable."""
+    """Return the tensors of usable answers, and count the unusable; raise the first failure if none is usable."""
     outcomes: list[float | BaseException] = []
     for answer, reward in zip(answers, rewards, strict=True):
         try:
