@@ -145,7 +145,7 @@ def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> 
     several = {"path": base, "lora": {"loras": {"one": {}}}}
     with pytest.raises(ConfigError, match=r"one value head, and lora\.loras names several"):
         EngineConfig.parse(several | {"is_critic": True, "init_score": True})
-    with pytest.raises(ConfigError, match=r"actor\.lora\.loras names several adapters, and a run trains one policy"):
+    with pytest.raises(ConfigError, match=r"actor\.lora\.loras names several LoRAs"):
         RLConfig.parse({"run_dir": "x", "actor": several, "train_data": data, "reward": "exact_match"})
     model = {"path": base, "lora": {}}
     with pytest.raises(ConfigError, match=r"a value head, which LoRA files cannot hold; set model\.lora"):

@@ -117,7 +117,7 @@ def test_an_agent_that_cannot_be_sent_is_refused(ray: Any, tokenizer: Any) -> No
     class Here(Told):
         pass
 
-    with pytest.raises(ConfigError, match="the agent cannot be sent to a worker"):
+    with pytest.raises(ConfigError, match="the agent cannot be pickled"):
         AgentWorkflow(Here("well", Path()), GCONFIG, tokenizer, workers=WorkersConfig(kind="ray"))
 
 
@@ -132,4 +132,4 @@ def test_agents_for_which_there_is_no_place_end_the_run(
     monkeypatch.setattr("archon.rl.ray_workers.START_SECONDS", 1.0)
     ((error, _),) = run(engine, made("well", tmp_path, tokenizer, resources={"quantum": 1.0}))
     assert isinstance(error, ConfigError)
-    assert "no node took one" in str(error) and "quantum" in str(error)
+    assert "no node has free resources" in str(error) and "quantum" in str(error)

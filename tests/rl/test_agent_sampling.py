@@ -61,7 +61,7 @@ def test_an_override_samples_as_if_nothing_was_asked_and_says_so_once_a_field(
 
 
 def test_a_refusal_ends_the_run_by_name(trainer: Callable[..., RLTrainer]) -> None:
-    with pytest.raises(ConfigError, match=r"gconfig.top_p: got 0.95, whose logprobs .* needs 1.0"):
+    with pytest.raises(ConfigError, match=r"gconfig.top_p: got 0.95, .* needs 1.0"):
         trainer("refuse", top_p=0.95).train(f"{__name__}.Picky")
 
 

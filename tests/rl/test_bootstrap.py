@@ -164,11 +164,11 @@ def test_checkpoint_that_bootstrap_did_not_make_is_left_alone(
 ) -> None:
     target = tmp_path / "model"
     target.mkdir()
-    with pytest.raises(ConfigError, match="exists and was not made by a bootstrap"):
+    with pytest.raises(ConfigError, match="exists and was not created by a bootstrap"):
         ensure_checkpoint(bootstrap(), target)
     target.rmdir()
     ensure_checkpoint(bootstrap(warmup=None), target)
-    with pytest.raises(ConfigError, match="was made with other bootstrap values"):
+    with pytest.raises(ConfigError, match="was created with other bootstrap settings"):
         ensure_checkpoint(bootstrap(warmup=None, seed=1), target)
 
 

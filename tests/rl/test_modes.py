@@ -94,7 +94,10 @@ def test_what_is_no_buffer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("no database, but long enough to be read as one" * 20)
     with closing_sqlite(tmp_path / "other.db") as file:
         file.execute("CREATE TABLE t (x)")
-    for name, message in (("text.db", "cannot be used: file is not a database"), ("other.db", "no experience buffer")):
+    for name, message in (
+        ("text.db", "cannot be used: file is not a database"),
+        ("other.db", "not an experience buffer"),
+    ):
         with pytest.raises(RolloutError, match=message):
             len(ExperienceBuffer(tmp_path / name))
 
@@ -208,7 +211,7 @@ def test_what_an_explorer_adds_when_resumed_gets_its_own_passes(
 
 def test_a_trainer_whose_explorer_is_gone_says_so(alone: Any, tmp_path: Path) -> None:
     ExperienceBuffer(tmp_path / "buffer.db").append([], [], 0, {})
-    with pytest.raises(RolloutError, match=r"has 0 groups, 0 of them trained on.*experiences\.wait_seconds"):
+    with pytest.raises(RolloutError, match=r"has 0 groups \(0 trained\).*experiences\.wait_seconds"):
         make_trainer(alone("train", experiences={"wait_seconds": 0.1})).train()
 
 
@@ -238,8 +241,8 @@ def test_a_bench_evaluates_the_checkpoints(alone: Any, tmp_path: Path, latest_on
     [
         ({"mode": "train"}, "mode is train, and experiences are not set"),
         ({"experiences": {"path": "x"}}, "mode is both, and experiences are set"),
-        ({"mode": "explore", "experiences": {}}, "needs the file of the buffer: set experiences.path"),
-        ({"mode": "bench", "experiences": {}}, "mode is bench, which evaluates: set eval_data"),
+        ({"mode": "explore", "experiences": {}}, "needs the buffer's file: set experiences.path"),
+        ({"mode": "bench", "experiences": {}}, "mode bench evaluates: set eval_data"),
         (
             {"mode": "train", "experiences": {"path": "x"}, "rollout": {"max_staleness": 1}},
             "max_staleness is 1, and mode train",

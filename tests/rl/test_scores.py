@@ -16,7 +16,7 @@ def test_pass_at_k_worked_by_hand() -> None:
     # 2 of 5 are right: pass@1 = 2/5; of the 10 pairs 3 hold two of the 3 wrong ones: 7/10; of 4 one is always right.
     assert [pass_at_k(5, 2, k) for k in (1, 2, 3, 4, 5)] == pytest.approx([0.4, 0.7, 0.9, 1.0, 1.0])
     assert pass_at_k(8, 0, 3) == 0 and pass_at_k(8, 8, 1) == 1
-    with pytest.raises(ValueError, match="pass@3 needs at least 3 answers, and there are 2"):
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 answers, got 2"):
         pass_at_k(2, 1, 3)
 
 

@@ -98,5 +98,5 @@ def test_one_tensor_may_stand_under_two_keys_and_in_two_episodes() -> None:
 def test_what_json_cannot_hold_is_refused() -> None:
     sent = episodes(1)
     sent[0].trajectories = {"input_ids": torch.ones(1, 1), "images": [object()]}
-    with pytest.raises(RolloutError, match="cannot go from one process to the others"):
+    with pytest.raises(RolloutError, match="cannot be sent to other processes"):
         pack_episodes({0: sent[0]})

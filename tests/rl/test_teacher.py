@@ -86,16 +86,16 @@ def test_a_run_comes_closer_to_its_teacher(rl_config: Callable[..., RLConfig], t
     ("changes", "told"),
     [
         (DISTILL, "advantage is distill, which needs a teacher: set teacher.path"),
-        ({"teacher": {"path": "x"}}, "a teacher is set, and algorithm.advantage 'grpo' has no use for it"),
-        (DISTILL | {"teacher": {"dtype": "float64"}}, "neither path nor url is given; set teacher.path"),
+        ({"teacher": {"path": "x"}}, "a teacher is set, but algorithm.advantage 'grpo' uses none"),
+        (DISTILL | {"teacher": {"dtype": "float64"}}, "teacher has neither path nor url; set teacher.path"),
         (DISTILL | {"teacher": {"url": "http://x", "modl": "m"}}, "did you mean 'model'"),
         (
             DISTILL | {"teacher": {"url": "http://x"}, "gconfig": {"temperature": 0.5}},
-            "temperature is 0.5, and teacher.url returns logprobs at temperature 1 only",
+            "temperature is 0.5, but teacher.url returns logprobs at temperature 1 only",
         ),
         (
             DISTILL | {"teacher": {"url": "http://x"}, "rollout": {"agent_sampling": "allow"}},
-            "agent_sampling is allow, by which agents choose temperatures, and teacher.url",
+            "agent_sampling=allow lets agents choose temperatures, but teacher.url",
         ),
     ],
 )
@@ -113,5 +113,5 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     config = rl_config(**DISTILL, teacher={"path": str(other)})
     teacher = config.resolve().teacher
     assert teacher is not None
-    with pytest.raises(ConfigError, match="its tokenizer has other tokens than the actor's"):
+    with pytest.raises(ConfigError, match="its vocabulary differs from the actor's"):
         open_teacher(teacher, config, tokenizer)

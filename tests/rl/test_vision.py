@@ -130,13 +130,15 @@ def test_what_is_no_picture_of_a_row_is_refused_and_goes_from_process_to_process
     found = back.trajectories["images"]
     assert torch.equal(found, images) if torch.is_tensor(images) else found == images
     for rewards in ([1.0, 2.0], [1.0, float("nan")]):
-        with pytest.raises(RolloutError, match="the workflow: 'images' is not a list of pictures for each of the 2"):
+        with pytest.raises(
+            RolloutError, match="the workflow: 'images' is not one list of processed images per row \(2 rows"
+        ):
             validate_group({**columns, "rewards": torch.tensor(rewards)}, EpisodeContext(0), "the workflow")
 
 
 def test_a_workflow_without_sight_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     blind = RLTrainer(config_of(checkpoint, actor={"vision": "off"}, train_data={"path": "arithmetic"}))
-    with pytest.raises(ConfigError, match="needs what reads pictures"), blind.opened():
+    with pytest.raises(ConfigError, match="needs an image processor"), blind.opened():
         raise AssertionError
     with pytest.raises(ConfigError, match="processor is a int"):
         VisionRLVRWorkflow("exact_match", blind.config.gconfig, checkpoint, 3)  # type: ignore[arg-type]

@@ -242,7 +242,7 @@ def test_sampling_that_cannot_be_replayed_stops_the_run_by_name(engine: InProces
             return 1.0
 
     workflow = AgentWorkflow(Greedy(), GCONFIG, tokenizer)
-    with pytest.raises(ConfigError, match=r"gconfig.greedy: got True, whose logprobs the trainer cannot recompute"):
+    with pytest.raises(ConfigError, match=r"gconfig.greedy: got True, but the trainer cannot recompute its logprobs"):
         run_episode(engine, workflow, check=lambda gconfig: check_recomputable(gconfig, 1.0))
     run_episode(engine, workflow)  # as in an evaluation
 
@@ -324,7 +324,10 @@ def test_a_process_that_takes_too_long_is_killed(engine: InProcessEngine, tokeni
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [("raise SystemExit('no model')", "ended with code 1: no model"), ("print('done')", "is no JSON: 'done'")],
+    [
+        ("raise SystemExit('no model')", "exited with code 1: no model"),
+        ("print('done')", "as JSON in the last line, got 'done'"),
+    ],
 )
 def test_a_process_that_fails_says_why(engine: InProcessEngine, tokenizer: Any, code: str, told: str) -> None:
     workflow = AgentWorkflow(ProcessAgent([sys.executable, "-c", code]), GCONFIG.new(n_samples=1), tokenizer)

@@ -103,16 +103,16 @@ def test_the_options_of_a_row_are_those_of_its_scorer() -> None:
         ("reasoning_gym:gcd?min_nubers=3", {}, "the task gcd has no option 'min_nubers'; did you mean 'min_numbers'"),
         ("reasoning_gym:gcd?min_numbers=-3", {}, "the task refuses min_numbers=-3: "),
         ("reasoning_gym:gcd?size=many", {}, "size is 'many', expected a whole number of at least 1"),
-        ("reasoning_gym:gcd?max_share=0", {}, "max_share is 0, expected a share of the rows, above 0 and at most 1"),
-        ("reasoning_gym:gcd?max_share=third", {}, "max_share is 'third', expected a share"),
+        ("reasoning_gym:gcd?max_share=0", {}, "max_share is 0, expected a fraction above 0 and at most 1"),
+        ("reasoning_gym:gcd?max_share=third", {}, "max_share is 'third', expected a fraction"),
         (
             "reasoning_gym:syllogism?max_share=0.4&size=10",
             {},
-            "of the split train, and size is 10; the task has few different answers: raise max_share",
+            "for split train, but size is 10; the task has few different answers: raise max_share",
         ),
         ("reasoning_gym:gcd?size", {}, "after the question mark expected option=value"),
         ("reasoning_gym:gcd?size=1&size=2", {}, "an option is there twice"),
-        ("reasoning_gym:gcd?seed=4", {}, "the seed is no option of the name; set train_data.seed"),
+        ("reasoning_gym:gcd?seed=4", {}, "seed is not an option; set train_data.seed"),
         ("reasoning_gym:gcd", {"split": "dev"}, "split is 'dev'; expected one of train, test, all"),
         ("reasoning_gym:gcd", {"subset": "x"}, "subset is 'x'"),
         ("reasoning_gym:gcd", {"data_dir": "x"}, "data_dir is 'x'"),
@@ -133,12 +133,12 @@ def test_rewards_and_workflows_that_do_not_fit_are_refused(speaker: Any) -> None
         get_reward_fn("reasoning_gym:leg_countin")
     with pytest.raises(ConfigError, match="a reward takes no options"):
         get_reward_fn("reasoning_gym:gcd?min_numbers=3")
-    with pytest.raises(ConfigError, match="single questions, which the default workflow asks; leave workflow out"):
+    with pytest.raises(ConfigError, match="single questions, which the default workflow samples; leave workflow out"):
         resolve_workflow("reasoning_gym:gcd", gconfig=GenerationHyperparameters(), tokenizer=speaker)
     row = get_custom_dataset("reasoning_gym:gcd?size=1")[0]
     with pytest.raises(RewardError, match="cannot score a row of reasoning_gym:gcd"):
         scored(get_reward_fn("reasoning_gym:lcm"), row, "3")
-    with pytest.raises(RewardError, match=r"this row is none; set train_data\.path"):
+    with pytest.raises(RewardError, match=r"got a row of another dataset; set train_data\.path"):
         scored(get_reward_fn("reasoning_gym:lcm"), {"prompt": "1+1=", "answer": "2"}, "3")
 
 

@@ -162,7 +162,7 @@ def test_an_environment_of_ones_own_is_played_by_its_path(speaker: Any) -> None:
     [
         ("textarena:GuessTheNumbr-v0", "has no task 'GuessTheNumbr-v0'; did you mean GuessTheNumber-v0"),
         ("textarena:GuessTheNumber-v0?max_numbr=3", "has no option 'max_numbr'; did you mean 'max_number'?"),
-        ("textarena:TicTacToe-v0", "archon plays games of one player, and this one says: .* has to be 2"),
+        ("textarena:TicTacToe-v0", "expected a single-player game, got .* has to be 2"),
     ],
 )
 def test_games_that_cannot_be_played_are_refused(speaker: Any, name: str, message: str) -> None:

@@ -50,7 +50,9 @@ async def test_time_begins_when_execution_does_whichever_wrapper_is_asked() -> N
 @pytest.mark.parametrize("limits", [{"timeout_seconds": 3.0}, {"max_workers": 5}, {"max_retries": 2}])
 def test_other_limits_for_a_reward_that_is_wrapped_are_refused(told: AsyncRewardWrapper, limits: Any) -> None:
     AsyncRewardWrapper(told, timeout_seconds=15.0, max_workers=1)
-    with pytest.raises(RewardError, match=r"told is wrapped already, with timeout_seconds 15; set its limits there"):
+    with pytest.raises(
+        RewardError, match=r"told is already wrapped with timeout_seconds 15; set its limits in that call"
+    ):
         AsyncRewardWrapper(told, **limits)
 
 

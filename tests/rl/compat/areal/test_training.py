@@ -97,7 +97,7 @@ def test_areals_vision_workflow_trains_a_model_that_sees(rl_config: MakeConfig, 
     assert len(answers) == trained["samples"] > 12  # but those that wrote a placeholder themselves
     assert {len(row["images"]) for row in answers} == {1}
     blind = rl_config(run_dir=config.run_dir + "2")
-    with pytest.raises(ConfigError, match="VisionRLVRWorkflow needs what reads pictures, and the model sees none"):
+    with pytest.raises(ConfigError, match="VisionRLVRWorkflow needs an image processor"):
         PPOTrainer(blind).train(workflow=vision)
 
 
