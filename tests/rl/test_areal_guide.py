@@ -18,12 +18,12 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
 from archon.rl import InteractionWithTokenLogpReward as Interaction
-from archon.rl.workflows.short_forms import expand_short_form
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.rl.trajectories import add_temperatures, trajectory_tensors
+from archon.rl.workflows.short_forms import expand_short_form
 from archon.schema.errors import RolloutError
 from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide

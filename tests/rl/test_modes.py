@@ -96,7 +96,7 @@ def test_what_is_no_buffer_is_refused(tmp_path: Path) -> None:
         file.execute("CREATE TABLE t (x)")
     for name, message in (
         ("text.db", "cannot be used: file is not a database"),
-        ("other.db", "not an experience buffer"),
+        ("other.db", "not an experience"),
     ):
         with pytest.raises(RolloutError, match=message):
             len(ExperienceBuffer(tmp_path / name))

@@ -130,9 +130,7 @@ def test_what_is_no_picture_of_a_row_is_refused_and_goes_from_process_to_process
     found = back.trajectories["images"]
     assert torch.equal(found, images) if torch.is_tensor(images) else found == images
     for rewards in ([1.0, 2.0], [1.0, float("nan")]):
-        with pytest.raises(
-            RolloutError, match="the workflow: 'images' is not one list of processed images per row \(2 rows"
-        ):
+        with pytest.raises(RolloutError, match=r"'images' is not one list of processed images per row \(2 rows"):
             validate_group({**columns, "rewards": torch.tensor(rewards)}, EpisodeContext(0), "the workflow")
 
 

@@ -45,8 +45,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "GAE takes the value of a token between two turns for the next state's",
         "rl/algorithms/advantages.py",
-        "following = torch.where(trained, values[:, t], following)",
-        "following = values[:, t]",
+        "next_value = torch.where(trained, values[:, t], next_value)",
+        "next_value = values[:, t]",
         ADVANTAGES,
     ),
     Mutant(
@@ -73,8 +73,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "step-wise GRPO compares the first rows of runs",
         "rl/algorithms/step_advantages.py",
-        'scatter_reduce(0, own.trajectory_index, rows, "amax")',
-        'scatter_reduce(0, own.trajectory_index, rows, "amin", include_self=False)',
+        'scatter_reduce(0, index, rows, "amax")',
+        'scatter_reduce(0, index, rows, "amin", include_self=False)',
         ("tests/rl/test_step_advantages.py",),
     ),
     Mutant(
@@ -101,8 +101,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a student is drawn away from its teacher",
         "rl/algorithms/distillation.py",
-        "inputs.teacher_logprobs.to(own) - own",
-        "own - inputs.teacher_logprobs.to(own)",
+        "inputs.teacher_logprobs.to(logprobs) - logprobs",
+        "logprobs - inputs.teacher_logprobs.to(logprobs)",
         ADVANTAGES,
     ),
     Mutant(

@@ -122,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what an explorer adds after a trainer's first pass is mixed into the second",
         "rl/modes.py",
-        "found += [first + number % length for number in range(start, stop)]",
-        "found += [number % size for number in range(start, stop)]",
+        "numbers += [first + number % length for number in range(start, stop)]",
+        "numbers += [number % size for number in range(start, stop)]",
         ("tests/rl/test_modes.py",),
     ),
     Mutant(

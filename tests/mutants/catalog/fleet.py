@@ -158,8 +158,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "numbers of a run count requests that were asked again as resumed",
         "rl/monitor.py",
-        '"Answers that went on after an interruption.", stats.resumed)',
-        '"Answers that went on after an interruption.", stats.retried)',
+        '"Answers resumed after an interruption.", stats.resumed)',
+        '"Answers resumed after an interruption.", stats.retried)',
         ("tests/rl/test_monitor.py::test_a_scrape_has_the_last_step_and_every_server",),
     ),
 )

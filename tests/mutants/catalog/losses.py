@@ -10,8 +10,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the clip takes the lesser loss",
         "rl/algorithms/losses.py",
-        "loss, decided = torch.maximum(unclipped, clipped), clipped > unclipped",
-        "loss, decided = torch.minimum(unclipped, clipped), clipped > unclipped",
+        "loss, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped",
+        "loss, is_clipped = torch.minimum(unclipped, clipped), clipped > unclipped",
         LOSSES,
     ),
     Mutant(

@@ -278,8 +278,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the newest checkpoint alone means the first one",
         "rl/modes.py",
-        "found[-1:] if self.experiences.latest_only else found",
-        "found[:1] if self.experiences.latest_only else found",
+        "names[-1:] if self.experiences.latest_only else names",
+        "names[:1] if self.experiences.latest_only else names",
         (f"{MODES}::test_a_bench_evaluates_the_checkpoints",),
     ),
     Mutant(
