@@ -230,6 +230,7 @@ class RewardProbe:
         self._generator: InProcessEngine | None = None
 
     def __call__(self, engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
+        """Return the metrics of an evaluation due at `step`, and whether the target is reached."""
         if step % self.config.every:
             return {}, False
         if self._generator is None:

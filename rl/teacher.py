@@ -52,6 +52,7 @@ class TeacherServer:
         self._client = openai.OpenAI(base_url=config.url, **_key())
 
     def __call__(self, documents: Documents) -> Tensor:
+        """Return the logprobs of trained tokens, float64 [B, S]."""
         if any(documents.get("images", ())):
             raise RolloutError(f"teacher.url {self._config.url}: a teacher server takes tokens only, got images")
         rows = zip(documents["input_ids"], documents["attention_mask"], strict=True)

@@ -17,6 +17,7 @@ class WorkflowRow(dict[str, Any]):
     """
 
     def keys(self) -> Any:
+        """Return the column names without the reward's positional arguments."""
         return dict.fromkeys(self).keys()
 
     def __iter__(self) -> Iterator[str]:

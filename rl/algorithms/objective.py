@@ -92,6 +92,7 @@ class ValueObjective:
     config: AlgorithmConfig
 
     def __call__(self, values: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Return the loss sum, with gradient, and metrics."""
         mask = mb["loss_mask"].to(values.dtype)
         returns, old = (torch.where(mask > 0, mb[name].to(values.dtype), 0.0) for name in ("returns", "old_values"))
         error = (values - returns).square()

@@ -58,6 +58,7 @@ class AsyncRewardWrapper:
     """
 
     def __new__(cls, reward_fn: Callable[..., Any] | str | None = None, *_: Any, **__: Any) -> Self:
+        """Return `reward_fn` itself if it is a wrapper."""
         return reward_fn if isinstance(reward_fn, cls) else super().__new__(cls)
 
     def __init__(

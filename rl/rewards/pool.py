@@ -1,14 +1,13 @@
-"""A pool of reward processes that can be killed: a thread sends calls, enforces time-outs and replaces single workers.
+"""Pool of killable reward processes: a thread sends calls, enforces time-outs and replaces workers.
 
-`concurrent.futures.ProcessPoolExecutor` cannot kill a call that hangs, one dead process breaks all its calls, and
-interpreter exit waits for it. `pebble.ProcessPool` 5.2.3 leaves processes that a killed reward had started, runs queued
-calls that were canceled, and, as every pool on `multiprocessing`, imports the user's script, and so torch, in each
-worker. With 2 workers on 2 cores it ran 6,200 calls/s (here 12,700) and had its first result after 0.64 s (0.17 s).
+`concurrent.futures.ProcessPoolExecutor` cannot kill a hung call, one dead process breaks all its calls, and interpreter
+exit waits for it. `pebble.ProcessPool` 5.2.3 leaks child processes of a killed reward, runs canceled queued calls, and
+imports the user's script (and torch) in each worker, like every pool on `multiprocessing`. With 2 workers on 2 cores it
+ran 6,200 calls/s (here 12,700), with the first result after 0.64 s (0.17 s).
 
-A worker is a fresh interpreter without the parent's threads, locks or CUDA context that imports only the reward's own
-module. It runs its calls in order and answers each at once, so the oldest unanswered call is the one that executes: its
-time-out runs, and it fails when the process dies, while the calls after it go to another worker. Sending cheap calls
-ahead doubles the calls per second.
+A worker is a fresh interpreter without the parent's threads, locks or CUDA context; it imports only the reward's
+module. It answers calls in order, so the oldest unanswered call is the executing one: its time-out runs, and it fails
+if the process dies, while later calls move to another worker. Sending cheap calls ahead doubles the calls per second.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from archon.schema.errors import RewardError
 Item = TypeVar("Item")
 Outcome = Reward | RewardError
 
-START_SECONDS = 120.0  # to import the reward's module; calls have not started and do not time out meanwhile
-_MAX_FAILED_STARTS = 3  # in a row, after which the reward is considered broken
-_AHEAD_SECONDS, _AHEAD_CALLS = 0.004, 32  # the most work that is sent to a worker ahead of time, to save round trips
+START_SECONDS = 120.0  # limit for importing the reward's module; time-outs of calls start later
+_MAX_FAILED_STARTS = 3  # consecutive failures before the reward counts as broken
+_AHEAD_SECONDS, _AHEAD_CALLS = 0.004, 32  # maximum work sent ahead to a worker, to save round trips
 _READ_BYTES = 1 << 16
 _MAX_WAIT_SECONDS = 86_400.0  # epoll's limit is some weeks
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # no SIGPIPE when writing to a dead worker
@@ -50,7 +49,7 @@ _BOOTSTRAP = (
 
 @dataclass(eq=False)
 class RewardCall:
-    """One call: its pickled arguments, and the caller's future for its outcome."""
+    """Call with pickled arguments and the future of its outcome."""
 
     frame: bytes
     future: asyncio.Future[Outcome]
@@ -68,13 +67,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs one function in at most `max_workers` processes, started when there is work for them.
+    """Pool that runs one function in at most `max_workers` processes, started on demand.
 
     Args:
-        setup: the frame that a worker loads the function from.
-        name: the function's name, for messages.
-        timeout_seconds: limit of the execution of one call.
-        max_workers: limit of concurrent processes.
+        setup: the pickled function, see `setup_frame`.
+        name: name of the function, for messages.
+        timeout_seconds: time limit of one call.
+        max_workers: maximum number of processes.
     """
 
     def __init__(self, setup: bytes, name: str, timeout_seconds: float, max_workers: int) -> None:
@@ -103,15 +102,15 @@ class WorkerPool:
         self._thread.start()
 
     async def run(self, frame: bytes) -> Outcome:
-        """Return the outcome of one call, whose pickled arguments `frame` is."""
+        """Run one call with pickled arguments and return its outcome."""
         call = RewardCall(frame, asyncio.get_running_loop().create_future())
         self.submit(call)
         return await call.future
 
     def submit(self, call: RewardCall) -> None:
-        """Queue a call, from any thread; its outcome is delivered once, even if the pool is closed meanwhile."""
+        """Queue a call from any thread; its outcome is delivered exactly once, also if the pool closes."""
         if os.getpid() != self._owner:
-            raise RewardError(f"the wrapper of reward {self.name} was made in another process; make one in this one")
+            raise RewardError(f"the wrapper of reward {self.name} belongs to another process; create one in this one")
         self._inbox.append(call)
         self._wake()
         if self._closing:
@@ -119,7 +118,7 @@ class WorkerPool:
             self._flush()
 
     def close(self) -> None:
-        """Kill the workers and fails unanswered calls, from any thread, without waiting for a reward."""
+        """Kill the workers and fail unanswered calls, from any thread, without waiting for a reward."""
         if os.getpid() != self._owner:
             return  # a forked child leaves its parent's workers alone
         self._closing = True
@@ -227,7 +226,7 @@ class WorkerPool:
                 self._start_failed(f"not loaded after {START_SECONDS:g} s")
 
     def _worker_died(self, worker: _Worker) -> None:
-        """Handle a worker that closed its end of the socket; its exit code says how it died."""
+        """Handle a worker that closed its end of the socket, and report its exit code."""
         _kill(worker.process)
         reason = _describe_exit(worker.process)
         if worker.ready:
@@ -244,7 +243,7 @@ class WorkerPool:
             self._broken = message, ""
 
     def _remove(self, worker: _Worker, failure: RewardFailure | None) -> None:
-        """Kill a worker and its processes; the executing call fails, later ones go back to the head of the queue."""
+        """Kill a worker and its children; the executing call fails, later calls return to the queue's head."""
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         worker.channel.close()
@@ -298,28 +297,28 @@ class WorkerPool:
         self._selector.modify(worker.channel, selectors.EVENT_READ | writing, worker)
 
     def _start(self) -> None:
-        """Start a worker, on the pool's thread, as Linux kills a worker when the thread that started it ends."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(self._owner), *sys.path]
+        """Start a worker on the pool's thread: Linux kills a worker when its parent thread ends."""
+        channel, worker_end = socket.socketpair()
+        command = [sys.executable, "-c", _BOOTSTRAP, str(worker_end.fileno()), str(self._owner), *sys.path]
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints goes to standard error
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the trainer, and a kill includes the reward's children
+                stdout=2,  # a reward prints to standard error
+                pass_fds=(worker_end.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches only the trainer, and a kill includes the reward's children
             )
         except OSError as error:
-            ours.close()
+            channel.close()
             self._start_failed(str(error))
             return
         finally:
-            theirs.close()
-        ours.setblocking(False)
-        worker = _Worker(process, ours, deadline=time.monotonic() + START_SECONDS)
+            worker_end.close()
+        channel.setblocking(False)
+        worker = _Worker(process, channel, deadline=time.monotonic() + START_SECONDS)
         worker.unsent += LENGTH.pack(len(self._setup)) + self._setup
         self._workers.append(worker)
-        self._selector.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+        self._selector.register(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
     def _shut_down(self) -> None:
         self._closing = True
@@ -358,7 +357,7 @@ def _set_results(settled: list[tuple[RewardCall, Outcome]]) -> None:
 
 
 def _drain(items: deque[Item]) -> Iterator[Item]:
-    """Remove and yields items one by one, safe with other threads doing the same."""
+    """Yield and remove items one by one; safe with concurrent threads."""
     while True:
         try:
             item = items.popleft()
@@ -368,7 +367,7 @@ def _drain(items: deque[Item]) -> Iterator[Item]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker's process group; not after it was waited for, as its id may have been reused."""
+    """Kill a worker's process group; never after wait(), since the id may be reused."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
 

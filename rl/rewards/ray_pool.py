@@ -1,4 +1,4 @@
-"""Reward processes on the nodes of a Ray cluster: each is held by an actor, whose pool of one enforces the time-out."""
+"""Reward processes on a Ray cluster: each actor holds a `WorkerPool` of one that enforces the time-out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FAILURES: dict[str, type[RewardFailure]] = {
 
 
 class RewardActor(WorkerActor):
-    """Holds one reward process on its node."""
+    """Ray actor with one reward process."""
 
     def __init__(self, path: Sequence[str], setup: bytes, name: str, timeout_seconds: float) -> None:
         super().__init__(path)
@@ -37,10 +37,10 @@ class RewardActor(WorkerActor):
 
 
 class RayPool:
-    """Runs one function in `max_workers` processes on the nodes of a cluster; as `WorkerPool`, whose arguments it has.
+    """Pool like `WorkerPool`, with its processes on the nodes of a Ray cluster.
 
-    A call that has no outcome, as its node is cut off or its actor hangs, fails `_SLACK_SECONDS` after the time in
-    which it could have been executed, that of a process's start included.
+    A call without an outcome (its node is cut off or its actor hangs) fails after the limits of process start and
+    execution plus `_SLACK_SECONDS`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RayPool:
         self._workers = RayWorkers(RewardActor, arguments, config, max_workers, 1, f"reward {name}")
 
     async def run(self, frame: bytes) -> Outcome:
-        """Return the outcome of one call, whose pickled arguments `frame` is."""
+        """Run one call with pickled arguments and return its outcome."""
         try:
             return unpack_outcome(await self._workers.run(frame, self._seconds))
         except WorkerLostError as error:
@@ -77,13 +77,13 @@ def pack_outcome(outcome: Outcome) -> bytes:
 
 
 def unpack_outcome(answer: bytes) -> Outcome:
-    """Return the outcome that `pack_outcome` made JSON of."""
-    found = json.loads(answer)
-    if "total" in found:
-        return Reward(found["total"], found["parts"])
-    if found["kind"] == RewardRaised.kind:
-        return RewardRaised(found["text"], found["notes"])
-    error = _FAILURES.get(found["kind"], RewardError)(found["text"])
-    if found["notes"]:
-        error.add_note(found["notes"])
+    """Return the outcome serialized by `pack_outcome`."""
+    reply = json.loads(answer)
+    if "total" in reply:
+        return Reward(reply["total"], reply["parts"])
+    if reply["kind"] == RewardRaised.kind:
+        return RewardRaised(reply["text"], reply["notes"])
+    error = _FAILURES.get(reply["kind"], RewardError)(reply["text"])
+    if reply["notes"]:
+        error.add_note(reply["notes"])
     return error

@@ -35,6 +35,7 @@ class Reward(float):
     parts: dict[str, float]
 
     def __new__(cls, total: float, parts: Mapping[str, float] | None = None) -> Self:
+        """Return a float with parts."""
         reward = super().__new__(cls, total)
         reward.parts = dict(parts or {})
         return reward

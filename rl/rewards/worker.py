@@ -1,7 +1,7 @@
-"""The worker process of a reward: reads calls from a socket, runs them in order, and writes each result at once.
+"""Worker process of a reward: reads calls from a socket, runs them in order, and replies to each.
 
-`pool.py` starts it as a fresh interpreter. Frames are a 4-byte big-endian length and a body: pickles to the worker, and
-JSON back, so that the trainer never unpickles what a reward has made.
+`pool.py` starts it as a fresh interpreter. A frame is a 4-byte big-endian length and a body: pickle to the worker, JSON
+back. The trainer never unpickles data from a reward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ in_worker = False  # AsyncRewardWrapper checks it: a script without `if __name__
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Run until the parent closes the socket `descriptor`. `parent` is the process id that started this one."""
+    """Run until the parent closes the socket `descriptor`. `parent` is the parent's process id."""
     global in_worker
     in_worker = True
     _exit_with_parent(parent)
@@ -56,7 +56,7 @@ def _exit_with_parent(parent: int) -> None:
 def _load(frame: bytes) -> tuple[Callable[..., Any], str]:
     setup = pickle.loads(frame)  # noqa: S301 - written by the parent, as below
     if setup["main"]:
-        # The reward lives in the user's script, which is imported under another name, as multiprocessing does.
+        # The user's script defines the reward: import it under another name, like multiprocessing.
         from multiprocessing import spawn
 
         spawn.prepare(setup["main"])

@@ -21,7 +21,9 @@ from archon.schema.errors import ConfigError, RolloutError
 class Agent(Protocol):
     """An object whose `run` returns the episode's reward, or rewards by completion id."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]:
+        """Run one episode on a row."""
+        ...
 
 
 class AgentFailure(RolloutError):  # noqa: N818 - base class of the failures below
