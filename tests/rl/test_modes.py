@@ -245,7 +245,7 @@ def test_a_bench_evaluates_the_checkpoints(alone: Any, tmp_path: Path, latest_on
         ({"mode": "bench", "experiences": {}}, "mode bench evaluates: set eval_data"),
         (
             {"mode": "train", "experiences": {"path": "x"}, "rollout": {"max_staleness": 1}},
-            "max_staleness is 1, and mode train",
+            "max_staleness is 1 with mode train",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_mode_that_lacks_a_part_is_refused(rl_config: MakeConfig, changes: dic
 
 
 def test_a_trainer_of_another_mode_is_refused(alone: Any) -> None:
-    with pytest.raises(ConfigError, match="mode is explore, and RLTrainer is of both; call make_trainer"):
+    with pytest.raises(ConfigError, match="RLTrainer runs mode .both., got mode .explore.; use make_trainer"):
         RLTrainer(alone("explore"))
 
 
