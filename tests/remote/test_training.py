@@ -111,7 +111,7 @@ def test_settings_that_contradict_servers_are_refused(rl_config: MakeConfig) -> 
         RLTrainer(rl_config(servers)).train()
     run: dict[str, Any] = rl_config(servers).model_dump()
     for change, message in (
-        ({"generator": {"max_slots": 4}}, "generator.max_slots is set, and rollout.servers sample instead"),
+        ({"generator": {"max_slots": 4}}, "generator.max_slots is set, but with rollout.servers servers sample"),
         ({"rollout": {"push": {"transport": "disk"}}}, "rollout.push is set without rollout.servers"),
         ({"mode": "bench", "experiences": {}, "eval_data": {"path": "arithmetic"}}, "mode is bench"),
     ):

@@ -119,7 +119,7 @@ def test_the_options_of_a_row_are_those_of_its_scorer() -> None:
         (
             "reasoning_gym:gcd?min_numbers=2&max_numbers=2&min_value=3&max_value=4&size=10",
             {"split": "test"},
-            "questions have .* of the split test, and size is 10; the task has few different questions",
+            "questions contain .* for split test, but size is 10; the task has few different questions",
         ),
     ],
 )
