@@ -255,7 +255,7 @@ def test_a_mode_that_lacks_a_part_is_refused(rl_config: MakeConfig, changes: dic
 
 
 def test_a_trainer_of_another_mode_is_refused(alone: Any) -> None:
-    with pytest.raises(ConfigError, match="RLTrainer runs mode .both., got mode .explore.; use make_trainer"):
+    with pytest.raises(ConfigError, match=r"RLTrainer runs mode .both., got mode .explore.; use make_trainer"):
         RLTrainer(alone("explore"))
 
 
