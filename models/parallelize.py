@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from archon.parallel.decoder import parallelize_decoder
 from archon.parallel.tensor import ParallelStyle
-
-if TYPE_CHECKING:
-    from archon.models.spec import ParallelizeFn
 
 # Treatment of each weight role under tensor parallelism; see `archon.parallel.tensor`.
 DENSE_TP_PLAN: dict[str, ParallelStyle] = {
@@ -30,6 +28,6 @@ DENSE_TP_PLAN: dict[str, ParallelStyle] = {
 MOE_TP_PLAN: dict[str, ParallelStyle] = DENSE_TP_PLAN | {"router": "replicate"}
 
 
-def make_parallelize_fn(tp_plan: Mapping[str, ParallelStyle]) -> ParallelizeFn:
+def make_parallelize_fn(tp_plan: Mapping[str, ParallelStyle]) -> Callable[..., nn.Module]:
     """Return `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
     return partial(parallelize_decoder, tp_plan)
