@@ -42,7 +42,7 @@ class FlashAttention(AttentionBackend):
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
         """See `AttentionBackend.attend_prefixed`."""
-        return cascade_attention(q, k, v, shared, spec, _attend, _Flash)
+        return cascade_attention(q, k, v, shared.cascade, shared.trees, spec, _attend, _Flash)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Flash) -> Tensor:

@@ -43,7 +43,7 @@ class VarlenAttention(AttentionBackend):
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
         """See `AttentionBackend.attend_prefixed`."""
-        return cascade_attention(q, k, v, shared, spec, _attend, _Varlen)
+        return cascade_attention(q, k, v, shared.cascade, shared.trees, spec, _attend, _Varlen)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
         """See `AttentionBackend.prepare_gathered`."""

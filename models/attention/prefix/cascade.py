@@ -17,20 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from archon.models.attention.packed.documents import check_lengths, cu_seqlens_from_lengths
-from archon.models.attention.prefix.tree import tree_attention
+from archon.models.attention.prefix.tree import Trees, tree_attention
 from archon.models.attention.sinks import KernelWithLse, add_sinks, sinks_grad
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.transfer import to_device_async
-
-if TYPE_CHECKING:
-    from archon.models.attention.prefix.plan import SharedPrefixes
 
 Spans = Sequence[tuple[int, int]]
 """(first token, length) of consecutive tokens."""
@@ -78,7 +75,7 @@ class Cascade:
     """
 
     def __init__(self, parents: Sequence[tuple[int, int, int]], in_trees: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self.tokens = device, sum(length for _, length, _ in parents)
         self._spans, self._paths = list[tuple[int, int]](), list[tuple[int, ...]]()
         number: dict[int, int] = {}
         for run, (first, length, parent) in enumerate(parents):
@@ -134,17 +131,18 @@ def cascade_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shared: SharedPrefixes,
+    cascade: Cascade,
+    trees: Sequence[Trees],
     spec: AttentionSpec,
     attend: Attend,
     make_kernel: MakeKernel,
 ) -> Tensor:
     """Return causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
-    cascade, outs, first = shared.cascade, list[Tensor](), 0
-    check_lengths(sum(length for _, length, _ in shared.parents), len(q))
-    for trees in shared.trees:
-        tokens = slice(first, first + trees.tokens)
-        outs.append(tree_attention(q[tokens], k[tokens], v[tokens], trees, spec))
+    outs, first = list[Tensor](), 0
+    check_lengths(cascade.tokens, len(q))
+    for group in trees:
+        tokens = slice(first, first + group.tokens)
+        outs.append(tree_attention(q[tokens], k[tokens], v[tokens], group, spec))
         first = tokens.stop
     if first == len(q):
         return torch.cat(outs)
