@@ -23,6 +23,7 @@ from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
 from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
+from archon.parallel.torch_parts import require_private_apis
 from archon.schema.errors import BatchError
 
 __all__ = ["BaseArchonModel", "BaseModelArgs", "ModelInputs", "TransformerBlock"]
@@ -69,6 +70,10 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
+PRIVATE_APIS = ("torch.utils._pytree.register_dataclass",)
+require_private_apis("model inputs", PRIVATE_APIS)
+
+
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
     """Inputs of the layers for T packed tokens.
@@ -89,7 +94,7 @@ class ModelInputs:
     routed_experts: Tensor | None = None
 
 
-# FSDP finds the tensors of a forward's arguments by pytree.
+# FSDP finds the tensors in the arguments of a forward by pytree.
 register_dataclass(ModelInputs)
 
 

@@ -100,7 +100,7 @@ def pairs(case: Case) -> set[tuple[str, str]]:
 
 
 def _refused() -> dict[tuple[str, str], str]:
-    found = {("critic", "fused loss"): "a critic gives values"}
+    found = {("critic", "fused loss"): "a critic predicts values"}
     for schedule in SCHEDULES:
         found[schedule, "per_microbatch"] = "a pipeline reduces gradients once a step"
         found[schedule, "aux loss"] = "a pipeline has them on different ranks"

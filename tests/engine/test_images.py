@@ -142,7 +142,7 @@ def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, V
         ([batch["images"][0]], "images has 1 lists of images; expected one for each of 2 rows"),
         ([[7], []], "images of row 0 has a int; expected images"),
         (torch.zeros(2), "images is a Tensor; expected a list of images for each of 2 rows"),
-        ([[small], []], "patches have 5 numbers, and this model's have 96"),
+        ([[small], []], "patches of an image have 5 values, this model's have 96"),
     ]:
         with pytest.raises(BatchError, match=message):
             engine.forward_batch(batch | {"images": images})
@@ -152,7 +152,7 @@ def test_a_tower_that_does_not_exist_is_not_trained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TEXTS["qwen3_5"] | {"model_type": "qwen3_5_text"}))
     with pytest.raises(ConfigError, match=r"vision = 'trained' .* family qwen3_5_text has none"):
         engine_of(tmp_path, vision="trained", init_from_scratch=True)
-    with pytest.raises(ConfigError, match="lora freezes all of them"):
+    with pytest.raises(ConfigError, match="lora freezes all weights"):
         EngineConfig(path=str(tmp_path), vision="trained", lora={"rank": 2})
 
 

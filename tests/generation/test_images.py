@@ -142,7 +142,11 @@ def test_what_is_wrong_with_the_pictures_of_a_request_is_said_in_one_line(model_
         (ids, [image, image], "placeholder tokens"),
         ([1, 2], [image], "placeholder tokens"),
         (ids, ["data:image/png;base64,"], "image_data has a str"),
-        (ids, [ProcessedImage(torch.zeros(image.pixel_values.shape[0], 5), image.grid)], "patches have 5 numbers"),
+        (
+            ids,
+            [ProcessedImage(torch.zeros(image.pixel_values.shape[0], 5), image.grid)],
+            "patches of an image have 5 values",
+        ),
     ):
         with pytest.raises(RolloutError, match=problem) as raised:
             engine.generate([ModelRequest(tokens, image_data=given)])

@@ -254,7 +254,7 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
 
 def test_several_adapters_have_no_scale_in_common(tmp_path: Path) -> None:
     several = {"loras": {"x": {"rank": 2}, "y": {"rank": 3}}}
-    with pytest.raises(ConfigError, match="several adapters train as if each were alone; set fp8 = rowwise"):
+    with pytest.raises(ConfigError, match="each of several LoRAs trains as if it were alone; set fp8 = rowwise"):
         EngineConfig.parse({"path": "model", "fp8": "tensorwise", "lora": several}, source="model")
     EngineConfig.parse({"path": "model", "fp8": "rowwise", "lora": several}, source="model")
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "archon.engine.optim",
     "archon.models.attention.packed.varlen",
+    "archon.models.base",
     "archon.parallel.comm",
     "archon.parallel.compile",
     "archon.parallel.gloo",

@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_of_trajectories_costs_no_training_and_is_counted_an
             assert path.read_bytes() == whole, "nothing stays of a line that did not go in"
             assert trainer.train_step()["rollout/dump_lost"] == 0
             assert len(read_jsonl(path)) == 2 * 24
-    assert capsys.readouterr().out.count("samples that cannot be written down are counted") == 1
+    assert capsys.readouterr().out.count("unwritten samples are only counted") == 1
 
 
 def test_a_disk_too_full_for_a_checkpoint_leaves_the_last_one_whole_and_ends_the_run(rl_config: MakeConfig) -> None:

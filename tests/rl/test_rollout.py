@@ -324,7 +324,7 @@ def test_rejected_episodes_are_counted_and_a_batch_of_nothing_else_is_an_error(
     batch, _, _ = collect(engine, Rejects(rlvr), n=3)
     assert (batch.counts["rejected"], len(batch.prompts)) == (1, 2)
     Rejects.limit = 99
-    with pytest.raises(RolloutError, match=r"rejected .* all 3 prompts"):
+    with pytest.raises(RolloutError, match=r"rejected all 3 prompts"):
         collect(engine, Rejects(rlvr), n=3)
 
 

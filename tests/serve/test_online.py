@@ -146,7 +146,7 @@ async def test_a_group_that_is_never_full_is_dropped_after_its_time_and_counted(
     while running._context.drops != {"incomplete_group": 2}:  # noqa: ASYNC110 (it tells nobody)
         await asyncio.sleep(0.01)
     lost = running._context.first_errors["incomplete_group"]
-    assert "group never full had 2 of its 3 rated sessions 0.3 s after the first" in str(lost)
+    assert "group never full had 2 of 3 rated sessions 0.3 s after the first" in str(lost)
     workflow._group_timeout = 60.0  # a slow machine rates all of the next in time
     sessions = [await outside.session(group) for group in ("full", "never full", "full", "full")]
     for session in sessions:

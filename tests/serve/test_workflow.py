@@ -343,7 +343,7 @@ def test_the_workflow_and_its_agent_may_be_named(tokenizer: Any) -> None:
     turns = resolve_workflow(f"{__name__}.Turns", {"turns": 5}, **offered)  # an agent by itself
     assert isinstance(turns, AgentWorkflow) and isinstance(turns.agent, Turns) and turns.agent.turns == 5
     assert turns.gconfig.n_samples == GCONFIG.n_samples
-    with pytest.raises(ConfigError, match="Misbehaves needs how, and the trainer offers an agent nothing"):
+    with pytest.raises(ConfigError, match="Misbehaves needs how, but the trainer passes nothing to an agent"):
         resolve_workflow(Misbehaves, **offered)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"agent 'nowhere\.Agent' cannot be imported"):
         resolve_workflow(AgentWorkflow, {"agent": "nowhere.Agent"}, **offered)

@@ -174,7 +174,7 @@ def test_rows_and_rewards_that_do_not_fit_are_refused(speaker: Any, short_run: C
     workflow = resolve_workflow(GUESS, gconfig=ONE, tokenizer=speaker)
     for row, message in [
         ({"prompt": "1+1="}, r"the row's seed is None.*; set train_data\.path"),
-        ({"seed": 3, "environment": "textarena:Mastermind-v0"}, "the row is of textarena:Mastermind-v0"),
+        ({"seed": 3, "environment": "textarena:Mastermind-v0"}, "the row is for textarena:Mastermind-v0"),
     ]:
         with pytest.raises(ConfigError, match=message):
             played(workflow, Scripted(speaker, []), row)
