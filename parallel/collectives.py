@@ -100,7 +100,7 @@ def collective_group(args: Any) -> dist.ProcessGroup:
 
 
 def group_names(dims: ArchonParallelDims) -> dict[str, str]:
-    """Returns the mesh dimension of each process group of a layout, by torch's group name."""
+    """Return the mesh dimension of each process group of a layout, by torch's group name."""
     return {group.group_name: name for name, group in layout_groups(dims)}
 
 

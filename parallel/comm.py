@@ -42,12 +42,12 @@ class Group:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Group:
-        """Returns the group of a one-dimensional mesh."""
+        """Return the group of a one-dimensional mesh."""
         return cls.from_process_group(mesh.get_group())
 
     @classmethod
     def from_process_group(cls, group: dist.ProcessGroup) -> Group:
-        """Returns a group that this process belongs to."""
+        """Return a group that this process belongs to."""
         return cls(group.group_name, group.size(), group.rank())
 
     @property
@@ -73,7 +73,7 @@ def _exchange(x: Tensor, out_splits: list[int], in_splits: list[int], group: Gro
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Returns the sum (or `op`: sum, max, min, avg) over the ranks; not differentiable."""
+    """Return the sum (or `op`: sum, max, min, avg) over the ranks; not differentiable."""
     return x if group.size == 1 else _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
@@ -136,34 +136,34 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Gathers shards [n, ...] to [size * n, ...]; the backward reduce-scatters the gradient."""
+    """Gather shards [n, ...] to [size * n, ...]; the backward reduce-scatters the gradient."""
     return x if group.size == 1 else _AllGather.apply(x, group, False)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sums [size * n, ...] over the ranks and returns this rank's shard [n, ...]; the backward all-gathers."""
+    """Sum [size * n, ...] over the ranks and returns this rank's shard [n, ...]; the backward all-gathers."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
 def all_gather_replicated(x: Tensor, group: Group) -> Tensor:
-    """Gathers shards [n, ...] to [size * n, ...] for a computation that every rank repeats; the backward slices."""
+    """Gather shards [n, ...] to [size * n, ...] for a computation that every rank repeats; the backward slices."""
     return x if group.size == 1 else _AllGather.apply(x, group, True)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
-    """Sums over the ranks for a computation that every rank repeats; the gradient passes unchanged."""
+    """Sum over the ranks for a computation that every rank repeats; the gradient passes unchanged."""
     return x if group.size == 1 else _AllReduceReplicated.apply(x, group)
 
 
 def all_reduce_sharded(x: Tensor, group: Group) -> Tensor:
-    """Sums over the ranks for computations that differ between ranks; the backward sums the gradient too."""
+    """Sum over the ranks for computations that differ between ranks; the backward sums the gradient too."""
     return x if group.size == 1 else _AllReduceSharded.apply(x, group)
 
 
 def all_to_all(
     x: Tensor, group: Group, out_splits: list[int] | None = None, in_splits: list[int] | None = None
 ) -> Tensor:
-    """Sends each rank its rows and returns the rows received, both in rank order; equal splits by default."""
+    """Send each rank its rows and returns the rows received, both in rank order; equal splits by default."""
     if group.size == 1:
         return x
     equal = [x.shape[0] // group.size] * group.size

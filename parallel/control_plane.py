@@ -60,7 +60,7 @@ class ControlPlane:
 
     @classmethod
     def from_group(cls, group: Group, device: torch.device) -> ControlPlane:
-        """Returns the plane of an existing group; its data goes through `device`."""
+        """Return the plane of an existing group; its data goes through `device`."""
         return cls(group.rank, group.size, lambda: group.process_group, device)
 
     @property
@@ -90,13 +90,13 @@ class ControlPlane:
         return result
 
     def broadcast_json(self, value: Callable[[], Any], source: int = 0) -> Any:
-        """Returns on every rank the result of `value`, which only rank `source` calls; it must be JSON."""
+        """Return on every rank the result of `value`, which only rank `source` calls; it must be JSON."""
         if self.size == 1:
             return value()
         return json.loads(self.broadcast(lambda: json.dumps(value()).encode(), source))
 
     def broadcast(self, data: Callable[[], bytes], source: int = 0) -> bytes:
-        """Returns on every rank the bytes of `data`, which only rank `source` calls."""
+        """Return on every rank the bytes of `data`, which only rank `source` calls."""
         payload = data() if self.rank == source else b""
         if self.size == 1:
             return payload
@@ -108,7 +108,7 @@ class ControlPlane:
         return _bytes(content[: int(size)])
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns every rank's bytes, in rank order, on rank 0; an empty list elsewhere."""
+        """Return every rank's bytes, in rank order, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [data]
         padded, sizes = self._padded(data)
@@ -117,14 +117,14 @@ class ControlPlane:
         return [_bytes(part[:size]) for part, size in zip(parts or [], sizes, strict=parts is not None)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Returns every rank's bytes, in rank order."""
+        """Return every rank's bytes, in rank order."""
         if self.size == 1:
             return [data]
         padded, sizes = self._padded(data)
         return [_bytes(part[:size]) for part, size in zip(self.all_gather_tensor(padded), sizes, strict=True)]
 
     def all_gather_tensor(self, tensor: Tensor) -> Tensor:
-        """Gathers tensors of one shape [...] on the plane's device to [ranks, ...]."""
+        """Gather tensors of one shape [...] on the plane's device to [ranks, ...]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -132,7 +132,7 @@ class ControlPlane:
         return torch.stack(parts)
 
     def all_reduce_max(self, number: int) -> int:
-        """Returns the largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         if self.size == 1:
             return number
         value = torch.tensor(number, device=self.device)

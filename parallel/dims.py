@@ -147,7 +147,7 @@ class ArchonParallelDims:
         return _grid_meshes(self)["dense"]
 
     def get_group(self, name: str) -> ProcessGroup:
-        """Returns the process group of `get_mesh(name)`."""
+        """Return the process group of `get_mesh(name)`."""
         if name == "ep_tp":
             raise LayoutError("the mesh ep_tp has two dimensions; get the groups of ep and etp instead")
         return self.get_mesh(name).get_group()

@@ -91,7 +91,7 @@ def apply_fp8(
 
 
 def _expert_scaling(module: Any, whole: Fp8Scaling) -> dict[str, Fp8Scaling]:
-    """Returns the scaling of each matrix of a stack of experts."""
+    """Return the scaling of each matrix of a stack of experts."""
     group = module.etp or SOLO
     hidden_rows = replace(whole, out_features=group)
     return {"w1": hidden_rows, "w3": hidden_rows, "w2": replace(whole, in_features=group)}

@@ -95,7 +95,7 @@ def wait_for_idle_workers(limit_s: float = 5.0) -> None:
 
 
 def _is_worker_busy() -> bool:
-    """Returns whether a worker thread is running or runnable; False on a system without /proc."""
+    """Return whether a worker thread is running or runnable; False on a system without /proc."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")

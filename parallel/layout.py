@@ -42,7 +42,7 @@ class ParallelLayout:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        """Returns the canonical string, which parses back to this layout."""
+        """Return the canonical string, which parses back to this layout."""
         if self.etp > 1:
             data = self.dp_shard * self.cp // self.ep
             replicas = f"r{self.dp_replicate}" if self.dp_replicate > 1 else ""
@@ -52,7 +52,7 @@ class ParallelLayout:
         return "".join(f"{letter}{n}" for letter, n in degrees.items() if n > 1) or "d1"
 
     def dims(self, device_type: str = "cpu") -> ArchonParallelDims:
-        """Returns the checked dimensions. Raises LayoutError with the broken rule and the nearest legal layouts."""
+        """Return the checked dimensions. Raises LayoutError with the broken rule and the nearest legal layouts."""
         try:
             return ArchonParallelDims(**asdict(self), world_size=self.world_size, device_type=device_type)
         except LayoutError as error:

@@ -43,7 +43,7 @@ class StagePlan:
         return [stage for stage in range(self.n_stages) if self.stage_rank(stage) == rank]
 
     def micro_batches(self, requested: int) -> int:
-        """Returns how many micro-batches the schedule runs for `requested` real ones; the rest are idle."""
+        """Return how many micro-batches the schedule runs for `requested` real ones; the rest are idle."""
         if self.schedule == "1f1b":
             return max(self.pp, requested)
         minimum = self.n_stages if self.schedule in SPLIT_BACKWARD else self.pp

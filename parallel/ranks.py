@@ -36,7 +36,7 @@ class Ranks:
         return cls(**{name: group if group.size > 1 else SOLO for name, group in groups.items()})
 
     def all_reduce_max(self, number: int, device: torch.device) -> int:
-        """Returns the largest of the data-parallel ranks' numbers."""
+        """Return the largest of the data-parallel ranks' numbers."""
         if self.dp.size == 1:
             return number
         return int(all_reduce(torch.tensor(number, device=device), self.dp, "max"))

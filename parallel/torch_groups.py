@@ -31,7 +31,7 @@ require_private_apis("process groups and meshes", PRIVATE_APIS)
 
 
 def default_group() -> dist.ProcessGroup:
-    """Returns the group of all processes, which must be initialized."""
+    """Return the group of all processes, which must be initialized."""
     return dist.distributed_c10d._get_default_group()
 
 
@@ -42,12 +42,12 @@ def run_store() -> dist.Store:
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """Returns the group that functional collectives know by `name`."""
+    """Return the group that functional collectives know by `name`."""
     return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """Returns every group that this process belongs to."""
+    """Return every group that this process belongs to."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -66,7 +66,7 @@ def set_default_time_limit(limit: timedelta) -> None:
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Returns the time limit of the group's CPU collectives; PyTorch's default for a group without options."""
+    """Return the time limit of the group's CPU collectives; PyTorch's default for a group without options."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", dist.default_pg_timeout)
 
@@ -137,5 +137,5 @@ def shared_group(
 
 
 def concat_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Returns one mesh with the dimensions of all, which must be of one root."""
+    """Return one mesh with the dimensions of all, which must be of one root."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))

@@ -28,7 +28,7 @@ def require_private_apis(area: str, parts: Iterable[str]) -> None:
 
 
 def has_private_api(name: str) -> bool:
-    """Returns whether a dotted name of a module or attribute exists."""
+    """Return whether a dotted name of a module or attribute exists."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

@@ -129,7 +129,7 @@ def convert(
 
 
 def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | None) -> OpenWeights:
-    """Returns weights whose tensors have their adapters merged when they are read; others are read as they are."""
+    """Return weights whose tensors have their adapters merged when they are read; others are read as they are."""
     family = weights.adapter
     changed = [key for key in weights.tensors if any(x.name in lora.sizes for x in family.hf_to_native(key))]
     merged = _hf_tensors(merge(_parameters(family, weights.tensors), lora, dtype), family)
@@ -137,7 +137,7 @@ def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | Non
 
 
 def detect_format(folder: Path) -> Format:
-    """Returns the format of a checkpoint folder. Raises CheckpointError where it is none."""
+    """Return the format of a checkpoint folder. Raises CheckpointError where it is none."""
     if is_megatron_folder(folder):
         return "megatron"
     if is_dcp_folder(folder):
@@ -161,7 +161,7 @@ def open_weights(
     drop_padding: bool = False,
     names: Names | None = None,
 ) -> AbstractContextManager[OpenWeights]:
-    """Returns a context manager of a checkpoint's weights, which can be read within its block; see `convert`.
+    """Return a context manager of a checkpoint's weights, which can be read within its block; see `convert`.
 
     Quantized weights of a hf checkpoint are read as the dtype that its config names.
 
@@ -230,7 +230,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
 
 
 def _hf_tensors(parameters: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
-    """Returns the tensors of a Hugging Face checkpoint, read from the model's parameters."""
+    """Return the tensors of a Hugging Face checkpoint, read from the model's parameters."""
     return {key: _hf_tensor(shape, adapter.hf_to_native(key), parameters) for key, shape in adapter.hf_shapes().items()}
 
 
@@ -267,7 +267,7 @@ def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
 def _hf_tensor(
     shape: tuple[int, ...], targets: Sequence[NativeTarget], parameters: Mapping[str, LazyTensor]
 ) -> LazyTensor:
-    """Returns a Hugging Face tensor of `shape`, read from the parameters of which it is made.
+    """Return a Hugging Face tensor of `shape`, read from the parameters of which it is made.
 
     Raises CheckpointError where they differ in dtype.
     """
@@ -288,12 +288,12 @@ def _hf_tensor(
 
 
 def _row(stack: LazyTensor, index: int) -> LazyTensor:
-    """Returns one row of a stacked parameter, the matrix of an expert."""
+    """Return one row of a stacked parameter, the matrix of an expert."""
     return LazyTensor(stack.dtype, stack.shape[1:], lambda region: stack.read((slice(index, index + 1), *region))[0])
 
 
 def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
-    """Returns the dtype of tensors that are part of `whole`. Raises CheckpointError where they differ."""
+    """Return the dtype of tensors that are part of `whole`. Raises CheckpointError where they differ."""
     (first, dtype), *others = ((name, tensor.dtype) for name, tensor in tensors.items())
     for name, other in others:
         if other != dtype:
@@ -304,7 +304,7 @@ def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
 
 
 def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
-    """Returns the parameters of a state.
+    """Return the parameters of a state.
 
     Raises CheckpointError unless they are exactly the model's, in name and shape, and all balancing biases that no
     other format can hold are 0.
@@ -343,7 +343,7 @@ def write_state(root: Path, weights: OpenWeights) -> None:
 
 
 def _parameters(adapter: BaseStateDictAdapter, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Returns the model's parameters by name, read from the tensors of a Hugging Face checkpoint."""
+    """Return the model's parameters by name, read from the tensors of a Hugging Face checkpoint."""
     sources: dict[str, dict[str, NativeTarget]] = {}
     for key in adapter.hf_shapes():
         for target in adapter.hf_to_native(key):
@@ -357,7 +357,7 @@ def _parameters(adapter: BaseStateDictAdapter, tensors: Mapping[str, LazyTensor]
 def _native_parameter(
     name: str, shape: tuple[int, ...], targets: Mapping[str, NativeTarget], tensors: Mapping[str, LazyTensor]
 ) -> LazyTensor:
-    """Returns a parameter, read from the Hugging Face tensors `targets` that hold it or its rows.
+    """Return a parameter, read from the Hugging Face tensors `targets` that hold it or its rows.
 
     Raises CheckpointError where the tensors differ in dtype.
     """

@@ -204,12 +204,12 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
 
 
 def buffer_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Returns the keys of a checkpoint that keep their dtype when its parameters are converted."""
+    """Return the keys of a checkpoint that keep their dtype when its parameters are converted."""
     return {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
 
 
 def _full_precision_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Returns the keys of the parameters that are at least float32 in any model."""
+    """Return the keys of the parameters that are at least float32 in any model."""
     names = adapter.full_precision_names
     return {key for key in adapter.hf_shapes() if names and adapter.hf_to_native(key)[0].name in names}
 
@@ -270,7 +270,7 @@ def _write_weights(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Returns whether every value is finite. Their sum is so only if they are, and takes a fraction of the time."""
+    """Return whether every value is finite. Their sum is so only if they are, and takes a fraction of the time."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -278,7 +278,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def _passthrough_source(
     target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
 ) -> Iterator[Callable[[torch.dtype], Mapping[str, LazyTensor]]]:
-    """Yields what returns the carried tensors of the checkpoint `source`, to be read when written; see
+    """Yield what returns the carried tensors of the checkpoint `source`, to be read when written; see
     `HFCheckpoint.passthrough`.
 
     Raises CheckpointError where there is no such checkpoint.
@@ -343,7 +343,8 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
     """Copy the generation config and the files of tokenizer and image processor from `assets` to `folder`; `tokenizer`
-    replaces those of the tokenizer."""
+    replaces those of the tokenizer.
+    """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if assets is None:

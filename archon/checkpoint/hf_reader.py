@@ -93,7 +93,7 @@ class HFCheckpoint:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
     def tensors(self, adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
-        """Returns the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`.
+        """Return the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`.
 
         Those that the adapter carries are among them.
         """
@@ -102,7 +102,7 @@ class HFCheckpoint:
         return stored_tensors(self.entries, self.files, adapter.quantization, known)
 
     def passthrough(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
-        """Returns the tensors that the adapter carries, each in its own dtype, but quantized ones in `dtype`.
+        """Return the tensors that the adapter carries, each in its own dtype, but quantized ones in `dtype`.
 
         `adapter` is that of this checkpoint's config. Raises CheckpointError for a quantized tensor whose orientation
         only a family that computes it can know.
@@ -114,7 +114,7 @@ class HFCheckpoint:
         return {key: tensor.lazy(dtype, transposed=False) for key, tensor in found.items()}
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
-        """Returns whether two tensors are bitwise equal, dtype and shape included."""
+        """Return whether two tensors are bitwise equal, dtype and shape included."""
         first, second = self.entries[key], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -182,7 +182,7 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
-    """Returns what to read: for each key, the parameters or their rows that it holds, as far as this rank has them.
+    """Return what to read: for each key, the parameters or their rows that it holds, as far as this rank has them.
 
     Raises CheckpointError as `load_hf_weights` does.
     """
@@ -237,7 +237,7 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 
 
 def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
-    """Returns what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
+    """Return what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
     parameters = model.named_parameters()
     return {name: parameter.detach() for name, parameter in parameters if not is_lora(name)} | buffers
@@ -258,7 +258,7 @@ def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected
 def _read_targets(
     key: str, stored: StoredTensor, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
 ) -> Iterator[ReadTarget]:
-    """Yields what to read of a key for a parameter; nothing where other ranks hold all of it.
+    """Yield what to read of a key for a parameter; nothing where other ranks hold all of it.
 
     Raises CheckpointError where the parameter's shape is not that of the config.
     """
@@ -284,7 +284,7 @@ def _read_targets(
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the parsed `config.json` of a checkpoint folder; its `model_type` is a string.
+    """Return the parsed `config.json` of a checkpoint folder; its `model_type` is a string.
 
     Raises CheckpointError where the folder or the file is missing, or the file is not a model's config.
     """
@@ -305,7 +305,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns `path` as a Path. Raises CheckpointError unless it is an existing folder."""
+    """Return `path` as a Path. Raises CheckpointError unless it is an existing folder."""
     folder = Path(path)
     if not folder.exists():
         is_hub_name = not folder.is_absolute() and len(folder.parts) == 2

@@ -64,7 +64,7 @@ _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 
 
 def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
-    """Returns the family and arguments of a model, which must be equal where a checkpoint is loaded into another one.
+    """Return the family and arguments of a model, which must be equal where a checkpoint is loaded into another one.
 
     What computes attention and delta nets is not part of it: training may resume with another backend.
     """
@@ -209,7 +209,7 @@ def _write_text(path: Path, text: str) -> str:
 def load_latest(
     root: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """Returns (step, state) of the checkpoint that `latest` names; None where nothing has been saved.
+    """Return (step, state) of the checkpoint that `latest` names; None where nothing has been saved.
 
     Where `latest` is missing, because the first save was killed just before writing it, loads the checkpoint of the
     highest step. See `load_state` for errors.
@@ -219,7 +219,7 @@ def load_latest(
 
 
 def broadcast_latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Returns on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
+    """Return on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
     plane = ControlPlane.with_long_timeout("loads")
     found = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
     name = plane.broadcast_json(lambda: "" if found is None else found.name)
@@ -227,7 +227,7 @@ def broadcast_latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Returns the folder that `load_latest` would load; None where nothing has been saved."""
+    """Return the folder that `load_latest` would load; None where nothing has been saved."""
     root = Path(root)
     pointer = root / LATEST_FILE
     if not pointer.is_file():
@@ -242,14 +242,14 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """Returns `path` where it is a native checkpoint, else the latest one beneath it; None where there is none."""
+    """Return `path` where it is a native checkpoint, else the latest one beneath it; None where there is none."""
     return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else broadcast_latest_checkpoint(path)
 
 
 def load_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Returns (step, state) of one checkpoint folder, with full tensors on the CPU.
+    """Return (step, state) of one checkpoint folder, with full tensors on the CPU.
 
     Raises CheckpointError that names the file where one is missing, truncated or altered, and that names the difference
     where `fingerprint` is given and the checkpoint is of another model.
@@ -288,7 +288,7 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the content of a checkpoint's manifest.
+    """Return the content of a checkpoint's manifest.
 
     Raises CheckpointError where it is missing, damaged or of an unknown format.
     """
@@ -323,7 +323,7 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerpri
 
 
 def _differences(saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted name, value there, value here) of what differs; None for a value that one side lacks."""
+    """Yield (dotted name, value there, value here) of what differs; None for a value that one side lacks."""
     for name in [*fingerprint, *(name for name in saved if name not in fingerprint)]:
         before, now = saved.get(name), fingerprint.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -339,7 +339,7 @@ def _parse_folder_name(folder: Path) -> tuple[int, int]:
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Returns the checkpoint folders in `root`, ordered by step."""
+    """Return the checkpoint folders in `root`, ordered by step."""
     if not root.is_dir():
         return []
     return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir()), key=_parse_folder_name)

@@ -40,7 +40,7 @@ class StoredTensor:
     is_native: bool = False
 
     def lazy(self, dtype: torch.dtype, *, transposed: bool) -> LazyTensor:
-        """Returns the tensor as its map declares it; a quantized one in `dtype`, another one in its own.
+        """Return the tensor as its map declares it; a quantized one in `dtype`, another one in its own.
 
         Args:
             transposed: whether the map declares its last two dimensions in reverse.
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 def weight_key(key: str, quantization: Quantization | None) -> str:
-    """Returns the key of the weight that a key, of its scales or of its quantized data, belongs to."""
+    """Return the key of the weight that a key, of its scales or of its quantized data, belongs to."""
     suffixes = () if quantization is None else _SUFFIXES[quantization.method]
     return next((key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)), key)
 
@@ -73,7 +73,7 @@ def stored_tensors(
     quantization: Quantization | None,
     expected: Container[str],
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint by key; quantized ones by the key in `expected` of what they stand for.
+    """Return the tensors of a checkpoint by key; quantized ones by the key in `expected` of what they stand for.
 
     Raises CheckpointError for a quantized tensor without its scale, a scale without its tensor, and for another dtype
     or shape of either than the config says.
@@ -151,7 +151,7 @@ class ScaleRows:
     entry: TensorEntry
 
     def read(self, first: int, stop: int) -> Tensor:
-        """Returns rows `first` to `stop` of all rows, float32 [stop - first, columns].
+        """Return rows `first` to `stop` of all rows, float32 [stop - first, columns].
 
         Bytes are exponents e of 2^(e - 127). Raises CheckpointError for a scale that is not finite.
         """
@@ -211,5 +211,5 @@ class _Mxfp4Rows:
 
 @cache
 def _fp4_byte_values() -> Tensor:
-    """Returns the two numbers that each byte stands for, float32 [256, 2]."""
+    """Return the two numbers that each byte stands for, float32 [256, 2]."""
     return torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

@@ -90,14 +90,14 @@ class LazyTensor:
     by_rows: bool = False
 
     def read(self, region: Region | None = None) -> Tensor:
-        """Returns the data of `region`; by default of the full tensor."""
+        """Return the data of `region`; by default of the full tensor."""
         return self.load(full_region(self.shape) if region is None else region)
 
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yields the data in order: in pieces of rows of about `CHUNK_BYTES` if `by_rows`, else at once."""
+        """Yield the data in order: in pieces of rows of about `CHUNK_BYTES` if `by_rows`, else at once."""
         if not self.by_rows or not self.shape:
             yield self.read()
             return
@@ -109,7 +109,7 @@ class LazyTensor:
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
-    """Returns the entries of a header by name, in the order of their data.
+    """Return the entries of a header by name, in the order of their data.
 
     Args:
         header: the JSON, without the length before it.
@@ -255,7 +255,7 @@ class SafetensorsFile(RegularFile):
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor as a writable view of its memory."""
+    """Return the bytes of a contiguous CPU tensor as a writable view of its memory."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ INDEX_FILE = "index.json"
 
 
 def assign_shards(shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Shard]:
-    """Returns the shards that this rank writes, out of those it holds: each region is assigned to exactly one rank.
+    """Return the shards that this rank writes, out of those it holds: each region is assigned to exactly one rank.
 
     A collective: every rank of `plane` calls it.
     """
@@ -84,7 +84,7 @@ def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane)
 
 
 def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the index of the files that the ranks wrote, from what `write_shards` returned on each.
+    """Return the index of the files that the ranks wrote, from what `write_shards` returned on each.
 
     Raises CheckpointError where ranks disagree about a tensor's shape or dtype, or its regions do not cover it.
     """
@@ -130,7 +130,7 @@ class StateFiles:
             self.tensors[name] = LazyTensor(dtype, shape, load)
 
     def _load(self, name: str, dtype: torch.dtype, stored: list[dict[str, Any]], region: Region) -> Tensor:
-        """Returns a region of a tensor, reading only the stored regions that overlap it."""
+        """Return a region of a tensor, reading only the stored regions that overlap it."""
         out = torch.empty(region_shape(region), dtype=dtype)
         filled = 0
         for box in stored:

@@ -29,7 +29,7 @@ class Shard:
 
     @classmethod
     def from_value(cls, value: Tensor | LazyTensor | Shard) -> Shard:
-        """Returns a shard unchanged, and a tensor as a shard that covers all of it."""
+        """Return a shard unchanged, and a tensor as a shard that covers all of it."""
         return value if isinstance(value, Shard) else cls(value, tuple(value.shape), full_region(value.shape))
 
 
@@ -56,7 +56,7 @@ class Encoder:
         self.per_rank: list[Any] = []
 
     def encode(self, value: Any, where: str = "", path: KeyPath | None = ()) -> Any:
-        """Returns `value` as JSON-compatible data. Raises TypeError for a value that would need pickle."""
+        """Return `value` as JSON-compatible data. Raises TypeError for a value that would need pickle."""
         if value is None or isinstance(value, bool | str) or type(value) is int:
             return value
         if type(value) is float:
@@ -95,7 +95,7 @@ class Encoder:
 
 
 def merge_ranks(tree: Any, paths: Mapping[str, KeyPath], per_rank: list[list[Any]]) -> Any:
-    """Returns rank 0's encoded tree with the tensors that only other ranks hold and every rank's `PerRank` values.
+    """Return rank 0's encoded tree with the tensors that only other ranks hold and every rank's `PerRank` values.
 
     Args:
         tree: encoded by rank 0.
@@ -121,7 +121,7 @@ def merge_ranks(tree: Any, paths: Mapping[str, KeyPath], per_rank: list[list[Any
 
 
 def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Returns the state that `Encoder.encode` encoded, with each tensor's name replaced by its entry in `tensors`."""
+    """Return the state that `Encoder.encode` encoded, with each tensor's name replaced by its entry in `tensors`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -141,7 +141,7 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def read_all(state: Any) -> Any:
-    """Returns a copy of a state in which every `LazyTensor` has been read in full."""
+    """Return a copy of a state in which every `LazyTensor` has been read in full."""
     if isinstance(state, Mapping):
         return {key: read_all(item) for key, item in state.items()}
     if isinstance(state, list):
@@ -154,7 +154,7 @@ def read_all(state: Any) -> Any:
 
 
 def select_region(value: Tensor | Shard | LazyTensor, region: Region, what: str) -> Tensor:
-    """Returns the data of `region` of a tensor in a state.
+    """Return the data of `region` of a tensor in a state.
 
     Raises CheckpointError, naming `what`, where `value` is a shard of another region: its data is on another rank.
     """

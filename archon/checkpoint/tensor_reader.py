@@ -45,7 +45,7 @@ class RowDecoder(Protocol):
     def row_bytes(self) -> int: ...
 
     def decode(self, data: Tensor, first: int) -> Tensor:
-        """Returns rows `first` to first + n of all rows as float32 [n, row] from their data, uint8 [n, row_bytes]."""
+        """Return rows `first` to first + n of all rows as float32 [n, row] from their data, uint8 [n, row_bytes]."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Source:
     decoder: RowDecoder | None
 
     def byte_count(self, elements: int) -> int:
-        """Returns the bytes of so many elements."""
+        """Return the bytes of so many elements."""
         if self.decoder is None:
             return elements * self.entry.dtype.itemsize
         return elements * self.decoder.row_bytes // self.decoder.row
@@ -148,7 +148,7 @@ class JobReader:
         target.copy_(values.to(target.device))
 
     def _buffer(self, size: int, pinned: bool) -> Tensor:
-        """Returns the thread's buffer of at least `size` bytes, more than a chunk only for a longer row of blocks."""
+        """Return the thread's buffer of at least `size` bytes, more than a chunk only for a longer row of blocks."""
         if not hasattr(self._buffers, "bytes") or size > self._buffers.bytes.numel():
             self._buffers.bytes = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
         return self._buffers.bytes
@@ -162,7 +162,7 @@ def read_region(
     shape: tuple[int, ...] | None = None,
     decoder: RowDecoder | None = None,
 ) -> Tensor:
-    """Returns a region of a tensor in a file, read into `out` where it is given; see `read_jobs` for the others."""
+    """Return a region of a tensor in a file, read into `out` where it is given; see `read_jobs` for the others."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()
     for job in read_jobs(file, entry, region, out, shape, decoder):
@@ -171,7 +171,7 @@ def read_region(
 
 
 def lazy_tensor(file: RegularFile, entry: TensorEntry) -> LazyTensor:
-    """Returns a tensor of an open file."""
+    """Return a tensor of an open file."""
     return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry), by_rows=True)
 
 

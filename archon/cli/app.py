@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Ends the process where an error leaves the block.
+    """End the process where an error leaves the block.
 
     A user's mistake becomes one line on stderr and exit code 2. Any other error, also one that a user's workflow raised
     for every prompt, keeps its traceback and exits with 1. Of several processes only the first to fail reports why, and
@@ -141,7 +141,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def user_message(error: Exception) -> str | None:
-    """Returns the one line a user should read, or None when the error is not the user's to fix."""
+    """Return the one line a user should read, or None when the error is not the user's to fix."""
     if isinstance(error, CommandError):
         return str(error.format_message())
     if isinstance(error, UserError):

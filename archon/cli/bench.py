@@ -126,7 +126,8 @@ def command(
 
 def sweep_config(file: Path, device: str | None = None) -> dict[str, Any]:
     """Fields of `SweepConfig` for the one point that a run of `archon sft` is: its model, layout and options, and
-    batches of documents that are all as long as they may be."""
+    batches of documents that are all as long as they may be.
+    """
     from archon.cli.config import load_config
     from archon.engine.build import resolve_device
     from archon.parallel.compile import compile_enabled

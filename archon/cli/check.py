@@ -24,7 +24,8 @@ Config = TypeVar("Config", bound="StrictModel")
 
 def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
     """Print the resolved configuration (of a run with all fields of each model) and what `check` finds, from one
-    process."""
+    process.
+    """
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(to_yaml(config, getattr(config, "resolve", lambda: None)()), flush=True)
@@ -127,8 +128,9 @@ def check_bootstrap(config: BootstrapConfig) -> list[str]:
 
 @contextmanager
 def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[dict[str, str]]:
-    """Yields where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a
-    folder}."""
+    """Yield where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a
+    folder}.
+    """
     if bootstrap is None or Path(path).exists():
         yield {}
         return
@@ -155,7 +157,8 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
 
 def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_steps: int | None = None) -> list[str]:
     """Layout, device, attention backend, schedule (where its end is known), config and files of a model; its weights
-    are not read."""
+    are not read.
+    """
     import torch
 
     from archon.checkpoint.hf_reader import HFCheckpoint, read_hf_config
@@ -192,7 +195,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
 
 
 def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
-    """Returns the tokenizer and a line that describes it."""
+    """Return the tokenizer and a line that describes it."""
     from archon.checkpoint.hf_io import load_tokenizer
 
     tokenizer = load_tokenizer(made.get(path, path))

@@ -67,7 +67,7 @@ def _anchor_paths(
 
 
 def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the values of `file` merged with `overrides`, unvalidated.
+    """Return the values of `file` merged with `overrides`, unvalidated.
 
     Args:
         choices: dotted keys of fields that choose a method; one that `file` gives by its name alone is a section with
@@ -93,7 +93,7 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
 
 
 def _read_overrides(overrides: Sequence[str]) -> DictConfig:
-    """Returns the `key=value` overrides merged; later ones win."""
+    """Return the `key=value` overrides merged; later ones win."""
     read = OmegaConf.create({})
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -136,7 +136,7 @@ def _require_same_kinds(under: DictConfig, over: DictConfig, source: str) -> Non
 
 
 def _source(file: Path | None) -> str:
-    """Returns the name for messages."""
+    """Return the name for messages."""
     return str(file) if file else "config"
 
 
@@ -165,40 +165,40 @@ def _read(file: Path | None) -> DictConfig:
 
 
 def _reason(error: Exception) -> str:
-    """Returns Python's message without its advice to programmers."""
+    """Return Python's message without its advice to programmers."""
     return str(error).splitlines()[0].partition(";")[0]
 
 
 def _first_line(error: yaml.YAMLError) -> str:
-    """Returns the problem and its position without the excerpt."""
+    """Return the problem and its position without the excerpt."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
 
 
 def read_bootstrap(file: str | None) -> BootstrapConfig | None:
-    """Returns what a run's `bootstrap` says; None where the run names no file."""
+    """Return what a run's `bootstrap` says; None where the run names no file."""
     from archon.training.config import BootstrapConfig
 
     return None if file is None else load_config(BootstrapConfig, Path(file), [])
 
 
 def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:
-    """Returns the configuration as YAML, with the sections that `resolved` has in place of its own."""
+    """Return the configuration as YAML, with the sections that `resolved` has in place of its own."""
     values = config.model_dump(mode="json")
     parts = {} if resolved is None else resolved.model_dump(mode="json", include=set(values))
     return yaml.safe_dump(values | parts, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def import_schema(path: str) -> type[StrictModel]:
-    """Returns the class that "module:Class" names, imported only now."""
+    """Return the class that "module:Class" names, imported only now."""
     module, _, name = path.partition(":")
     found: type[StrictModel] = getattr(importlib.import_module(module), name)
     return found
 
 
 def config_command(schema: str) -> type[TyperCommand]:
-    """Returns a command class whose `--help` ends with every field of `schema` ("module:Class", imported only then)."""
+    """Return a command class whose `--help` ends with every field of `schema` ("module:Class", imported only then)."""
 
     class ConfigCommand(TyperCommand):
         def get_help(self, ctx: Any) -> str:
@@ -209,7 +209,7 @@ def config_command(schema: str) -> type[TyperCommand]:
 
 
 def field_lines(schema: type[BaseModel]) -> Iterator[str]:
-    """Yields `key = default`, then type and description, for every field of `schema` and of what it contains.
+    """Yield `key = default`, then type and description, for every field of `schema` and of what it contains.
 
     Sections that are null unless given follow at the end, those of one class once.
     """
@@ -243,21 +243,22 @@ def _lines(fields: Iterable[tuple[str, FieldInfo, Any]]) -> Iterator[str]:
 
 
 def leaves(schema: type[BaseModel]) -> list[str]:
-    """Returns the keys of what a configuration has unless it adds sections: every section expanded once, one that is
-    null unless given as itself, and of a choice between methods the choice and the settings of all of them."""
+    """Return the keys of what a configuration has unless it adds sections: every section expanded once, one that is
+    null unless given as itself, and of a choice between methods the choice and the settings of all of them.
+    """
     fields = _fields(schema, None, "")
     return [key for key, field, _ in fields if _alternatives(field) or _is_off(field) or not _nested(field)]
 
 
 def _is_off(field: FieldInfo) -> bool:
-    """Returns whether a field is a section that is null unless given."""
+    """Return whether a field is a section that is null unless given."""
     return field.default is None and _nested(field) is not None
 
 
 def _fields(
     schema: type[BaseModel], parent: BaseModel | None, prefix: str, *, off: bool = False
 ) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yields dotted key, field and default (`PydanticUndefined` when required), depth first; what is in a section that
+    """Yield dotted key, field and default (`PydanticUndefined` when required), depth first; what is in a section that
     is null unless given only with `off`.
 
     `parent` is the default of what holds the fields: its values come before those of its class.
@@ -272,7 +273,7 @@ def _fields(
 
 
 def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yields each method's settings other than `kind`, with the methods they belong to.
+    """Yield each method's settings other than `kind`, with the methods they belong to.
 
     Settings that several classes share, with the same default and description, are one.
     """
@@ -288,13 +289,13 @@ def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldIn
 
 
 def _alternatives(field: FieldInfo) -> Alternatives | None:
-    """Returns the methods that a field chooses from: the class of their settings, and the names that have it."""
+    """Return the methods that a field chooses from: the class of their settings, and the names that have it."""
     found = [entry.alternatives() for entry in field.metadata if hasattr(entry, "alternatives")]
     return found[0] if found else None
 
 
 def _nested(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the model class of a field typed `Model` or `Model | None`."""
+    """Return the model class of a field typed `Model` or `Model | None`."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -327,7 +328,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """Returns a field's constraints as text: `, > 0, <= 1`."""
+    """Return a field's constraints as text: `, > 0, <= 1`."""
     signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
     found = [
         f"{sign} {getattr(constraint, name):g}"

@@ -22,7 +22,7 @@ SCHEMAS = {
 
 
 def count(command: str) -> int:
-    """Returns how many leaves the configuration of `archon COMMAND` has."""
+    """Return how many leaves the configuration of `archon COMMAND` has."""
     return len(leaves(import_schema(SCHEMAS[command])))
 
 

@@ -73,7 +73,7 @@ def command(
 
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
-    """Runs every check on every rank; rank 0 prints the findings. Returns the errors found."""
+    """Run every check on every rank; rank 0 prints the findings. Returns the errors found."""
     from archon.engine.dry_run import documents
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
     from archon.parallel.control_plane import ControlPlane
@@ -100,7 +100,7 @@ def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[s
 
 
 def describe_meshes(engine: ArchonEngine) -> list[str]:
-    """Returns lines with the meshes of the layout and the process groups of rank 0."""
+    """Return lines with the meshes of the layout and the process groups of rank 0."""
     import torch.distributed as dist
 
     from archon.parallel.collectives import layout_groups
@@ -116,14 +116,14 @@ def describe_meshes(engine: ArchonEngine) -> list[str]:
 
 
 def describe_placement(of: ParameterPlacement) -> str:
-    """Returns a line: name, count, global and local shape, placement, and how FSDP shards it."""
+    """Return a line: name, count, global and local shape, placement, and how FSDP shards it."""
     note = "" if of.sharded else ", not sharded by FSDP"
     note += ", uneven" if of.uneven else ""
     return f"  {of.name} × {of.count}: {list(of.shape)} as {list(of.local)} ({', '.join(of.places) or 'whole'}{note})"
 
 
 def describe_rank(of: RankReport, layout: str) -> list[str]:
-    """Returns the report as lines of text."""
+    """Return the report as lines of text."""
     from archon.parallel.layout import parse_layout
 
     layers = ", ".join(f"{first} to {end - 1}" for first, end in of.stages)

@@ -67,7 +67,7 @@ def command(
 def evaluate(
     config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, lora: Path | None = None
 ) -> None:
-    """Answers and scores all rows, and writes the results to `folder`."""
+    """Answer and scores all rows, and writes the results to `folder`."""
     from archon.data.registry import load_rows
     from archon.rl.answers import EndpointAnswerer
     from archon.rl.rewards import AsyncRewardWrapper
@@ -110,7 +110,7 @@ def evaluate(
 async def collect(
     rows: Sequence[Mapping[str, Any]], answerer: Answerer, reward: AsyncRewardWrapper, config: EvalConfig, file: Path
 ) -> list[Scored]:
-    """Returns the scored answers in the order of their rows; each row's are in `file` as soon as they are there."""
+    """Return the scored answers in the order of their rows; each row's are in `file` as soon as they are there."""
     from archon.rl.answers import score_answers
 
     scored: list[Scored] = []
@@ -123,7 +123,7 @@ async def collect(
 
 
 def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None) -> tuple[Answerer, Any]:
-    """Returns who answers with the checkpoint and its adapter, and the tokenizer."""
+    """Return who answers with the checkpoint and its adapter, and the tokenizer."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -151,12 +151,12 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
 
 
 def bounds(value: Estimate) -> dict[str, float | None]:
-    """Returns the ends of the interval; None, as JSON has no NaN, where a single prompt has none."""
+    """Return the ends of the interval; None, as JSON has no NaN, where a single prompt has none."""
     return {name: None if math.isnan(end) else end for name, end in (("low", value.low), ("high", value.high))}
 
 
 def print_result(result: dict[str, Any], estimates: dict[str, Estimate], first_error: Exception | None) -> None:
-    """Prints a line a score, and what was lost with the first reason."""
+    """Print a line a score, and what was lost with the first reason."""
     print(f"{result['who']}: {result['prompts']} prompts, {result['answers']} answers in {result['seconds']:.1f} s")
     for name, value in estimates.items():
         over = "" if value.prompts == result["prompts"] else f", over {value.prompts} prompts"

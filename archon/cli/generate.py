@@ -52,7 +52,7 @@ def command(
 
 
 def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Path | None) -> None:
-    """Loads the checkpoint and its adapter, answers every prompt and prints the answers."""
+    """Load the checkpoint and its adapter, answers every prompt and prints the answers."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -81,7 +81,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
 
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
-    """Returns `n_samples` requests per prompt, in order, each with its own random stream."""
+    """Return `n_samples` requests per prompt, in order, each with its own random stream."""
     from archon.data.encoding import render, tokenize
     from archon.generation.types import GenerationHyperparameters, ModelRequest
 
@@ -107,7 +107,7 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
 async def print_answers(
     engine: InferenceEngine, requests: Sequence[ModelRequest], n_samples: int, tokenizer: Any
 ) -> None:
-    """Prints each answer when it is finished, and at the end the throughput."""
+    """Print each answer when it is finished, and at the end the throughput."""
     start, tokens = time.monotonic(), 0
     async for index, response in as_completed(engine, requests):
         text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
@@ -124,7 +124,7 @@ async def print_answers(
 async def as_completed(
     engine: InferenceEngine, requests: Sequence[ModelRequest]
 ) -> AsyncIterator[tuple[int, ModelResponse]]:
-    """Yields (index, response) of each request when it is finished."""
+    """Yield (index, response) of each request when it is finished."""
 
     async def generate(index: int) -> tuple[int, ModelResponse]:
         return index, await engine.agenerate(requests[index])

@@ -111,7 +111,7 @@ def command(
 
 
 def plan_request(file: Path) -> dict[str, Any]:
-    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
+    """Return what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
 
@@ -128,7 +128,7 @@ def plan_request(file: Path) -> dict[str, Any]:
 
 
 def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, LoRASize]:
-    """Returns the adapters that fields of `model.lora` mean, by the native name of the matrix.
+    """Return the adapters that fields of `model.lora` mean, by the native name of the matrix.
 
     Raises ConfigError for several.
     """

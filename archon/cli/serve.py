@@ -89,7 +89,7 @@ def command(
 
 
 def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
-    """Returns the folders of NAME=FOLDER options by name. Raises ConfigError for one that is malformed or repeated."""
+    """Return the folders of NAME=FOLDER options by name. Raises ConfigError for one that is malformed or repeated."""
     folders: dict[str, Path] = {}
     for option in options:
         name, separator, folder = option.partition("=")
@@ -102,7 +102,7 @@ def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
 
 
 def serve_training(path: Path, train: Path, overrides: list[str], host: str, port: int, token: str | None) -> NoReturn:
-    """Runs `archon rl` on sessions instead of prompts, from the checkpoint `path`, and exits with its code."""
+    """Run `archon rl` on sessions instead of prompts, from the checkpoint `path`, and exits with its code."""
     from archon.cli.train import exit_with, run_training
     from archon.serve.service import check_host
 
@@ -128,7 +128,7 @@ def make_server(
     lora_root: Path | None = None,
     push_root: Path | None = None,
 ) -> AgentServer:
-    """Loads the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
+    """Load the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -191,7 +191,7 @@ def make_server(
 
 
 async def serve(server: AgentServer, host: str, port: int) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,7 +17,8 @@ from archon.cli.report import write_run_report
 
 class Run(NamedTuple):
     """A training command: its help, the "module:Class" of its configuration, what makes its trainer, and the field of
-    the model that is trained."""
+    the model that is trained.
+    """
 
     help: str
     config: str
@@ -56,7 +57,7 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
 
 
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
-    """Runs a command of `RUNS` to its end, or with `dry_run` checks its configuration. Returns the exit code."""
+    """Run a command of `RUNS` to its end, or with `dry_run` checks its configuration. Returns the exit code."""
     import archon.rl as rl
 
     run = RUNS[command]

@@ -34,17 +34,17 @@ class SFTText(NamedTuple):
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Returns whether the tokenizer has a chat template; without one conversations are rendered as plain text."""
+    """Return whether the tokenizer has a chat template; without one conversations are rendered as plain text."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def plain_prompt(messages: Sequence[Message], end: str = "\n") -> str:
-    """Returns a conversation as plain text, one line per message, then `end`: for tokenizers without a template."""
+    """Return a conversation as plain text, one line per message, then `end`: for tokenizers without a template."""
     return "\n".join(message["content"] for message in messages) + end
 
 
 def encode_prompt(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[int]:
-    """Returns the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
+    """Return the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
 
     `options` (`enable_thinking`) are passed to the chat template.
 
@@ -61,7 +61,7 @@ def encode_prompt(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[i
 
 
 def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> list[int]:
-    """Returns the tokens between the model's `answer` and its next one, when `message` comes between them.
+    """Return the tokens between the model's `answer` and its next one, when `message` comes between them.
 
     They are the end of the model's turn, unless `answer` ends with it, the message, and the generation prompt of the
     next turn. The tokens of earlier turns stay unchanged; only these are taken from a rendered conversation.
@@ -77,7 +77,7 @@ def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> li
 
 
 def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
-    """Returns the tokenizer's encoding of one text, without added special tokens.
+    """Return the tokenizer's encoding of one text, without added special tokens.
 
     Raises DatasetError, naming `where`, for a text that cannot be tokenized: a character outside a vocabulary without
     an unknown token, or half of a surrogate pair.
@@ -91,7 +91,7 @@ def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
 def render(
     tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False, **options: Any
 ) -> str:
-    """Returns the chat template's text of a conversation; `options` (tools) are passed to the template.
+    """Return the chat template's text of a conversation; `options` (tools) are passed to the template.
 
     Raises DatasetError, naming `where`, if the template fails.
     """
@@ -111,7 +111,7 @@ def render(
 def sft_text(
     tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n", tools: Sequence[Any] | None = None
 ) -> SFTText:
-    """Returns a rendered example: by the tokenizer's chat template if it has one, else as plain text.
+    """Return a rendered example: by the tokenizer's chat template if it has one, else as plain text.
 
     Every assistant turn is trained, with the token that ends it; plain text has one assistant turn, the last message.
 
@@ -153,7 +153,7 @@ def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options:
 def _assistant_span(
     tokenizer: Any, messages: Sequence[Message], index: int, text: str, where: str, options: dict[str, Any]
 ) -> tuple[int, int]:
-    """Returns the span of turn `index` in `text`, from the end of its generation prompt to the end of its end token.
+    """Return the span of turn `index` in `text`, from the end of its generation prompt to the end of its end token.
 
     Templates may render an earlier turn differently from the last one (Qwen3 drops its thinking). Then the turn is
     located by its content, and its end by the text that follows the content where the turn is rendered last. A turn
@@ -178,7 +178,7 @@ def _assistant_span(
 
 
 def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:
-    """Returns rows `{"input_ids", "loss_mask"}` of rendered examples, lists of int of equal length.
+    """Return rows `{"input_ids", "loss_mask"}` of rendered examples, lists of int of equal length.
 
     Raises:
         TokenizerError: the tokenizer has no offsets, or no end-of-text token where one must be added.
@@ -217,6 +217,6 @@ def _sft_row(tokenizer: Any, example: SFTText, ids: list[int], offsets: list[tup
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:
-    """Returns the beginning-of-text token if the tokenizer puts one before plain text, else an empty list."""
+    """Return the beginning-of-text token if the tokenizer puts one before plain text, else an empty list."""
     start = list(tokenizer("")["input_ids"][:1])
     return start if start and start[0] == tokenizer.bos_token_id else []

@@ -34,7 +34,7 @@ class EnvironmentName:
     options: dict[str, Any]
 
     def require_task(self, known: Iterable[str]) -> None:
-        """Raises ConfigError, with the nearest of the `known` tasks, where the family has no such task."""
+        """Raise ConfigError, with the nearest of the `known` tasks, where the family has no such task."""
         known = sorted(known)
         if self.task in known:
             return
@@ -44,7 +44,7 @@ class EnvironmentName:
         raise ConfigError(f"{self.text}: {problem}")
 
     def require_options(self, known: Iterable[str], what: str) -> None:
-        """Raises ConfigError, with the nearest of the `known` options of `what`, for another one."""
+        """Raise ConfigError, with the nearest of the `known` options of `what`, for another one."""
         known = sorted(known)
         for option in self.options:
             if option not in known:
@@ -53,7 +53,7 @@ class EnvironmentName:
                 raise ConfigError(f"{self.text}: {what} has no option {option!r}; {hint}")
 
     def integer_option(self, option: str, default: int, least: int = 1) -> int:
-        """Returns the value of an option that is a whole number of at least `least`."""
+        """Return the value of an option that is a whole number of at least `least`."""
         value = self.options.get(option, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{self.text}: {option} is {value!r}, expected a whole number of at least {least}")
@@ -61,7 +61,7 @@ class EnvironmentName:
 
 
 def parse_environment(text: str) -> EnvironmentName | None:
-    """Returns the parsed name of an environment; None for any other text. Raises ConfigError for a malformed query."""
+    """Return the parsed name of an environment; None for any other text. Raises ConfigError for a malformed query."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -91,7 +91,7 @@ def environment_function(
 
 
 def import_environment(name: EnvironmentName, module: str) -> Any:
-    """Returns a module of the family's package; raises ConfigError, which names the extra, where it is missing."""
+    """Return a module of the family's package; raises ConfigError, which names the extra, where it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -35,7 +35,7 @@ def get_geometry3k_rl_dataset(
     instruction: str | None = GSM8K_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows of geometry problems (Lu et al. 2021, arXiv:2105.04165).
+    """Return RL rows of geometry problems (Lu et al. 2021, arXiv:2105.04165).
 
     Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
     """
@@ -52,7 +52,7 @@ def get_geometry3k_sft_dataset(
     processor: Any = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: the problem, then the answer, which is trained."""
+    """Return SFT rows: the problem, then the answer, which is trained."""
     options |= {"max_length": max_length, **_reader_options(processor, tokenizer, options)}
     return _sft_rows("geometry3k", path, split, options)
 
@@ -67,7 +67,7 @@ def get_clevr_count_70k_rl_dataset(
     instruction: str | None = CLEVR_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
+    """Return RL rows of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
 
     Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images.
     """
@@ -84,7 +84,7 @@ def get_clevr_count_70k_sft_dataset(
     processor: Any = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: the question, then the answer, which is trained."""
+    """Return SFT rows: the question, then the answer, which is trained."""
     options |= {"max_length": max_length, **_reader_options(processor, tokenizer, options)}
     return _sft_rows("clevr_count_70k", path, split, options)
 
@@ -101,8 +101,9 @@ def _sft_rows(name: str, path: str | Path | None, split: str, options: dict[str,
 
 
 def _reader_options(processor: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns tokenizer and reader: `processor` is a reader of pictures, or a multimodal one whose tokenizer stands for
-    the other."""
+    """Return tokenizer and reader: `processor` is a reader of pictures, or a multimodal one whose tokenizer stands for
+    the other.
+    """
     if isinstance(processor, ImageReader):
         return {"tokenizer": tokenizer, "reader": processor}
     given = tokenizer if processor is None else processor
@@ -110,7 +111,7 @@ def _reader_options(processor: Any, tokenizer: Any, options: dict[str, Any]) -> 
 
 
 def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageReader | None) -> list[SourceRow]:
-    """Returns the rows of a dataset with images; without a reader also without these, and their places in the text."""
+    """Return the rows of a dataset with images; without a reader also without these, and their places in the text."""
     source = named_rows(name, path, split)
     if reader is not None:
         return source

@@ -16,7 +16,7 @@ LARGEST_SIDE = 384
 
 
 def as_png(image: ProcessedImage, reader: ImageReader) -> bytes:
-    """Returns the bytes of a PNG file of what a model saw, made smaller where it is large."""
+    """Return the bytes of a PNG file of what a model saw, made smaller where it is large."""
     from PIL import Image
 
     image_format, (height, width) = reader.image_format, image.size
@@ -43,7 +43,7 @@ def as_png(image: ProcessedImage, reader: ImageReader) -> bytes:
 
 
 def save_images(folder: Path, reader: ImageReader, images: Sequence[ProcessedImage]) -> list[str]:
-    """Writes pictures to a folder, each once, and returns the names of their files."""
+    """Write pictures to a folder, each once, and returns the names of their files."""
     names = []
     for image in images:
         name = f"{image.digest[:16]}.png"

@@ -19,8 +19,9 @@ IMAGE = "<image>"
 
 
 def open_reader(model: EngineConfig | str | Path) -> ImageReader | None:
-    """Returns what reads pictures for a model, of an engine or in a folder; None for one of text, or without an image
-    processor."""
+    """Return what reads pictures for a model, of an engine or in a folder; None for one of text, or without an image
+    processor.
+    """
     path = checkpoint_folder(model.path if isinstance(model, EngineConfig) else model)
     if (isinstance(model, EngineConfig) and model.vision == "off") or not (path / PROCESSOR_FILE).is_file():
         return None
@@ -30,7 +31,7 @@ def open_reader(model: EngineConfig | str | Path) -> ImageReader | None:
 
 
 def image_sources(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the pictures of a row, as `ImageReader.read` takes them: its column `images`, or `image_format`."""
+    """Return the pictures of a row, as `ImageReader.read` takes them: its column `images`, or `image_format`."""
     images = next((row[name] for name in ("images", "image") if row.get(name) is not None), None)
     if images is None:
         return []
@@ -38,7 +39,7 @@ def image_sources(row: Mapping[str, Any]) -> list[Any]:
 
 
 def insert_image_parts(messages: Sequence[Message], count: int, where: str) -> list[Message]:
-    """Returns a conversation whose contents have parts, as chat templates expect them, with `count` pictures where the
+    """Return a conversation whose contents have parts, as chat templates expect them, with `count` pictures where the
     texts have `<image_format>`, or before the first text of the user where none has.
 
     Raises DatasetError, naming `where`, for another number of places.
@@ -77,7 +78,7 @@ def require_image_template(tokenizer: Any, where: str) -> None:
 def encode_image_prompt(
     tokenizer: Any, row: Mapping[str, Any], reader: ImageReader | None, **options: Any
 ) -> tuple[list[int], list[ProcessedImage]]:
-    """Returns the tokens of an RL row's prompt, with a placeholder for each row of a picture, and its pictures.
+    """Return the tokens of an RL row's prompt, with a placeholder for each row of a picture, and its pictures.
 
     Raises DatasetError or ImageError, in one line, for pictures that cannot be used, or that the prompt has no place
     for.
@@ -106,7 +107,7 @@ class SFTExpander:
         self._read: dict[tuple[int, int], ProcessedImage] = {}
 
     def expand(self, row: dict[str, Any], sources: Sequence[Any], where: str) -> dict[str, Any]:
-        """Returns an SFT row with its placeholders repeated, and its pictures as they came in `images`.
+        """Return an SFT row with its placeholders repeated, and its pictures as they came in `images`.
 
         Raises DatasetError, naming `where`, for a picture that cannot be used, and another number of placeholders.
         """

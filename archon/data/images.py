@@ -80,7 +80,7 @@ class ImageReader:
             )
 
     def read(self, source: ImageSource) -> ProcessedImage:
-        """Returns a picture's pixels. Raises ImageError for one that cannot be used; see `open_image`."""
+        """Return a picture's pixels. Raises ImageError for one that cannot be used; see `open_image`."""
         image = open_image(source)
         try:
             made = self.processor(images=[image], return_tensors="pt")
@@ -90,14 +90,14 @@ class ImageReader:
         return ProcessedImage(made["pixel_values"].to(torch.float32), (frames, height, width))
 
     def expand(self, tokens: Sequence[int], images: Sequence[ProcessedImage]) -> list[int]:
-        """Returns `expand_placeholders` with this model's placeholder."""
+        """Return `expand_placeholders` with this model's placeholder."""
         return expand_placeholders(tokens, images, self.image_format)
 
 
 def expand_placeholders(
     tokens: Sequence[int], images: Sequence[ProcessedImage], image_format: ImageFormat
 ) -> list[int]:
-    """Returns the tokens of a prompt in which each placeholder, one for each picture, is repeated for each row that the
+    """Return the tokens of a prompt in which each placeholder, one for each picture, is repeated for each row that the
     picture becomes.
 
     Raises ImageError unless there are as many placeholders as pictures.
@@ -116,13 +116,13 @@ def expand_placeholders(
 
 
 def n_rows(image: ProcessedImage, image_format: ImageFormat) -> int:
-    """Returns the number of tokens that a picture takes."""
+    """Return the number of tokens that a picture takes."""
     height, width = image.size
     return height * width // image_format.merge_size**2
 
 
 def open_image(source: ImageSource) -> PILImage:
-    """Returns a source as an RGB image whose pixels are decoded; what is transparent is on white.
+    """Return a source as an RGB image whose pixels are decoded; what is transparent is on white.
 
     Raises ImageError, in one line, for a URL, which is never fetched, a file that is missing, truncated or no image,
     an animation, one of too many bytes or pixels, one that is too long, and a mode that would lose range, such as
@@ -152,7 +152,7 @@ def open_image(source: ImageSource) -> PILImage:
 
 
 def _bytes_of(source: ImageSource) -> tuple[bytes, str]:
-    """Returns a source's file, and a name of it for messages."""
+    """Return a source's file, and a name of it for messages."""
     if isinstance(source, dict):
         known = [source[key] for key in ("bytes", "path") if source.get(key) is not None]
         if not known:
@@ -196,7 +196,7 @@ def _decode(text: str, name: str) -> tuple[bytes, str]:
 
 
 def _decoded(image: PILImage, name: str) -> PILImage:
-    """Returns the pixels of an image that was opened, in RGB; none is decoded before its size is known to be fine."""
+    """Return the pixels of an image that was opened, in RGB; none is decoded before its size is known to be fine."""
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ImageError(f"{name} has {width} x {height} pixels; expected at most {MAX_PIXELS:,} in all")
@@ -248,5 +248,5 @@ def _load_processor(path: Path) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """Returns an error's message as one short line."""
+    """Return an error's message as one short line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

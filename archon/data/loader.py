@@ -65,7 +65,7 @@ class RowLoader:
         return full + (1 if rest and self.tail != "drop" else 0)
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """Returns the next batch, and starts a new epoch where this one has no batch left."""
+        """Return the next batch, and starts a new epoch where this one has no batch left."""
         left = len(self.rows) - self.cursor
         if left == 0 or (left < self.batch_size and self.tail == "drop"):
             self._next_epoch()
@@ -76,13 +76,13 @@ class RowLoader:
         return batch
 
     def row_at(self, ordinal: int) -> dict[str, Any]:
-        """Returns row number `ordinal` of the loader's order, counted over all epochs from 0."""
+        """Return row number `ordinal` of the loader's order, counted over all epochs from 0."""
         epoch, place = divmod(ordinal, len(self.rows))
         order = self._order if epoch == self.epoch else self._epoch_order(epoch)
         return self.rows[order[place]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the loader's state as JSON-compatible data, from which it continues with the next row."""
+        """Return the loader's state as JSON-compatible data, from which it continues with the next row."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -129,7 +129,7 @@ class RowLoader:
         return order
 
     def fingerprint(self) -> str:
-        """Returns a hash of some evenly spaced rows, which detects another dataset or another order of its rows."""
+        """Return a hash of some evenly spaced rows, which detects another dataset or another order of its rows."""
         count = min(_FINGERPRINT_ROWS, len(self.rows))
         sample = [self.rows[index * len(self.rows) // count] for index in range(count)]
         try:

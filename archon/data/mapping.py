@@ -37,7 +37,7 @@ def rl_dataset(
     max_length: int | None = None,
     reader: ImageReader | None = None,
 ) -> RowDataset:
-    """Returns RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
+    """Return RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
     Args:
         prompt_key: Column with the prompt: a string, or a list of messages.
@@ -88,7 +88,7 @@ def sft_dataset(
     max_length: int | None = None,
     reader: ImageReader | None = None,
 ) -> RowDataset:
-    """Returns SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
+    """Return SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
     Rows that have these two columns already are taken as they are, see `encoded_rows`.
 
@@ -126,7 +126,7 @@ def sft_dataset(
 
 
 def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
-    """Returns the columns `input_ids` and `loss_mask` of rows that a loader has encoded, as lists of int.
+    """Return the columns `input_ids` and `loss_mask` of rows that a loader has encoded, as lists of int.
 
     Raises DatasetError, naming the row, where one is missing, they differ in length, a mask holds anything but 0 and 1,
     or no token is trained.
@@ -147,7 +147,7 @@ def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
 
 
 def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
-    """Returns the rows of at most `max_length` tokens, and logs how many were dropped.
+    """Return the rows of at most `max_length` tokens, and logs how many were dropped.
 
     Raises DatasetError where all rows are longer.
     """
@@ -165,7 +165,7 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
 
 
 def require_column(row: SourceRow, key: str) -> Any:
-    """Returns the value of a column. Raises DatasetError, naming the row, where it is missing or empty."""
+    """Return the value of a column. Raises DatasetError, naming the row, where it is missing or empty."""
     if key not in row.data:
         raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
     value = row.data[key]
@@ -175,7 +175,7 @@ def require_column(row: SourceRow, key: str) -> Any:
 
 
 def assistant_message(row: SourceRow, key: str) -> Message:
-    """Returns the string of a column as an assistant's message. Raises DatasetError for another type."""
+    """Return the string of a column as an assistant's message. Raises DatasetError for another type."""
     content = require_column(row, key)
     if not isinstance(content, str):
         raise DatasetError(f"{row.where}: {key!r} is a {type(content).__name__}; expected a string")
@@ -194,7 +194,7 @@ def _require_text(value: str, key: str, where: str) -> None:
 
 
 def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:
-    """Returns the messages of a column that holds a string or a list of messages; arguments as in `rl_dataset`."""
+    """Return the messages of a column that holds a string or a list of messages; arguments as in `rl_dataset`."""
     prompt = require_column(row, prompt_key)
     if isinstance(prompt, str):
         messages: list[Message] = [{"role": "user", "content": prompt}]
@@ -213,7 +213,7 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
 
 
 def _is_message(message: Any) -> bool:
-    """Returns whether it is a message with role and content; the content may be None in a message with tool calls."""
+    """Return whether it is a message with role and content; the content may be None in a message with tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")

@@ -27,7 +27,7 @@ _TORL_KEYS: dict[str, Any] = {"prompt_key": "prompt", "response_key": "answer"}
 
 
 def get_arithmetic_rl_dataset(split: str = "train", *, seed: int = 0, **options: Any) -> RowDataset:
-    """Returns RL rows: `prompt` "12+34=", the same as one user message in `messages`, and `answer` "46".
+    """Return RL rows: `prompt` "12+34=", the same as one user message in `messages`, and `answer` "46".
 
     `seed` determines the split and the order; see `arithmetic_pairs`.
     """
@@ -35,13 +35,13 @@ def get_arithmetic_rl_dataset(split: str = "train", *, seed: int = 0, **options:
 
 
 def get_arithmetic_sft_dataset(split: str = "train", *, tokenizer: Any, seed: int = 0, **options: Any) -> RowDataset:
-    """Returns SFT rows: "12+34=", then "46" and an end token, which are trained."""
+    """Return SFT rows: "12+34=", then "46" and an end token, which are trained."""
     rows = _sums(split, seed)
     return sft_dataset(rows, f"arithmetic[{split}]", tokenizer=tokenizer, **_ARITHMETIC_KEYS, **options)
 
 
 def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int]]:
-    """Returns the pairs (a, b) of a split, a and b in 0–99, shuffled by `seed`: "train" has 9,000, "test" 1,000.
+    """Return the pairs (a, b) of a split, a and b in 0–99, shuffled by `seed`: "train" has 9,000, "test" 1,000.
 
     A pair is held out together with its mirror image, so that a model evaluated on 12+34 was not trained on 34+12.
     """
@@ -74,7 +74,7 @@ def get_gsm8k_rl_dataset(
     instruction: str | None = GSM8K_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows of grade-school math word problems (Cobbe et al. 2021, arXiv:2110.14168).
+    """Return RL rows of grade-school math word problems (Cobbe et al. 2021, arXiv:2110.14168).
 
     `answer` is the dataset's worked solution, which ends in `#### <number>`. Splits are "train" (7,473 rows) and "test"
     (1,319), from `train.jsonl` and `test.jsonl`. `max_length` needs a tokenizer.
@@ -90,7 +90,7 @@ def get_gsm8k_sft_dataset(
     max_length: int | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: the question, then the worked solution, which is trained."""
+    """Return SFT rows: the question, then the worked solution, which is trained."""
     options |= {"tokenizer": require_tokenizer(tokenizer, "gsm8k"), "max_length": max_length}
     return sft_dataset(named_rows("gsm8k", path, split, subset="main"), f"gsm8k[{split}]", **_GSM8K_KEYS, **options)
 
@@ -102,7 +102,7 @@ def get_torl_data_rl_dataset(
     max_length: int | None = None,
     **options: Any,
 ) -> RowDataset:
-    r"""Returns RL rows of ToRL's math problems (Li et al. 2025, arXiv:2503.23383).
+    r"""Return RL rows of ToRL's math problems (Li et al. 2025, arXiv:2503.23383).
 
     `answer` is `\boxed{…}` around the dataset's `reward_model.ground_truth`, for math_verify. Splits are "train" and
     "test", from `train.parquet` and `test.parquet`.
@@ -118,18 +118,18 @@ def get_torl_data_sft_dataset(
     max_length: int | None = None,
     **options: Any,
 ) -> RowDataset:
-    r"""Returns SFT rows: the problem, then `\boxed{…}` around the gold answer (there are no worked solutions)."""
+    r"""Return SFT rows: the problem, then `\boxed{…}` around the gold answer (there are no worked solutions)."""
     options |= {"tokenizer": require_tokenizer(tokenizer, "torl_data"), "max_length": max_length}
     return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
 
 
 def named_rows(name: str, path: str | Path | None, split: str, subset: str | None = None) -> list[SourceRow]:
-    """Returns the rows of a named dataset's files: by default those of `data_folder`; `subset` is for the hub."""
+    """Return the rows of a named dataset's files: by default those of `data_folder`; `subset` is for the hub."""
     return read_rows(data_folder(name) if path is None else path, split, subset)
 
 
 def require_tokenizer(tokenizer: Any, name: str) -> Any:
-    """Returns the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
+    """Return the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
     if tokenizer is None:
         raise TokenizerError(f"no tokenizer was given; SFT rows of {name} are token ids: pass a tokenizer")
     return tokenizer

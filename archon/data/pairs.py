@@ -30,7 +30,7 @@ def pair_dataset(
     instruction: str | None = None,
     max_length: int | None = None,
 ) -> RowDataset:
-    """Returns rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
+    """Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
 
     A mask is 1 on the tokens of the last answer, the only turn in which the two differ.
 
@@ -84,7 +84,7 @@ def _conversation(
 
 
 def parse_transcript(row: SourceRow, key: str) -> list[Message]:
-    """Returns the turns of a text in the format of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
+    """Return the turns of a text in the format of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
     before, *turns = _TURN.split(row.data[key])
     if before.strip() or not turns:
         raise DatasetError(f"{row.where}: {key!r} must start with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
@@ -99,7 +99,7 @@ def get_hh_rlhf_rw_dataset(
     max_length: int | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from a folder or, by default, the hub.
+    """Return preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from a folder or, by default, the hub.
 
     `options` are those of `pair_dataset`: system_prompt, instruction.
     """

@@ -57,7 +57,7 @@ WITH_SUBSETS = ("shapes",)
 
 
 def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
-    """Registers the decorated function as the loader of a dataset's rows of one kind; `path: NAME` then reads it.
+    """Register the decorated function as the loader of a dataset's rows of one kind; `path: NAME` then reads it.
 
     It is called with those of `path`, `split`, `tokenizer` and `max_length` that it names, by keyword. `path` is the
     configuration's `data_dir`, or else the dataset's name. It returns rows as dictionaries: a list, `RowDataset`, or
@@ -86,7 +86,7 @@ def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]
 def load_rows(
     config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: ImageReader | None = None
 ) -> RowDataset:
-    """Returns the rows of a dataset's configuration, at most `limit` of them; `reader` is that of a model that sees."""
+    """Return the rows of a dataset's configuration, at most `limit` of them; `reader` is that of a model that sees."""
     options = config.model_dump(exclude={"limit"})
     dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, **options)
     return replace(dataset, rows=dataset.rows[: config.limit])
@@ -109,7 +109,7 @@ def get_custom_dataset(
     raw: bool = False,
     reader: ImageReader | None = None,
 ) -> RowDataset:
-    """Returns rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
+    """Return rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
     environment.
 
     Args:
@@ -186,7 +186,7 @@ def _generated(environment: EnvironmentName, name: str, split: str, seed: int) -
 
 
 def _episodes(source: Sequence[SourceRow], name: str, kind: DatasetKind, options: Mapping[str, Any]) -> RowDataset:
-    """Returns rows that only name episodes. Raises DatasetError where answers or prompts are asked of them."""
+    """Return rows that only name episodes. Raises DatasetError where answers or prompts are asked of them."""
     if kind != "rl":
         raise DatasetError(f"{name} has episodes to play, and no rows of kind {kind!r}; it is for archon rl")
     for option in ("system_prompt", "instruction", "max_length", "raw"):
@@ -206,7 +206,7 @@ def _load_named(
     options: dict[str, Any],
     reader: ImageReader | None,
 ) -> RowDataset:
-    """Returns the rows of a named dataset. A user's loader is called with those options that it names."""
+    """Return the rows of a named dataset. A user's loader is called with those options that it names."""
     if kind not in loaders:
         raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
     if name not in GENERATED:
@@ -228,7 +228,7 @@ def _load_named(
 
 
 def _loader_options(name: str, loader: Loader, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that a loader names. Raises DatasetError for one that is set and that it does not name."""
+    """Return the options that a loader names. Raises DatasetError for one that is set and that it does not name."""
     accepted = inspect.signature(loader).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         return options

@@ -43,7 +43,7 @@ class RowDataset(Sequence[Row]):
     @overload
     def __getitem__(self, index: str) -> list[Any]: ...
     def __getitem__(self, index: int | slice | str) -> Row | list[Row] | list[Any]:
-        """Returns a row by its number, a list of rows by a slice, or a column by its name."""
+        """Return a row by its number, a list of rows by a slice, or a column by its name."""
         if isinstance(index, str):
             self._require_columns([index])
             return [row.get(index) for row in self.rows]
@@ -62,7 +62,7 @@ class RowDataset(Sequence[Row]):
         remove_columns: str | Iterable[str] = (),
         **tuning: Any,
     ) -> RowDataset:
-        """Returns the dataset with what `function` returns for each row (with its number) added to it.
+        """Return the dataset with what `function` returns for each row (with its number) added to it.
 
         The function gets a copy of the row. A function that returns None, or the row unchanged, changes nothing;
         `remove_columns` names columns to leave out, unless the function returns them in a new dictionary.
@@ -85,7 +85,7 @@ class RowDataset(Sequence[Row]):
         return replace(self, rows=rows)
 
     def filter(self, function: Callable[..., bool], *, with_indices: bool = False, **tuning: Any) -> RowDataset:
-        """Returns the rows for which `function` of the row (and of its number) is true."""
+        """Return the rows for which `function` of the row (and of its number) is true."""
         self._require_tuning("filter", tuning)
         kept = [
             row for number, row in enumerate(self.rows) if (function(row, number) if with_indices else function(row))
@@ -93,22 +93,22 @@ class RowDataset(Sequence[Row]):
         return replace(self, rows=kept)
 
     def select(self, indices: Iterable[int]) -> RowDataset:
-        """Returns the rows with these numbers, in their order."""
+        """Return the rows with these numbers, in their order."""
         return replace(self, rows=[self.rows[index] for index in indices])
 
     def shuffle(self, seed: int = 0) -> RowDataset:
-        """Returns the rows in an order that the seed determines (another one than Hugging Face's for this seed)."""
+        """Return the rows in an order that the seed determines (another one than Hugging Face's for this seed)."""
         rows = list(self.rows)
         random.Random(seed).shuffle(rows)
         return replace(self, rows=rows)
 
     def remove_columns(self, names: str | Iterable[str]) -> RowDataset:
-        """Returns the dataset without these columns."""
+        """Return the dataset without these columns."""
         removed = self._require_columns(names)
         return replace(self, rows=[{k: v for k, v in row.items() if k not in removed} for row in self.rows])
 
     def rename_column(self, old: str, new: str) -> RowDataset:
-        """Returns the dataset with a column under another name, in the same place."""
+        """Return the dataset with a column under another name, in the same place."""
         self._require_columns([old])
         if new in self.column_names:
             raise DatasetError(f"{self.name} has a column {new!r} already; remove it first, or choose another name")

@@ -36,7 +36,7 @@ class Scene:
 
     @classmethod
     def random(cls, rng: random.Random) -> Scene:
-        """Returns a scene with one shape at least, drawn by `rng`."""
+        """Return a scene with one shape at least, drawn by `rng`."""
         count = rng.randint(1, 5)
         taken = {*rng.sample(range(SIDE**2), count)}
         return cls(
@@ -44,7 +44,7 @@ class Scene:
         )
 
     def questions(self) -> Iterator[tuple[str, str]]:
-        """Yields every question on the scene, each with its answer."""
+        """Yield every question on the scene, each with its answer."""
         shown = [cell for cell in self.cells if cell is not None]
         for color in COLORS:
             yield f"how many {color}?", str(sum(cell[0] == color for cell in shown))
@@ -58,7 +58,7 @@ class Scene:
                 yield f"where is {color}?", PLACES[columns.pop()]
 
     def image(self) -> bytes:
-        """Returns the scene as the bytes of a PNG file of `SIDE` times `CELL` pixels each way, on white."""
+        """Return the scene as the bytes of a PNG file of `SIDE` times `CELL` pixels each way, on white."""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), (255, 255, 255))
@@ -81,7 +81,7 @@ class Scene:
 
 
 def scenes(split: str = "train", seed: int = 0, subset: str | None = None) -> list[tuple[Scene, str, str]]:
-    """Returns the scenes of a split, each with a question and its answer; no scene is in both splits, or twice in one.
+    """Return the scenes of a split, each with a question and its answer; no scene is in both splits, or twice in one.
 
     The kinds of questions, and the answers of a kind, are as frequent as chance makes them: a model that does not look
     at the picture is right in a third of them. `subset` has the names of some of `KINDS`, joined by "+"; None: all.
@@ -115,7 +115,7 @@ def get_shapes_rl_dataset(
     reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns RL rows: a picture in `images`, a question about it in `messages`, and `answer`, a word or a number.
+    """Return RL rows: a picture in `images`, a question about it in `messages`, and `answer`, a word or a number.
 
     `seed` determines scenes, questions and the split, `subset` the kinds of questions; see `scenes`.
     """
@@ -131,7 +131,7 @@ def get_shapes_sft_dataset(
     reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns SFT rows: picture and question, then the answer and an end token, which are trained."""
+    """Return SFT rows: picture and question, then the answer and an end token, which are trained."""
     options |= {"tokenizer": tokenizer, "reader": reader}
     return sft_dataset(_rows(split, seed, subset, reader), f"shapes[{split}]", **_KEYS, **options)
 

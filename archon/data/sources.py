@@ -25,7 +25,7 @@ class SourceRow(NamedTuple):
 
 
 def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[SourceRow]:
-    """Returns all rows of one split.
+    """Return all rows of one split.
 
     Args:
         path: A `.jsonl` or `.parquet` file; a folder with `<split>.jsonl` or `<split>.parquet`, or one saved by
@@ -57,7 +57,7 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
 
 
 def data_folder(name: str, explicit: str | Path | None = None) -> Path:
-    """Returns the folder of a named dataset: `explicit`, `$ARCHON_DATA/<name>`, or `../shared/data/<name>`.
+    """Return the folder of a named dataset: `explicit`, `$ARCHON_DATA/<name>`, or `../shared/data/<name>`.
 
     The last is relative to the checkout, and is used if the other two are not set.
 
@@ -79,7 +79,7 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
 
 
 def _call_function(path: str, split: str) -> list[SourceRow]:
-    """Returns the rows of a user's function; exceptions that it raises are not caught."""
+    """Return the rows of a user's function; exceptions that it raises are not caught."""
     function = import_dotted(path.removeprefix(_FUNCTION), "dataset function")
     returned = function(split) if callable(function) else None
     if not isinstance(returned, Iterable):

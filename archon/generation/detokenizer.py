@@ -49,14 +49,14 @@ class Detokenizer:
         return str(text)
 
     def pending(self) -> str:
-        """Returns the text of the waiting tokens, an incomplete character as U+FFFD."""
+        """Return the text of the waiting tokens, an incomplete character as U+FFFD."""
         if not self._waiting:
             return ""
         known, text = self.decode(self._settled), self.decode(self._settled + self._waiting)
         return text[len(known) :] if text.startswith(known) else self.decode(self._waiting)
 
     def finish(self) -> str:
-        """Returns the text of the waiting tokens, which no longer wait for following ones."""
+        """Return the text of the waiting tokens, which no longer wait for following ones."""
         text = self.pending()
         if text:  # no following token can complete an incomplete character
             self._settled = [] if text.endswith(REPLACEMENT) else self._waiting
@@ -65,5 +65,5 @@ class Detokenizer:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of all tokens of an answer."""
+        """Return the text of all tokens of an answer."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip))

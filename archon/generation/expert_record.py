@@ -26,7 +26,7 @@ class ExpertRecord:
         self.length = 0
 
     def add(self, start: int, experts: Experts, kept: int) -> None:
-        """Sets the experts of tokens from `start` on, at most `length`, except those of the first `kept` tokens."""
+        """Set the experts of tokens from `start` on, at most `length`, except those of the first `kept` tokens."""
         assert start <= self.length, f"experts of token {start} follow those of {self.length} tokens"
         first = max(start, min(kept, self.length))
         if first < self.length:
@@ -35,7 +35,7 @@ class ExpertRecord:
         self.length = max(first, start + len(experts))
 
     def first(self, count: int) -> Experts:
-        """Returns the experts of the first `count` tokens."""
+        """Return the experts of the first `count` tokens."""
         return np.concatenate(self._parts)[:count]
 
 
@@ -46,15 +46,16 @@ class Recorder:
         self._model, self._dtype = model, routed_experts_dtype(model.args)
 
     def experts(self, rows: int) -> Experts:
-        """Returns those of the first `rows` tokens."""
+        """Return those of the first `rows` tokens."""
         chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
         experts: Experts = torch.stack(chosen, 1).to(self._dtype).cpu().numpy()
         return experts
 
 
 def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
-    """Returns the experts of the first `count` tokens as they are stored, from what a server reported: integers
-    [n, L, k], of all layers or of those with experts. Raises RolloutError where they are not of this model."""
+    """Return the experts of the first `count` tokens as they are stored, from what a server reported: integers
+    [n, L, k], of all layers or of those with experts. Raises RolloutError where they are not of this model.
+    """
     layers, top_k, n_experts = routed_experts_sizes(args)
     if reported.ndim == 3 and reported.shape[1] == args.n_layers:
         reported = reported[:, list(args.expert_layers)]
@@ -71,16 +72,18 @@ def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int)
 
 
 def join_records(known: Experts | None, answer: Experts | None) -> Experts | None:
-    """Returns the experts of the first tokens that are known, then those that another answer, of the same tokens and
-    more, adds."""
+    """Return the experts of the first tokens that are known, then those that another answer, of the same tokens and
+    more, adds.
+    """
     if known is None or answer is None:
         return answer if known is None else known
     return np.concatenate((known, answer[len(known) :]))
 
 
 def pad_records(records: list[Experts | None], length: int) -> torch.Tensor | None:
-    """Returns records of documents as a column [B, length, L, k], with the number for unknown tokens after each; None
-    where there is none."""
+    """Return records of documents as a column [B, length, L, k], with the number for unknown tokens after each; None
+    where there is none.
+    """
     given = [record for record in records if record is not None]
     if not given:
         return None

@@ -56,7 +56,7 @@ class GeneratorStats:
 
 
 def _round_up(rows: int) -> int:
-    """Returns `rows` rounded up by at most an eighth, so that few distinct sizes occur.
+    """Return `rows` rounded up by at most an eighth, so that few distinct sizes occur.
 
     Matrix libraries prepare a kernel for every new shape (oneDNN: half a millisecond), and the number of rows changes
     with every answer that ends.
@@ -66,12 +66,12 @@ def _round_up(rows: int) -> int:
 
 
 def _lora_key(sequence: Sequence) -> int:
-    """Returns a key by which sequences of one adapter lie together, and those without one are last."""
+    """Return a key by which sequences of one adapter lie together, and those without one are last."""
     return sys.maxsize if sequence.lora is None else sequence.lora.key
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
-    """Returns the sequences whose tokens are distinct, their duplicates, and the row of each duplicate's original."""
+    """Return the sequences whose tokens are distinct, their duplicates, and the row of each duplicate's original."""
     rows: dict[tuple[int, int, int], int] = {}
     distinct: list[Sequence] = []
     duplicates: list[Sequence] = []
@@ -88,7 +88,7 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
 def _nonfinite_sequences(
     spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None
 ) -> list[Sequence]:
-    """Returns the sequences for whose tokens their adapters compute what is not finite.
+    """Return the sequences for whose tokens their adapters compute what is not finite.
 
     Args:
         spans: the sequences of consecutive rows, and their numbers of rows.
@@ -126,7 +126,8 @@ def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
 
 def _record(experts: Experts, decoded: list[tuple[int, Sequence]], first: int, chunks: list[ScheduledChunk]) -> None:
     """Record the experts of a forward's tokens: one each of `decoded`, at these rows, and from row `first` on those of
-    `chunks`."""
+    `chunks`.
+    """
     for row, sequence in decoded:
         sequence.record(sequence.computed, experts[row : row + 1])
     for chunk in chunks:
@@ -247,7 +248,7 @@ class Generator:
         return sequence
 
     def prompt_images(self, tokens: list[int], images: Collection[ProcessedImage], what: str) -> PromptImages | None:
-        """Returns the pictures of a prompt; None for one of text.
+        """Return the pictures of a prompt; None for one of text.
 
         Raises RolloutError, which begins with `what`, for pictures that are not those of its placeholders or of this
         model.
@@ -366,11 +367,11 @@ class Generator:
         self.stats.prefill_tokens += first - len(decode)
 
     def _pages(self, sequences: list[Sequence], width: int) -> np.ndarray:
-        """Returns the first `width` pages of each sequence, int64 [n, width]."""
+        """Return the first `width` pages of each sequence, int64 [n, width]."""
         return self.scheduler.page_table[[sequence.slot for sequence in sequences], :width]
 
     def _complete_chunk(self, chunk: ScheduledChunk, hidden: Tensor, sampled: _SampleBatch) -> list[Fork]:
-        """Returns the forks of the chunk's prompt, if it is the prompt's last."""
+        """Return the forks of the chunk's prompt, if it is the prompt's last."""
         last = len(chunk.sequence.prompt) - 1
         # A copy, because a view would keep the hidden states of the whole forward alive in the shared prompt.
         last_hidden = hidden[last - chunk.start].clone() if chunk.start <= last < chunk.stop else None
@@ -465,7 +466,8 @@ class Generator:
 
     def replace_lora(self, name: str, weights: LoRAWeights, version: int | None) -> None:
         """Replace an adapter's weights in place, see `LoRAManager.replace`; its unfinished sequences go on as those of
-        `restart` do, and nothing happens to others."""
+        `restart` do, and nothing happens to others.
+        """
         self.scheduler.restart(self.lora_manager.replace(name, weights, version))
 
     def restart(self, version: int) -> None:

@@ -39,8 +39,9 @@ class PromptImages:
     def of(
         cls, tokens: Sequence[int], images: Sequence[ProcessedImage], image_format: ImageFormat, what: str
     ) -> PromptImages:
-        """Returns the pictures of a prompt. Raises RolloutError, which begins with `what`, unless its placeholders are
-        those of the pictures, and these are of this model."""
+        """Return the pictures of a prompt. Raises RolloutError, which begins with `what`, unless its placeholders are
+        those of the pictures, and these are of this model.
+        """
         wrong = [type(each).__name__ for each in images if not isinstance(each, ProcessedImage)]
         if wrong:
             raise RolloutError(f"{what}: image_data has a {wrong[0]}; expected those of archon.data.images.ImageReader")
@@ -59,7 +60,7 @@ class PromptImages:
         return cls(tuple(tokens), tuple(images), tuple(spans), positions.numpy(), following - len(tokens))
 
     def matches_prompt(self, tokens: Sequence[int], images: Collection[ProcessedImage]) -> bool:
-        """Returns whether these are the pictures, the same objects, of that prompt."""
+        """Return whether these are the pictures, the same objects, of that prompt."""
         same = len(images) == len(self.images) and all(map(is_, images, self.images))
         return same and self.tokens == tuple(tokens)
 
@@ -69,7 +70,7 @@ class PromptImages:
         return tuple(image.digest for image in self.images)
 
     def positions_between(self, start: int, stop: int) -> np.ndarray:
-        """Returns int64 [3, stop − start], the positions of these tokens of prompt and answer."""
+        """Return int64 [3, stop − start], the positions of these tokens of prompt and answer."""
         length = self.positions.shape[1]
         later = np.arange(max(start, length), max(stop, length)) + self.offset
         return np.concatenate([self.positions[:, start:stop], np.broadcast_to(later, (3, len(later)))], axis=1)
@@ -113,7 +114,7 @@ class ImageFeatureCache:
             shared.rows = None
 
     def packed(self, chunks: Sequence[tuple[PromptImages | None, int, int, int]]) -> PackedImages | None:
-        """Returns the rows of pictures for a forward; None without one.
+        """Return the rows of pictures for a forward; None without one.
 
         Args:
             chunks: of each its prompt's pictures, its first token in the prompt and the one after its last, and the

@@ -40,7 +40,7 @@ _DEFAULT_MEMORY_FRACTION = 0.25  # maximum share of the free memory for a cache 
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes that can still be allocated on `device`."""
+    """Return the bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -50,7 +50,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def n_state_slots(max_slots: int) -> int:
-    """Returns the slots for states, in models that have them: one more than sequences, for a shared prompt."""
+    """Return the slots for states, in models that have them: one more than sequences, for a shared prompt."""
     return max_slots + 1
 
 
@@ -64,7 +64,7 @@ def choose_page_count(
     n_pages: int | None,
     cache_bytes: int | None,
 ) -> int:
-    """Returns the number of pages of the cache.
+    """Return the number of pages of the cache.
 
     Raises RolloutError, with the estimate, where the cache and a copy of the weights exceed the free memory.
     """
@@ -217,17 +217,18 @@ class InProcessEngine:
     @property
     def fingerprint(self) -> int:
         """Fingerprint of the current weights, of a model with adapters of theirs alone, comparable with
-        `replica.fingerprint` of the trainer's."""
+        `replica.fingerprint` of the trainer's.
+        """
         if self._fingerprint is None:
             self._fingerprint = fingerprint(pushed_tensors(self._generator.model).items())
         return self._fingerprint
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Returns the answer to a request. Canceling the caller aborts the request."""
+        """Return the answer to a request. Canceling the caller aborts the request."""
         return (await self._answer([req]))[0]
 
     async def agenerate_batch(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
-        """Returns the answers to requests, in their order, once all have theirs: one wait in place of one for each.
+        """Return the answers to requests, in their order, once all have theirs: one wait in place of one for each.
 
         Canceling the caller aborts the requests; so does one that is refused, whose error is raised.
         """
@@ -260,7 +261,7 @@ class InProcessEngine:
             self._generator.abort([sequence for sequence in sequences if sequence.stop_reason is None])
 
     def generate(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
-        """Returns the answers to requests, in their order. Needs no event loop."""
+        """Return the answers to requests, in their order. Needs no event loop."""
         self._check_usable()
         if self._paused:
             raise RolloutError("the engine is paused; resume it before generating")
@@ -292,7 +293,7 @@ class InProcessEngine:
         lora: str | None = None,
         images: SequenceOf[ProcessedImage] = (),
     ) -> list[float]:
-        """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it and
+        """Return log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it and
         the pictures of its placeholders.
 
         Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read, and for
@@ -313,7 +314,7 @@ class InProcessEngine:
         lora: str | None = None,
         images: SequenceOf[ProcessedImage] = (),
     ) -> PromptScores:
-        """Returns the scores of given tokens under the current weights, without sampling and without the cache.
+        """Return the scores of given tokens under the current weights, without sampling and without the cache.
 
         Raises RolloutError for tokens that the model does not have, for more than it can read, and for an adapter that
         is not loaded.
@@ -410,7 +411,8 @@ class InProcessEngine:
 
     def update_lora(self, name: str, weights: LoRAWeights, *, version: int | None = None) -> None:
         """Replace the weights of a loaded adapter, as `update_weights` does those of the model; nothing happens to
-        others. Raises as `load_lora` does, before anything is changed."""
+        others. Raises as `load_lora` does, before anything is changed.
+        """
         self._generator.replace_lora(name, weights, version)
 
     def unload_lora(self, name: str) -> None:
@@ -421,7 +423,7 @@ class InProcessEngine:
         self._generator.lora_manager.unload(name)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the state from which a resumed run derives the same seeds for requests without one."""
+        """Return the state from which a resumed run derives the same seeds for requests without one."""
         return {"version": self._generator.version, "submitted": self._generator.submitted}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

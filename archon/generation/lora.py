@@ -113,7 +113,7 @@ class LoRAManager:
         return dict(self._served)
 
     def find(self, name: str) -> ServedLoRA:
-        """Returns the adapter of this name. Raises UnknownLoRAError where none is loaded."""
+        """Return the adapter of this name. Raises UnknownLoRAError where none is loaded."""
         if name not in self._served:
             loaded = ", ".join(map(repr, self._served)) or "none"
             raise UnknownLoRAError(f"no adapter {name!r:.200} is loaded; loaded are: {loaded}")
@@ -167,7 +167,7 @@ class LoRAManager:
             self._remove(lora)
 
     def rows(self, owners: Iterable[tuple[ServedLoRA | None, int]], total: int) -> LoRAMapping | None:
-        """Returns the adapters of `total` rows; None if no row has one.
+        """Return the adapters of `total` rows; None if no row has one.
 
         Args:
             owners: the adapter of consecutive rows and their number, from the first row on; further rows have none.
@@ -182,8 +182,9 @@ class LoRAManager:
         return LoRAMapping.of(list(names), ids, next(self._model.parameters()).device) if names else None
 
     def _parts(self, weights: LoRAWeights) -> dict[str, _LoRATensors]:
-        """Returns copies of an adapter's parts by matrix, in the matrix' dtype and on its device. Raises RolloutError
-        for those of another model."""
+        """Return copies of an adapter's parts by matrix, in the matrix' dtype and on its device. Raises RolloutError
+        for those of another model.
+        """
         own = dict(self._model.named_parameters())
         if any(map(is_lora, own)):
             raise RolloutError("the generator's model has an adapter of its own, which its weights are pushed to")
@@ -213,7 +214,7 @@ class LoRAManager:
             del place[str(lora.key)]
 
     def _layer_parts(self, matrix: str) -> dict[str, _LoRATensors]:
-        """Returns the parts of the loaded adapters of a matrix, by the adapters' names in layers."""
+        """Return the parts of the loaded adapters of a matrix, by the adapters' names in layers."""
         owner, _, name = matrix.rpartition(".")
         module: Any = self._model.get_submodule(owner)
         if not isinstance(module, GroupedExperts):

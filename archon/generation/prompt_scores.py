@@ -39,7 +39,7 @@ def score_prompt(
     lora_mapping: LoRAMapping | None = None,
     prompt_images: PromptImages | None = None,
 ) -> PromptScores:
-    """Returns the scores of `tokens`, which may have `lora_mapping` and pictures, as one document, without a cache."""
+    """Return the scores of `tokens`, which may have `lora_mapping` and pictures, as one document, without a cache."""
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:

@@ -63,7 +63,7 @@ class TokenRecord:
 
     @classmethod
     def from_response(cls, response: ModelResponse, temperature: float = 0.0) -> TokenRecord:
-        """Returns the record of a prompt and its answer, sampled at `temperature` (0: not known)."""
+        """Return the record of a prompt and its answer, sampled at `temperature` (0: not known)."""
         record = cls()
         record.observe(response.input_tokens)
         record.answer(response, temperature)
@@ -110,5 +110,5 @@ class TokenRecord:
 
 
 def is_prefix(images: Sequence[ProcessedImage], first: Sequence[ProcessedImage]) -> bool:
-    """Returns whether `first` are the first of `images`."""
+    """Return whether `first` are the first of `images`."""
     return [each.digest for each in images[: len(first)]] == [each.digest for each in first]

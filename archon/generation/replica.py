@@ -59,7 +59,7 @@ def build_replica(
     source: Iterable[tuple[str, Tensor]] | None = None,
     device: torch.device | None = None,
 ) -> tuple[BaseArchonModel, bool]:
-    """Returns an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
+    """Return an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
 
     The replica of a model with an adapter has it as well, unmerged.
 
@@ -111,7 +111,7 @@ def build_replica(
 
 
 def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Returns the dtype of each parameter of a replica in `dtype`; {} where it is None."""
+    """Return the dtype of each parameter of a replica in `dtype`; {} where it is None."""
     if dtype is None:
         return {}
     wide, names = torch.promote_types(dtype, torch.float32), replica.full_precision_names()
@@ -148,7 +148,7 @@ def _pack_linears(replica: nn.Module) -> int:
 
 
 def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Returns the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
+    """Return the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
     if (product := pack(weight, bias)) is not None:
         return product
     if not has_onednn():
@@ -243,13 +243,13 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
 
 
 def pushed_tensors(replica: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that an update changes, by name: of a model with adapters theirs alone."""
+    """Return the tensors that an update changes, by name: of a model with adapters theirs alone."""
     tensors = _tensors(replica)
     return {name: tensor for name, tensor in tensors.items() if is_lora(name)} or tensors
 
 
 def fingerprint(source: WeightSource) -> int:
-    """Returns 64 bits that depend on the name and every bit of every weight, but not on their order or sharding."""
+    """Return 64 bits that depend on the name and every bit of every weight, but not on their order or sharding."""
     return sum(_digest(name, tensor) for name, tensor in named_weights(source)) % 2**64
 
 
@@ -257,7 +257,7 @@ _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 
 
 def _digest(name: str, tensor: Tensor) -> int:
-    """Returns a hash of position-weighted integer sums of the tensor's bits, exact in any order of summation."""
+    """Return a hash of position-weighted integer sums of the tensor's bits, exact in any order of summation."""
     bits: Any = tensor.detach().view(_INTEGERS[tensor.element_size()])
     bits = bits.reshape(1, -1) if bits.ndim < 2 else bits.flatten(1)
     digest = 0

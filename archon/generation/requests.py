@@ -9,7 +9,7 @@ from archon.schema.errors import ContextOverflowError, RolloutError
 
 
 def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, setting: str) -> int:
-    """Returns the most tokens that the answer to a request may have.
+    """Return the most tokens that the answer to a request may have.
 
     Args:
         max_seq_len: tokens of prompt and answer together.
@@ -39,7 +39,7 @@ def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, 
 
 
 def stop_ids(gconfig: GenerationHyperparameters, eos_token_ids: Collection[int], vocab_size: int) -> list[int]:
-    """Returns the tokens that end an answer, each once."""
+    """Return the tokens that end an answer, each once."""
     ids = [*gconfig.stop_token_ids, *(() if gconfig.ignore_eos else eos_token_ids)]
     # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
     return [i for i in dict.fromkeys(ids) if i < vocab_size]

@@ -21,7 +21,7 @@ _BLOCK = 128
 
 
 def counter_uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns uniform float64 numbers in [0, 1) of 53 random bits, one for each (seed, index) pair of uint64.
+    """Return uniform float64 numbers in [0, 1) of 53 random bits, one for each (seed, index) pair of uint64.
 
     Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014) to the seed, then to its sum with the index.
     """
@@ -50,19 +50,19 @@ class SamplingParams:
 
     @property
     def filtered(self) -> np.ndarray:
-        """bool [R], the rows that sample from a top-k or top-p part of the vocabulary."""
+        """Bool [R], the rows that sample from a top-k or top-p part of the vocabulary."""
         filtered: np.ndarray = (self.top_p < 1) | (self.top_k > 0)
         return filtered
 
     @property
     def partial(self) -> np.ndarray:
-        """bool [R], the rows that sample from a part of the vocabulary, also because tokens are banned."""
+        """Bool [R], the rows that sample from a part of the vocabulary, also because tokens are banned."""
         partial = self.filtered
         partial[[row for row, _ in self.banned]] = True
         return partial
 
     def select(self, rows: np.ndarray) -> SamplingParams:
-        """Returns the parameters of some rows."""
+        """Return the parameters of some rows."""
         names = ("temperature", "greedy", "top_p", "top_k", "seed", "index")
         place = {int(row): number for number, row in enumerate(rows)}
         banned = [(place[row], ids) for row, ids in self.banned if row in place]
@@ -70,7 +70,7 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Returns sampled tokens int64 [R] and their logprobs [R] on the CPU, from logits [R, V]: in one transfer.
+    """Return sampled tokens int64 [R] and their logprobs [R] on the CPU, from logits [R, V]: in one transfer.
 
     The logprob is `log_softmax(logits / temperature)` over the full vocabulary, in float32 (float64 for float64
     logits), as the trainer's head computes it, independent of top-k, top-p and banned tokens.
@@ -134,7 +134,7 @@ def _draw(choices: Tensor, logprobs: Tensor, params: SamplingParams) -> Tensor:
 
 
 def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Returns probabilities [R, V] with all tokens outside the top k, then outside the top-p nucleus, set to 0.
+    """Return probabilities [R, V] with all tokens outside the top k, then outside the top-p nucleus, set to 0.
 
     top_k int64 [R], 0 for no limit; top_p [R]. A token is kept while the renormalized probability of the more likely
     ones is below top_p (Holtzman et al. 2020), so the most likely one is always kept. Ties go to the lower token id.
@@ -151,7 +151,7 @@ def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def inverse_cdf_sample(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Returns the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
+    """Return the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
 
     probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned;
     any token is where probabilities are NaN.

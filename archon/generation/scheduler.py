@@ -57,7 +57,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` free pages, now with one reference each; the caller must have checked `n_free`."""
+        """Return `count` free pages, now with one reference each; the caller must have checked `n_free`."""
         assert count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
@@ -175,7 +175,8 @@ class Scheduler:
 
     def restart(self, lora: ServedLoRA | None = None) -> None:
         """Invalidate all cached keys and values, or those of an adapter: its running sequences return to the queue,
-        with their tokens."""
+        with their tokens.
+        """
         for sequence in self.running[::-1]:
             if lora in (None, sequence.lora):
                 self._requeue(sequence)
@@ -251,7 +252,7 @@ class Scheduler:
         return forks
 
     def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
-        """Returns whether a sequence may need more pages than its own and the `shared` ones of its prompt."""
+        """Return whether a sequence may need more pages than its own and the `shared` ones of its prompt."""
         return (len(sequence.pages) + shared) * self.page_size < sequence.max_cached
 
     def _fork(self, sequence: Sequence, prompt: SharedPrompt, state: int) -> Fork:

@@ -7,12 +7,12 @@ import struct
 
 
 def derive_seed(*parts: int) -> int:
-    """Returns a 63-bit seed that depends on every part and their order, and is the same on every machine."""
+    """Return a 63-bit seed that depends on every part and their order, and is the same on every machine."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def request_seed(seed: int, number: int) -> int:
-    """Returns a 64-bit seed for an engine's request of this number, which has none of its own."""
+    """Return a 64-bit seed for an engine's request of this number, which has none of its own."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

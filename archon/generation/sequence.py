@@ -83,7 +83,7 @@ class Sequence:
         self.experts.add(start, experts, kept=self.total - 1 if self.output else 0)
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Returns tokens start … stop − 1 of prompt and answer."""
+        """Return tokens start … stop − 1 of prompt and answer."""
         split = len(self.prompt)
         if stop <= split:
             return self.prompt[start:stop]
@@ -106,7 +106,7 @@ class Sequence:
             self.stop_reason = "length"
 
     def response(self) -> ModelResponse:
-        """Returns the answer. Raises the error of a request that failed."""
+        """Return the answer. Raises the error of a request that failed."""
         if self.error is not None:
             raise self.error
         assert self.stop_reason is not None

@@ -56,11 +56,11 @@ class GenerationHyperparameters(StrictModel):
         return self
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """Returns a validated copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         return type(self)(**{**self.model_dump(), **changes})
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """Returns a copy that also stops at the tokenizer's end-of-text and padding ids."""
+        """Return a copy that also stops at the tokenizer's end-of-text and padding ids."""
         ids = [*self.stop_token_ids, tokenizer.pad_token_id, tokenizer.eos_token_id]
         return self.new(stop_token_ids=list(dict.fromkeys(token_id for token_id in ids if token_id is not None)))
 
@@ -110,7 +110,7 @@ class ModelRequest:
 
 
 def integer_ids(ids: Any) -> list[int]:
-    """Returns `ids` as a list of Python integers. Raises RolloutError unless it is a flat sequence of integers."""
+    """Return `ids` as a list of Python integers. Raises RolloutError unless it is a flat sequence of integers."""
     expected = "expected a flat list of integer token ids"
     if isinstance(ids, Mapping):
         raise RolloutError(
@@ -173,10 +173,10 @@ class InferenceEngine(Protocol):
         """Version of the weights with which the next token is sampled."""
 
     def get_version(self) -> int:
-        """Returns `version`; the name of AReaL's interface."""
+        """Return `version`; the name of AReaL's interface."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Returns the answer to a request. Raises RolloutError where it can never be answered."""
+        """Return the answer to a request. Raises RolloutError where it can never be answered."""
 
     def pause(self) -> None:
         """Stop between two tokens; unfinished answers are kept."""

@@ -24,7 +24,7 @@ did not run meanwhile has not seen: it would send a request into a connection th
 
 
 def http_client() -> httpx.AsyncClient:
-    """Returns a client without proxies, time-outs and a limit on connections."""
+    """Return a client without proxies, time-outs and a limit on connections."""
     httpx = require_package("httpx")
     # For each request httpx looks, for each idle connection, at all: 9 ms where there are 100, 2 ms where 10 are kept.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=10)
@@ -32,19 +32,19 @@ def http_client() -> httpx.AsyncClient:
 
 
 def aiohttp_session() -> aiohttp.ClientSession:
-    """Returns a session without proxies, time-outs and a limit on connections."""
+    """Return a session without proxies, time-outs and a limit on connections."""
     aiohttp = require_package("aiohttp")
     connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0, keepalive_timeout=REUSED_SECONDS)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def loop_session() -> aiohttp.ClientSession:
-    """Returns the running event loop's shared session, which is closed with it."""
+    """Return the running event loop's shared session, which is closed with it."""
     return await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
 
 
 def require_package(package: str) -> Any:
-    """Returns the module `package`; raises `ConfigError` where it is not installed."""
+    """Return the module `package`; raises `ConfigError` where it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -56,7 +56,7 @@ def require_package(package: str) -> Any:
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Returns the default TLS context, which takes long to load."""
+    """Return the default TLS context, which takes long to load."""
     return ssl.create_default_context()
 
 
@@ -66,7 +66,7 @@ _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, Any]
 async def loop_client(
     make: Callable[[], Client], is_closed: Callable[[Client], bool], close: Callable[[Client], Awaitable[None]]
 ) -> Client:
-    """Returns the running loop's client, made at the first call, or after it was closed.
+    """Return the running loop's client, made at the first call, or after it was closed.
 
     It is closed with its loop: `asyncio.run` and `asyncio.Runner` close a loop's asynchronous generators, one of which
     holds the client.

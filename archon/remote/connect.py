@@ -36,7 +36,7 @@ def connect(
     log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
-    """Returns the engine of the servers at `urls`, to which weights must be pushed before it is asked.
+    """Return the engine of the servers at `urls`, to which weights must be pushed before it is asked.
 
     Args:
         vocab_size: of the model whose weights will be pushed.

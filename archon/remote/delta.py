@@ -16,7 +16,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write_delta(old: Path, new: Path, folder: Path) -> bool:
-    """Writes to `folder` the index and value of every element of checkpoint `new` whose bits are not those of `old`.
+    """Write to `folder` the index and value of every element of checkpoint `new` whose bits are not those of `old`.
 
     Returns False, without a file, where there is no checkpoint `old`, it is of other names, shapes or dtypes, or the
     delta would be larger than `MAX_DELTA_FRACTION` of `new`.
@@ -43,7 +43,7 @@ def write_delta(old: Path, new: Path, folder: Path) -> bool:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor."""
+    """Return the file of each tensor."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -64,13 +64,13 @@ class WeightSource(Protocol):
     """Weights to push. All methods are collectives of all ranks."""
 
     def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
-        """Writes a checkpoint, or adapters in PEFT's format, from rank 0."""
+        """Write a checkpoint, or adapters in PEFT's format, from rank 0."""
 
     def tensors(self, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, whole tensor) of a checkpoint; every rank must consume all of them."""
+        """Yield (Hugging Face name, whole tensor) of a checkpoint; every rank must consume all of them."""
 
     def score(self, tokens: list[int]) -> list[float]:
-        """Returns the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
+        """Return the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
 
 
 _Result = tuple[str, float, str | None]
@@ -178,7 +178,7 @@ class RemoteEngine:
         return able
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Returns the answer to a request. Canceling the caller ends the request on its server."""
+        """Return the answer to a request. Canceling the caller ends the request on its server."""
         started, response = time.perf_counter(), ModelResponse(list(req.input_ids))
         sampling = self._sampling(req)
         self._begin_request(started)
@@ -208,7 +208,7 @@ class RemoteEngine:
         return response
 
     def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Returns the logprobs of tokens 1 to L − 1 of `ids`, each given those before it.
+        """Return the logprobs of tokens 1 to L − 1 of `ids`, each given those before it.
 
         Raises RolloutError for another temperature than 1, which servers do not score at.
         """
@@ -218,7 +218,7 @@ class RemoteEngine:
         return server.dialect.score(server.http, server.model, integer_ids(ids), self.config.answer_seconds)
 
     def pause(self) -> None:
-        """Stops sampling; unfinished answers are kept, and new requests wait."""
+        """Stop sampling; unfinished answers are kept, and new requests wait."""
         self._resumed.clear()
         for server in self.fleet:
             server.dialect.pause(server.http, abort=False)
@@ -229,7 +229,7 @@ class RemoteEngine:
         self._resumed.set()
 
     def abort(self, rid: str | None = None) -> int:
-        """Ends the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
+        """End the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
         chosen = {key: server for key, server in self._running.items() if rid is None or _request_id(key) == rid}
         self._aborted |= {_request_id(key) for key in chosen}
         for key, server in chosen.items():
@@ -237,7 +237,7 @@ class RemoteEngine:
         return len(chosen)
 
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
-        """Pushes weights to every server, also to those that left the fleet, and verifies each. A collective.
+        """Push weights to every server, also to those that left the fleet, and verifies each. A collective.
 
         A server that fails is left out until a later push to it succeeds. Raises NoServerError where all fail.
         """
@@ -248,7 +248,7 @@ class RemoteEngine:
         _ = self.fleet  # raises where all failed
 
     def restore_server(self, server: RemoteServer) -> bool:
-        """Gives a server that left the fleet the weights of the last push, and verifies them.
+        """Give a server that left the fleet the weights of the last push, and verifies them.
 
         Other threads may call it on the first rank; further ranks know of it after the next push. Returns False where
         there is nothing to give; raises RolloutError, leaving the server out, where it fails.
@@ -269,11 +269,11 @@ class RemoteEngine:
         return True
 
     def join(self, url: str) -> None:
-        """Takes a server into the fleet at the next push, which it gets. On the first rank, from any thread."""
+        """Take a server into the fleet at the next push, which it gets. On the first rank, from any thread."""
         self._joining.append(url.rstrip("/"))
 
     def leave(self, url: str) -> None:
-        """Takes a server out of the fleet for good: at once for the first rank, at the next push for others."""
+        """Take a server out of the fleet for good: at once for the first rank, at the next push for others."""
         self._leaving.add(url.rstrip("/"))
         for server in self.servers:
             if server.url in self._leaving and server.failure is None:
@@ -317,7 +317,7 @@ class RemoteEngine:
         self._returned[server.url] += 1
 
     def _retry_lost_servers(self) -> None:
-        """Takes servers back that have the weights of the last push, once after each.
+        """Take servers back that have the weights of the last push, once after each.
 
         Where all seem to have failed, the fault may be this process's, which was stopped for longer than an answer may
         take, or its network's.
@@ -339,7 +339,7 @@ class RemoteEngine:
                 self.log(f"{server.url} is back: it still has the weights of version {push.version}")
 
     def _counts(self) -> dict[str, float]:
-        """Returns what happened on all ranks since the last push, or in this one.
+        """Return what happened on all ranks since the last push, or in this one.
 
         Ranks that lose the same server, each by a request of its own, lose it once, and likewise get it back.
         """
@@ -363,7 +363,7 @@ class RemoteEngine:
         return own_each | {"servers/lost": most(losers), "servers/returned": most(winners), **answers}
 
     def _sync_members(self) -> None:
-        """Makes joined and left servers those of every rank."""
+        """Make joined and left servers those of every rank."""
         joining, self._joining = self._joining, []
         urls, able, leaving = self._world.broadcast_json(
             lambda: (
@@ -384,7 +384,7 @@ class RemoteEngine:
             self.servers[:] = staying
 
     def _update_urls(self, urls: Sequence[str]) -> None:
-        """Follows servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
+        """Follow servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
         if self._world.is_main:
             return  # what starts them has moved them, perhaps again since
         for server, url in zip(self.servers, urls, strict=True):
@@ -399,7 +399,7 @@ class RemoteEngine:
             return False
 
     def _wait_for_one(self) -> None:
-        """Waits until a server is back, on every rank; at most `recovery_timeout`."""
+        """Wait until a server is back, on every rank; at most `recovery_timeout`."""
 
         def states() -> list[tuple[str, str, int | None, str | None]]:
             until = time.monotonic() + self.recovery_timeout
@@ -414,11 +414,11 @@ class RemoteEngine:
                 server.accept(model, version)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the state from which a resumed run derives the same seeds for requests without one."""
+        """Return the state from which a resumed run derives the same seeds for requests without one."""
         return {"version": self.version, "submitted": self._submitted}
 
     def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
-        """Writes to the shared folder what the servers then load."""
+        """Write to the shared folder what the servers then load."""
         started, folder = time.perf_counter(), self.folder / f"version-{version}"
         meta.write(self.transport, folder, dtype)
         delta, since = self._write_delta(folder)
@@ -433,7 +433,7 @@ class RemoteEngine:
         return _Pushed(everywhere, size, seconds)
 
     def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
-        """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
+        """Broadcast to the servers' workers, each server at its own pace, while the next weights are gathered."""
         push, feeds = self._push(version), [BucketQueue() for _ in self.servers]
         started, size = time.perf_counter(), 0
         tensors = meta.tensors(dtype)
@@ -462,12 +462,12 @@ class RemoteEngine:
         return _Pushed(self._world.broadcast_json(results.result), size, seconds)
 
     def _push(self, version: int, **written: Any) -> Push:
-        """Returns what every server is pushed; `_score` completes it."""
+        """Return what every server is pushed; `_score` completes it."""
         limits = LIMITS["float32"]
         return Push(self.transport, version, list(self.probe), Future(), limits, self.config.seconds, **written)
 
     def _score(self, push: Push, meta: WeightSource) -> None:
-        """Scores the probe, which threads that push await, and makes this the last push; a collective."""
+        """Score the probe, which threads that push await, and makes this the last push; a collective."""
         try:
             push.expected.set_result(meta.score(push.probe))
         except BaseException as error:
@@ -476,14 +476,14 @@ class RemoteEngine:
         self._last_push = push
 
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
-        """Returns the folder of what changed since the last push, and its version; None where all is pushed."""
+        """Return the folder of what changed since the last push, and its version; None where all is pushed."""
         old, delta = self.folder / f"version-{self.version}", folder.with_name(f"{folder.name}-delta")
         if self.transport != "delta" or not self._world.is_main or old == folder:
             return None, None
         return (delta, self.version) if write_delta(old, folder, delta) else (None, None)
 
     def _limits(self, server: RemoteServer) -> Limits:
-        """Returns the configured limit, which no mean exceeds that the largest does not, or those of the dtype."""
+        """Return the configured limit, which no mean exceeds that the largest does not, or those of the dtype."""
         if self.config.max_difference is not None:
             return Limits(self.config.max_difference, self.config.max_difference)
         return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
@@ -506,7 +506,7 @@ class RemoteEngine:
             return list(pool.map(to_one, self.servers, pushes))
 
     async def _ask(self, sampling: Sampling, group: object) -> Answer:
-        """Returns the answer of the group's server, or of another where it fails."""
+        """Return the answer of the group's server, or of another where it fails."""
         while True:
             server = await self._choose(group)
             key = f"{sampling.rid}.{self._submitted}"
@@ -528,7 +528,7 @@ class RemoteEngine:
                 del self._running[key]
 
     def _check_settings(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
-        """Raises ServerError for tokens that the model does not have, or more than were asked for."""
+        """Raise ServerError for tokens that the model does not have, or more than were asked for."""
         tokens = answer.tokens
         if len(tokens) > sampling.limit or not all(type(x) is int and 0 <= x < self.vocab_size for x in tokens):
             raise ServerError(
@@ -537,8 +537,9 @@ class RemoteEngine:
             )
 
     def _experts(self, answer: Answer, server: RemoteServer, prompt: int) -> Experts | None:
-        """Returns the experts of the answer's tokens, and of as many of its prompt, as they are stored; None where they
-        are not recorded. Raises ConfigError for a server that does not report them."""
+        """Return the experts of the answer's tokens, and of as many of its prompt, as they are stored; None where they
+        are not recorded. Raises ConfigError for a server that does not report them.
+        """
         if self.recorded_model is None or not answer.tokens:
             return None
         if answer.experts is None:
@@ -554,7 +555,7 @@ class RemoteEngine:
             raise ServerError(f"{server.url}: {error}") from None
 
     async def _choose(self, group: object) -> RemoteServer:
-        """Returns the group's server or the least loaded one, of those that are not getting weights."""
+        """Return the group's server or the least loaded one, of those that are not getting weights."""
         until = time.monotonic() + self.recovery_timeout
         while True:
             if all(server.failure is not None for server in self.servers):
@@ -577,9 +578,10 @@ class RemoteEngine:
         return kept
 
     def _sampling(self, req: ModelRequest, first_tokens: Sequence[int] = (), seed: int | None = None) -> Sampling:
-        """Returns what to ask for the answer whose first tokens are `first_tokens`. Raises RolloutError for a
+        """Return what to ask for the answer whose first tokens are `first_tokens`. Raises RolloutError for a
         request that
-        can never be answered, and ConfigError for values that a server cannot honor."""
+        can never be answered, and ConfigError for values that a server cannot honor.
+        """
         g = req.gconfig
         limit = max_answer_tokens(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
@@ -615,14 +617,14 @@ class RemoteEngine:
 
 
 def spaced_token_ids(vocab_size: int, n: int) -> list[int]:
-    """Returns up to `n` token ids from the whole of the vocabulary, each once, in a mixed order."""
+    """Return up to `n` token ids from the whole of the vocabulary, each once, in a mixed order."""
     step = max(1, vocab_size // n)
     ids = list(range(0, vocab_size, step))[:n]
     return [*ids[::2], *ids[1::2][::-1]]
 
 
 def stream_device(transport: Transport) -> torch.device:
-    """Returns where buckets are broadcast from."""
+    """Return where buckets are broadcast from."""
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
 
 

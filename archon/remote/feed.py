@@ -21,7 +21,7 @@ class BucketQueue:
         self._closed = Event()
 
     def put(self, bucket: Bucket | Exception | None) -> None:
-        """Waits until there is room, and does nothing once the server takes no more.
+        """Wait until there is room, and does nothing once the server takes no more.
 
         None is the end of the weights; an exception is what kept the trainer from gathering the rest.
         """
@@ -37,7 +37,7 @@ class BucketQueue:
         self._closed.set()
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Yields the buckets; raises ServerError where the trainer failed, as the server then has a part of them."""
+        """Yield the buckets; raises ServerError where the trainer failed, as the server then has a part of them."""
         while (bucket := self._queue.get()) is not None:
             if isinstance(bucket, Exception):
                 raise ServerError(f"the trainer did not gather all weights: {bucket}")

@@ -46,11 +46,11 @@ class Http:
         return self._send("POST", path, body, seconds)
 
     def command(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> None:
-        """Posts what is answered by its status alone."""
+        """Post what is answered by its status alone."""
         self._send("POST", path, body, seconds, has_content=False)
 
     def is_listening(self) -> bool:
-        """Returns whether anything accepts connections at the URL."""
+        """Return whether anything accepts connections at the URL."""
         parts = urlsplit(self.url)
         try:
             with socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS):
@@ -59,7 +59,7 @@ class Http:
             return False
 
     async def answer(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        """Posts on the running event loop. A caller that is canceled closes the connection, which ends the request."""
+        """Post on the running event loop. A caller that is canceled closes the connection, which ends the request."""
         # httpx looks at every connection at the start and end of every request, which costs milliseconds each where
         # there are hundreds.
         session = await loop_session()

@@ -31,7 +31,7 @@ class PrivateDirectory:
         _remove_unlocked(self.path.parent)
 
     def close(self) -> None:
-        """Removes the folder."""
+        """Remove the folder."""
         if self._remove.alive:
             self._remove()
             os.close(self._lock)

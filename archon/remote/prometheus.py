@@ -22,17 +22,17 @@ class Metric:
 
 
 def gauge(name: str, help: str, value: float) -> Metric:
-    """Returns a number that may go up and down."""
+    """Return a number that may go up and down."""
     return Metric(name, help, [({}, value)])
 
 
 def counter(name: str, help: str, value: float) -> Metric:
-    """Returns a number that only grows; its name ends in `_total`."""
+    """Return a number that only grows; its name ends in `_total`."""
     return Metric(name, help, [({}, value)], "counter")
 
 
 def render(metrics: Iterable[Metric]) -> str:
-    """Returns the text of an answer to a scrape; signs that a name cannot have become underscores."""
+    """Return the text of an answer to a scrape; signs that a name cannot have become underscores."""
     lines: list[str] = []
     for metric in metrics:
         name = re.sub(r"[^a-zA-Z0-9_:]", "_", metric.name)

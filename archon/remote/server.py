@@ -17,7 +17,8 @@ POLL_SECONDS = 0.05
 @dataclass(frozen=True)
 class Limits:
     """The largest |Δ logprob| between trainer and server over a probe's tokens, and the largest mean, of a push that
-    succeeded."""
+    succeeded.
+    """
 
     largest: float
     mean: float
@@ -81,12 +82,12 @@ class RemoteServer:
         return self.http.url
 
     def move(self, url: str) -> None:
-        """Makes `url` that of the server, which was started anew elsewhere and has no weights of the trainer's."""
+        """Make `url` that of the server, which was started anew elsewhere and has no weights of the trainer's."""
         self.http, self.version, self.verified = Http(url), None, set()
         self.failure = self.failure or f"{url} awaits its first push"
 
     async def generate(self, sampling: Sampling, seconds: float) -> Answer:
-        """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it.
+        """Return the server's answer. Raises ServerError unless every token is of weights that were pushed to it.
 
         An answer that comes during a push waits for its end, as it may be of weights that are not verified yet. One
         that names no versions, and came over the end of a push, may be of the weights of before or after it: it is
@@ -116,12 +117,13 @@ class RemoteServer:
         return answer
 
     def check_health(self, seconds: float) -> None:
-        """Raises ServerError or RefusedError unless the server completes one token; a wedged one may still say that it
-        is well."""
+        """Raise ServerError or RefusedError unless the server completes one token; a wedged one may still say that it
+        is well.
+        """
         self.dialect.score(self.http, self.model, [0, 0], seconds)
 
     def push(self, push: Push) -> float:
-        """Replaces the server's weights, and returns the largest |Δ logprob| between it and the trainer.
+        """Replace the server's weights, and returns the largest |Δ logprob| between it and the trainer.
 
         Raises ServerError, leaving the server paused, where it fails, has another version afterwards, or scores the
         probe otherwise.
@@ -140,7 +142,7 @@ class RemoteServer:
         return largest
 
     def verify(self, push: Push) -> None:
-        """Raises ServerError unless the server has the weights of an earlier push."""
+        """Raise ServerError unless the server has the weights of an earlier push."""
         self._require_version(push)
         self._compare(push, self.model)
 
@@ -149,7 +151,7 @@ class RemoteServer:
             raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
 
     def _compare(self, push: Push, model: str) -> float:
-        """Returns the largest |Δ logprob| of the probe's tokens. Raises ServerError where it is beyond the limits."""
+        """Return the largest |Δ logprob| of the probe's tokens. Raises ServerError where it is beyond the limits."""
         scores = self.dialect.score(self.http, model, push.probe, push.seconds)
         expected = push.expected.result()
         if len(scores) != len(expected):
@@ -165,7 +167,7 @@ class RemoteServer:
         return largest
 
     def _load(self, push: Push) -> str:
-        """Gives the server the weights, without verifying them. Returns the model's name for requests."""
+        """Give the server the weights, without verifying them. Returns the model's name for requests."""
         if push.buckets is not None:
             return self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
         patched = push.delta is not None and self.failure is None and self.version == push.since
@@ -173,6 +175,6 @@ class RemoteServer:
         return self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
 
     def accept(self, model: str, version: int) -> None:
-        """Takes the server into the fleet, with weights that it was given and that were verified."""
+        """Take the server into the fleet, with weights that it was given and that were verified."""
         self.model, self.version, self.failure = model, version, None
         self.verified.add(str(version))

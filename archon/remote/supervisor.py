@@ -24,8 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command until it ends or the trainer does. Returns its exit status, 128 + signal of one that was
-    killed."""
+    """Run the command until it ends or the trainer does. Returns its exit status, 128 + signal of one that was
+    killed.
+    """
     split = arguments.index("--")
     options, command = arguments[:split], arguments[split + 1 :]
     if options == ["--detached"]:
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _trainer_ended(heartbeat: tuple[Path, float] | None) -> bool:
-    """Returns whether the trainer has ended, after a moment."""
+    """Return whether the trainer has ended, after a moment."""
     if heartbeat is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
         return bool(readable) and not os.read(sys.stdin.fileno(), 1)
@@ -62,7 +63,7 @@ def _trainer_ended(heartbeat: tuple[Path, float] | None) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Ends the command's whole process group, at first by SIGTERM."""
+    """End the command's whole process group, at first by SIGTERM."""
     for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(child.pid, number)

@@ -40,7 +40,7 @@ class Bucket:
 
 
 def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
-    """Yields copies of the tensors on `device`, in buckets of at most `BUCKET_BYTES` or one larger tensor."""
+    """Yield copies of the tensors on `device`, in buckets of at most `BUCKET_BYTES` or one larger tensor."""
     held: list[Named] = []
     size = 0
     for name, tensor in tensors:
@@ -54,7 +54,7 @@ def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
 
 
 def unpack(bucket: Bucket) -> Iterator[Named]:
-    """Yields (name, tensor), which are parts of `bucket.data`."""
+    """Yield (name, tensor), which are parts of `bucket.data`."""
     start = 0
     for name, dtype_name, shape in json.loads(bucket.description):
         dtype = getattr(torch, dtype_name)
@@ -90,7 +90,7 @@ class Sender:
         self._group: _Group | None = None
 
     def connect(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Waits until all workers have joined. Returns whether they did before `is_cancelled`; raises TimeoutError."""
+        """Wait until all workers have joined. Returns whether they did before `is_cancelled`; raises TimeoutError."""
         deadline = time.monotonic() + self._limit.total_seconds()
         while self._store.add(_JOINED, 0) < self.workers:
             if is_cancelled():
@@ -102,7 +102,7 @@ class Sender:
         return True
 
     def send(self, buckets: Iterable[Bucket]) -> None:
-        """Sends all buckets and the end of the stream. Raises RuntimeError where a worker is gone or too slow."""
+        """Send all buckets and the end of the stream. Raises RuntimeError where a worker is gone or too slow."""
         assert self._group is not None
         for bucket in buckets:
             device = bucket.data.device
@@ -113,7 +113,7 @@ class Sender:
         self._group.broadcast(torch.zeros(2, dtype=torch.int64, device=_device(self._backend)))
 
     def close(self) -> None:
-        """Leaves the group; workers that still wait for a bucket fail."""
+        """Leave the group; workers that still wait for a bucket fail."""
         self._group = None
         del self._store
 
@@ -121,7 +121,7 @@ class Sender:
 def receive_tensors(
     address: str, port: int, rank: int, workers: int, backend: str, seconds: float, device: torch.device
 ) -> Iterator[Named]:
-    """Joins the group of a `Sender` as the worker `rank`, which counts from 1. Yields (name, tensor) of the stream.
+    """Join the group of a `Sender` as the worker `rank`, which counts from 1. Yields (name, tensor) of the stream.
 
     The tensors stay valid. A reader that stops before the end keeps the sender and the other workers waiting.
     """
@@ -139,7 +139,7 @@ def receive_tensors(
 
 
 def local_address(host: str) -> str:
-    """Returns this machine's address on the way to `host`."""
+    """Return this machine's address on the way to `host`."""
     family, kind, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(peer)  # sends nothing
@@ -167,7 +167,7 @@ class _Group:
         self._held: Tensor | None = None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` with rank 0's values."""
+        """Return `tensor` with rank 0's values."""
         self._backend.broadcast([tensor], dist.BroadcastOptions()).wait()
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()

@@ -38,11 +38,11 @@ class NamePattern:
             raise ValueError("unbalanced parenthesis")
 
     def matches(self, name: str) -> bool:
-        """Returns whether it matches a whole name."""
+        """Return whether it matches a whole name."""
         return self._ends(name, 1)
 
     def matches_suffix(self, name: str) -> bool:
-        """Returns whether it matches a name, or what follows one of the name's dots, as keys of PEFT's patterns do."""
+        """Return whether it matches a name, or what follows one of the name's dots, as keys of PEFT's patterns do."""
         return self._ends(name, 1 | _Name(name).places.get(".", 0) << 1)
 
     def _ends(self, name: str, starts: int) -> bool:
@@ -87,7 +87,7 @@ class NamePatterns(Generic[Value]):
                 raise ValueError(f"regular expressions of more than {_MAX_TOTAL} characters together")
 
     def first(self, name: str, default: Value) -> Value:
-        """Returns the value of the first key that means a module; `default` where none does."""
+        """Return the value of the first key that means a module; `default` where none does."""
         found = [self._literals[end] for end in name_suffixes(name) if end in self._literals]
         patterns = ((order, value) for order, pattern, value in self._patterns if pattern.matches_suffix(name))
         found += [next(patterns, (len(self._literals) + len(self._patterns), default))]
@@ -95,7 +95,7 @@ class NamePatterns(Generic[Value]):
 
 
 def name_suffixes(name: str) -> list[str]:
-    """Returns a module's name and what follows each of its dots: what names of targets may be."""
+    """Return a module's name and what follows each of its dots: what names of targets may be."""
     return [name] + [name[place + 1 :] for place, character in enumerate(name) if character == "."]
 
 
@@ -143,7 +143,7 @@ class _Parser:
         return step
 
     def _quantifier(self) -> tuple[int, int | None]:
-        """Returns how often what was read is repeated, at least and at most."""
+        """Return how often what was read is repeated, at least and at most."""
         if not (
             self.next_is("*", "+", "?") or (self.tokens and len(self.tokens[-1]) > 2 and self.tokens[-1][0] == "{")
         ):
@@ -166,7 +166,7 @@ class _Parser:
 
 
 def _counts(token: str) -> tuple[int, int | None]:
-    """Returns how often a quantifier repeats: at least, and at most."""
+    """Return how often a quantifier repeats: at least, and at most."""
     if token in "*+?":
         return int(token == "+"), 1 if token == "?" else None
     low, comma, high = token[1:-1].partition(",")
@@ -180,7 +180,7 @@ def _counts(token: str) -> tuple[int, int | None]:
 
 
 def _repeat(char_positions: Callable[[_Name], int], least: int, most: int | None, name: _Name, starts: int) -> int:
-    """Returns where `least` to `most` characters, each at one of these places, may end."""
+    """Return where `least` to `most` characters, each at one of these places, may end."""
     places = char_positions(name)
     for _ in range(min(least, name.length + 1)):
         starts = (starts & places) << 1
@@ -197,7 +197,7 @@ def _repeat(char_positions: Callable[[_Name], int], least: int, most: int | None
 
 @lru_cache(maxsize=256)
 def _char_positions(token: str) -> Callable[[_Name], int]:
-    """Returns what finds the places in a name before a character, or before one of a set."""
+    """Return what finds the places in a name before a character, or before one of a set."""
     if token in ("*", "+", "?", ")"):
         raise ValueError("nothing to repeat" if token != ")" else "unbalanced parenthesis")
     if token in ("[", "\\"):

@@ -52,7 +52,7 @@ class StopStringFilter:
         return text[:end]
 
     def finish(self) -> str:
-        """Returns the rest of the text, when none follows."""
+        """Return the rest of the text, when none follows."""
         return self._buffer if self.matched is None else ""
 
 
@@ -72,7 +72,7 @@ class AnswerFormat:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
-        """Returns the format that the chat template implies, with the tool calls of the parser of that name if given.
+        """Return the format that the chat template implies, with the tool calls of the parser of that name if given.
 
         Raises `ConfigError` for an unknown name.
         """
@@ -100,7 +100,7 @@ class ThinkingParser:
         self._started = False  # whether any text of the present state was returned
 
     def feed(self, text: str) -> list[Part]:
-        """Returns what is complete by now."""
+        """Return what is complete by now."""
         self._buffer += text
         parts: list[Part] = []
         if self._state == "before":
@@ -132,7 +132,7 @@ class ThinkingParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Returns the rest, when no text follows."""
+        """Return the rest, when no text follows."""
         rest, self._buffer = self._buffer, ""
         if self._state == "inside":
             rest = rest.strip("\n")
@@ -179,7 +179,7 @@ class AnswerParser:
         return self._stop.matched
 
     def feed(self, token: int, logprob: float) -> Delta | None:
-        """Adds a token. Returns the parts that are complete by now, if any."""
+        """Add a token. Returns the parts that are complete by now, if any."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self._n_read += 1
@@ -187,7 +187,7 @@ class AnswerParser:
         return self._delta(parts) if parts else None
 
     def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Delta:
-        """Returns the rest, given all tokens of the answer."""
+        """Return the rest, given all tokens of the answer."""
         rest = tokens[self._n_read :]
         shown = [token for token in rest if token not in self._dropped]
         text = "".join(map(self._text.feed, shown)) + self._text.finish() if self._n_read else self._text.decode(shown)
@@ -204,7 +204,7 @@ class AnswerParser:
         return self._find_calls([text] if self._thinking is None else self._thinking.feed(text))
 
     def _find_calls(self, parts: Sequence[Part]) -> list[Part]:
-        """Returns the parts with the tool calls in their texts."""
+        """Return the parts with the tool calls in their texts."""
         if self._tools is None:
             return list(parts)
         found: list[Part] = []

@@ -53,7 +53,7 @@ class AnthropicMessage(protocol.RequestModel):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
     def template_messages(self, where: str) -> list[dict[str, Any]]:
-        """Returns it as chat templates expect it: tool results become messages of their own, before the text."""
+        """Return it as chat templates expect it: tool results become messages of their own, before the text."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
@@ -212,7 +212,7 @@ class MessagesApi(protocol.ProtocolHandler):
                 yield self._block_event("delta", delta={"type": "text_delta", "text": part})
 
     def _continue_block(self, block: TextAnswer | ThinkingAnswer) -> Iterable[bytes]:
-        """Begins a block, unless the last one is open and of its kind."""
+        """Begin a block, unless the last one is open and of its kind."""
         if self._open is not type(block):
             yield from self._stop_block()
             self._open = type(block)

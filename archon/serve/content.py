@@ -76,7 +76,7 @@ MultimodalContent = str | list[MultimodalPart]
 def template_content(
     content: str | Sequence[TextPart | ImageUrlPart | InputImagePart | ImageBlock] | None,
 ) -> str | list[dict[str, Any]]:
-    """Returns a content as chat templates expect it: one string, or with pictures a list of parts."""
+    """Return a content as chat templates expect it: one string, or with pictures a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = [part for part in content if isinstance(part, TextPart)]

@@ -60,8 +60,9 @@ class ErrorResponse(NamedTuple):
 
 
 def error_response(error: Exception, path: str) -> ErrorResponse:
-    """Returns the answer to a request to `path` that failed with `error`: 4xx with one line that says what to change
-    for the client's mistakes; 500 without details for the server's, which are logged."""
+    """Return the answer to a request to `path` that failed with `error`: 4xx with one line that says what to change
+    for the client's mistakes; 500 without details for the server's, which are logged.
+    """
     if isinstance(error, HTTPException):
         return ErrorResponse(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -88,7 +89,7 @@ def error_response(error: Exception, path: str) -> ErrorResponse:
 
 
 def error_body(failure: ErrorResponse, path: str) -> dict[str, Any]:
-    """Returns the JSON of an error, in the format of the protocol that `path` belongs to."""
+    """Return the JSON of an error, in the format of the protocol that `path` belongs to."""
     default = "invalid_request_error" if failure.status < 500 else "api_error"
     openai, anthropic = _TYPES.get(failure.status, (default, default))
     if path.startswith("/v1/messages"):

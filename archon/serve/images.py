@@ -14,14 +14,15 @@ SOURCE = "source"
 
 
 def pop_image_sources(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Removes the pictures of messages for a template from their parts, and returns them in their order."""
+    """Remove the pictures of messages for a template from their parts, and returns them in their order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part.pop(SOURCE) for content in contents for part in content if SOURCE in part]
 
 
 def read_images(sources: Sequence[str], reader: ImageReader | None) -> list[ProcessedImage]:
-    """Returns the pictures of a request. Raises `RolloutError` or `ImageError`, in one line, for one that cannot be
-    used: nothing is fetched, and no file of this machine is read."""
+    """Return the pictures of a request. Raises `RolloutError` or `ImageError`, in one line, for one that cannot be
+    used: nothing is fetched, and no file of this machine is read.
+    """
     if sources and reader is None:
         raise RolloutError("the request has pictures, and this model sees none; send text")
     for source in sources:

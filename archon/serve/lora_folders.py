@@ -20,7 +20,7 @@ class LoRAFolders:
     read: Callable[[Path], LoRAWeights]
 
     def load(self, path: str) -> LoRAWeights:
-        """Returns the adapters of a folder, absolute or relative to the root.
+        """Return the adapters of a folder, absolute or relative to the root.
 
         Raises ConfigError for a folder or file that is not in the root, links followed, or is no regular file, and
         what `read` raises for one that holds no adapter of this model.
@@ -47,7 +47,7 @@ class LoRAFolders:
 
 
 def inside(root: Path, path: Path) -> Path | None:
-    """Returns what a path leads to, links followed; None unless it is in `root`, itself without links."""
+    """Return what a path leads to, links followed; None unless it is in `root`, itself without links."""
     try:
         found = path.resolve()
         return found if found.is_relative_to(root) else None

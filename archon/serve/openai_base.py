@@ -75,12 +75,12 @@ class CompletionsHandler(protocol.ProtocolHandler):
         return protocol.sse(self._envelope(self.chunk_name, list(choices), **more))
 
     def _usage(self, choices: Sequence[protocol.Choice]) -> dict[str, int]:
-        """Returns the numbers of tokens; each prompt counts once."""
+        """Return the numbers of tokens; each prompt counts once."""
         read, sampled = sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
     def _prompt(self) -> dict[str, Any]:
-        """Returns the prompt's fields in a response and in the first chunks."""
+        """Return the prompt's fields in a response and in the first chunks."""
         return {}
 
     def response(self, choices: list[protocol.Choice]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
         return self._envelope(self.object_name, written, usage=self._usage(choices), **self._prompt())
 
     def _add_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Returns a choice with its tokens and their logprobs, if the client asked for them."""
+        """Return a choice with its tokens and their logprobs, if the client asked for them."""
         choice["logprobs"] = None
         if self._logprobs:
             texts = [str(self._tokenizer.decode([token])) for token in tokens]
@@ -110,7 +110,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
         yield protocol.sse("[DONE]")
 
     def _has_chunk(self, delta: Delta) -> bool:
-        """Returns whether a delta adds anything that the client sees."""
+        """Return whether a delta adds anything that the client sees."""
         return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
 
     @abstractmethod

@@ -46,12 +46,12 @@ class CompletionBody(OpenAISampling):
         return self
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Returns what `Body.gconfig` does; without an answer its length does not matter."""
+        """Return what `Body.gconfig` does; without an answer its length does not matter."""
         body = self.model_copy(update={"max_tokens": None}) if self.max_tokens == 0 else self
         return super(CompletionBody, body).gconfig(base)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """Returns the prompts in tokens; those in text begin with the tokenizer's special tokens."""
+        """Return the prompts in tokens; those in text begin with the tokenizer's special tokens."""
         given: Any = self.prompt
         if isinstance(given, str) or not any(isinstance(item, str | list) for item in given):
             given = [given]
@@ -125,7 +125,7 @@ class CompletionApi(CompletionsHandler):
                 yield item
 
     async def _echo(self, choice: protocol.Choice) -> protocol.Choice:
-        """Returns the choice, whose prompt and answer are scored at the answer's temperature."""
+        """Return the choice, whose prompt and answer are scored at the answer's temperature."""
         score: Callable[..., PromptScores] | None
         score = getattr(self._caller.engine, "score_prompt", None)
         if score is None:

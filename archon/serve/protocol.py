@@ -38,7 +38,7 @@ ENGINE_NAMES = {
 
 
 def _float_to_int(value: Any) -> Any:
-    """Returns 1 for 1.0: the two are one number in JSON, and some clients write the latter."""
+    """Return 1 for 1.0: the two are one number in JSON, and some clients write the latter."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -85,7 +85,7 @@ class Body(RequestModel):
     service_tier: str | None = Field(None, description="without effect")
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Returns `base` with what this body sets; raises `ConfigError` for a value that is out of range."""
+        """Return `base` with what this body sets; raises `ConfigError` for a value that is out of range."""
         names = {ENGINE_NAMES.get(name, name): value for name, value in self if value is not None}
         given = {name: value for name, value in names.items() if name in GenerationHyperparameters.model_fields}
         if "temperature" in given:
@@ -117,19 +117,19 @@ class Conversation(RequestModel):
     )
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Returns the messages as chat templates expect them."""
+        """Return the messages as chat templates expect them."""
         raise NotImplementedError
 
     def template_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model may call, as chat templates expect them."""
+        """Return the tools that the model may call, as chat templates expect them."""
         raise NotImplementedError
 
     def thinking_mode(self) -> Thinking | None:
-        """Returns whether, or how much, the model is to think; None leaves it to the template."""
+        """Return whether, or how much, the model is to think; None leaves it to the template."""
         return None
 
     def template_options(self, tokenizer: Any) -> dict[str, Any]:
-        """Returns the variables that the request sets; raises `RolloutError` for one that the template does not use."""
+        """Return the variables that the request sets; raises `RolloutError` for one that the template does not use."""
         template = template_text(tokenizer)
         options = dict(self.chat_template_kwargs or {})
         for name in options:
@@ -147,7 +147,7 @@ class Conversation(RequestModel):
         raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
 
     def prompt(self, tokenizer: Any, reader: ImageReader | None) -> tuple[list[int], list[ProcessedImage]]:
-        """Returns the conversation with the generation prompt, in tokens, and its pictures.
+        """Return the conversation with the generation prompt, in tokens, and its pictures.
 
         Raises `RolloutError` if there is no template, one that leaves tools or pictures out, or one without a variable
         that is set; `DatasetError` for a conversation that the template rejects; `ImageError` for a picture that
@@ -168,7 +168,7 @@ class Conversation(RequestModel):
 
 
 def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Returns the template's text, with the arguments of tool calls as objects, or where it fails as JSON."""
+    """Return the template's text, with the arguments of tool calls as objects, or where it fails as JSON."""
     try:
         return render(tokenizer, messages, "messages", **options)
     except DatasetError:
@@ -206,7 +206,7 @@ Content = str | list[TextPart]
 
 
 def content_text(content: str | Sequence[TextPart] | None) -> str:
-    """Returns a content as one string; None is an empty one."""
+    """Return a content as one string; None is an empty one."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
@@ -225,13 +225,13 @@ class FunctionSpec(RequestModel):
     strict: bool | None = Field(None, description="without effect: arguments are what the model writes")
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the tool as chat templates expect it."""
+        """Return the tool as chat templates expect it."""
         function = self.model_dump(exclude_none=True, include={"name", "description", "parameters"})
         return {"type": "function", "function": function}
 
 
 def template_call(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a tool call of an earlier turn for a chat template; `RolloutError` unless `arguments` is an object."""
+    """Return a tool call of an earlier turn for a chat template; `RolloutError` unless `arguments` is an object."""
     if isinstance(arguments, str):
         try:
             arguments = load_json(arguments or "{}")
@@ -243,7 +243,7 @@ def template_call(call_id: str, name: str, arguments: str | dict[str, Any], wher
 
 
 def add_reasoning_alias(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message with its thinking also under the name that gpt-oss' template has for it."""
+    """Return a message with its thinking also under the name that gpt-oss' template has for it."""
     if "reasoning_content" not in message:
         return message
     return {**message, "thinking": message["reasoning_content"]}
@@ -325,7 +325,7 @@ class ProtocolHandler(ABC):
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
 
     async def generate(self) -> AsyncGenerator[Delta | Choice, None]:
-        """Yields the deltas of every answer (of a stream), and each answer once it is finished and recorded.
+        """Yield the deltas of every answer (of a stream), and each answer once it is finished and recorded.
 
         Closing the generator, or canceling the task that iterates, aborts unfinished answers. Raises the first failure.
         """
@@ -389,7 +389,7 @@ class ProtocolHandler(ABC):
 
     @abstractmethod
     def response(self, choices: list[Choice]) -> Any:
-        """Returns the response to a request without `stream`."""
+        """Return the response to a request without `stream`."""
 
     def on_start(self) -> Iterable[bytes]:
         return ()
@@ -408,6 +408,6 @@ class ProtocolHandler(ABC):
 
 
 def sse(data: dict[str, Any] | str, event: str | None = None) -> bytes:
-    """Returns a server-sent event; models in `data` become JSON."""
+    """Return a server-sent event; models in `data` become JSON."""
     text = data if isinstance(data, str) else json.dumps(data, default=BaseModel.model_dump)
     return format_sse_event(event=event, data_str=text)

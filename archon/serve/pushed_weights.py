@@ -39,7 +39,7 @@ class PushedWeights:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     async def load(self, transport: Literal["disk", "lora"], folder: str, version: int) -> None:
-        """Replaces the weights, or those of the adapter `POLICY`; takes effect between two tokens.
+        """Replace the weights, or those of the adapter `POLICY`; takes effect between two tokens.
 
         Raises ConfigError for a folder that is not in the root, and what reading raises; then nothing has changed.
         """

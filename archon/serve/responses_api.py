@@ -111,7 +111,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         return None if self.reasoning is None else self.reasoning.effort
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Returns the messages as chat templates expect them; tool calls join the assistant message before them."""
+        """Return the messages as chat templates expect them; tool calls join the assistant message before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -291,7 +291,7 @@ class ResponsesApi(protocol.ProtocolHandler):
         return protocol.sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
 
     def _item_event(self, event: str, **fields: Any) -> bytes:
-        """Returns an event about the last item."""
+        """Return an event about the last item."""
         return self._event(event, output_index=len(self._response.output) - 1, **fields)
 
     def _text_event(self, event: str, message: OutputMessage, **fields: Any) -> bytes:

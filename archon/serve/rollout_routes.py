@@ -1,5 +1,6 @@
 """Routes of a trainer whose rollouts this server answers: tokens in; tokens, logprobs and versions out; pushes of
-weights. They exist where the server was started with `--push-root`, for the server's token alone."""
+weights. They exist where the server was started with `--push-root`, for the server's token alone.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ app = App(
 
 
 def _errors(*statuses: int, model: type[ResponseModel] = OpenAIError) -> dict[int | str, dict[str, Any]]:
-    """Returns the descriptions of errors, for `responses` of a route."""
+    """Return the descriptions of errors, for `responses` of a route."""
     return {status: {"model": model} for status in statuses}
 
 
@@ -141,7 +141,7 @@ async def _service(request: Request) -> Service:
 
 
 async def _exit_stack(request: Request) -> AsyncIterator[AsyncExitStack]:
-    """Counts the request until its answer, stream included, is sent; then closes what the stack holds."""
+    """Count the request until its answer, stream included, is sent; then closes what the stack holds."""
     caller: Caller | None = request.state.caller
     if caller is None:
         raise HTTPException(401, "this server answers sessions only; use a session's key")
@@ -172,7 +172,7 @@ async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:
 
 
 async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`, which is canceled if the client disconnects."""
+    """Return the result of `work`, which is canceled if the client disconnects."""
     task = asyncio.ensure_future(work)
 
     async def watch() -> None:
@@ -189,7 +189,8 @@ async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 class EventStream(StreamingResponse):
     """Ends when the client disconnects. Starlette's own cancels through anyio, which waits for a turn of the event
-    loop without a token, and there is none while the generator runs on the same loop."""
+    loop without a token, and there is none while the generator runs on the same loop.
+    """
 
     media_type = "text/event-stream"
 
@@ -200,7 +201,7 @@ class EventStream(StreamingResponse):
 async def _events(
     request: Request, api: ProtocolHandler, first: Delta | Choice, items: AsyncGenerator[Delta | Choice, None]
 ) -> AsyncIterator[bytes]:
-    """Yields the server-sent events of an answer."""
+    """Yield the server-sent events of an answer."""
     choices: list[Choice] = []
     events = list(api.on_start())
     item: Delta | Choice | None = first
@@ -445,7 +446,7 @@ async def open_session(
 
 
 def _session(request: Request, session_id: str) -> Session:
-    """Returns the session of that id, unless the request has another session's key."""
+    """Return the session of that id, unless the request has another session's key."""
     session: Session | None = request.state.service.sessions.find_by_id(session_id)
     if session is None or (isinstance(request.state.caller, Session) and request.state.caller is not session):
         raise HTTPException(404, f"no open session {session_id!r:.80}")

@@ -30,7 +30,7 @@ class AgentServer(Service):
     _listener: asyncio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Starts to listen. Returns the base URL, which ends in /v1; port 0 takes a free one.
+        """Start to listen. Returns the base URL, which ends in /v1; port 0 takes a free one.
 
         Raises `ConfigError` for a host beyond loopback without a token, and for a port in use.
         """
@@ -59,7 +59,7 @@ class AgentServer(Service):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
     async def close(self) -> None:
-        """Stops listening, aborts every connection, cancels the requests in progress and waits for their end."""
+        """Stop listening, aborts every connection, cancels the requests in progress and waits for their end."""
         if self._listener is None:
             return
         self._listener.close()
@@ -71,7 +71,8 @@ class AgentServer(Service):
 
 class Connection(HttpToolsProtocol):
     """Is closed if a request's headers take too long. Too many or too long headers, and anything that is not HTTP,
-    get status 400 with a JSON body."""
+    get status 400 with a JSON body.
+    """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, service: Service) -> None:
         super().__init__(config, state, {"service": service})  # the last becomes each request's `state`

@@ -97,7 +97,7 @@ class Service:
         self._active_requests = 0
 
     def authorize(self, key: str, host: str, origin: str | None) -> Caller | None:
-        """Returns the session that `key` belongs to, else the caller without a session (None: there is no engine).
+        """Return the session that `key` belongs to, else the caller without a session (None: there is no engine).
 
         Args:
             key: bearer token or API key of the request, empty without one.
@@ -136,8 +136,9 @@ class Service:
         return getattr(self._engine, "loras", {})
 
     def choose(self, model: str) -> ModelChoice:
-        """Returns what answers a request for `model`, empty for the model itself; raises `HTTPException` if nothing
-        does."""
+        """Return what answers a request for `model`, empty for the model itself; raises `HTTPException` if nothing
+        does.
+        """
         if model in self.loras:
             return ModelChoice(model, model)
         if self._has_models and model not in ("", self.model):
@@ -146,7 +147,7 @@ class Service:
         return ModelChoice(self.model)
 
     async def load_lora(self, name: str, path: str, *, in_place: bool) -> None:
-        """Loads an adapter under a name, or replaces that of the name where `in_place`.
+        """Load an adapter under a name, or replaces that of the name where `in_place`.
 
         Raises `HTTPException` or a `UserError` for what is refused; then nothing has changed.
         """
@@ -167,7 +168,7 @@ class Service:
                 engine.load_lora(name, loras)
 
     async def unload_lora(self, name: str) -> None:
-        """Takes an adapter away from new requests; answers in progress end with it. Raises as `load_lora` does."""
+        """Take an adapter away from new requests; answers in progress end with it. Raises as `load_lora` does."""
         if self._lora_folders is None:
             raise HTTPException(403, "this server unloads no adapters; start it with --lora-root and --token")
         engine: Any = self._engine
@@ -175,14 +176,14 @@ class Service:
             engine.unload_lora(name)
 
     def finish(self, session: Session) -> None:
-        """Closes a rated session, and hands it to the trainer if there is one."""
+        """Close a rated session, and hands it to the trainer if there is one."""
         self.sessions.close(session)
         if self.training is not None:
             self.training.finish(session)
 
     @contextmanager
     def count_request(self, caller: Caller) -> Iterator[None]:
-        """Counts a request while it is answered; raises `LimitError` if there are too many."""
+        """Count a request while it is answered; raises `LimitError` if there are too many."""
         if self._active_requests >= self.limits.requests:
             raise LimitError(f"{self._active_requests} requests are being answered, as many as allowed; try again")
         self._active_requests += 1
@@ -201,7 +202,7 @@ def _parse_host(url: str) -> str:
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Raises `ConfigError` if other machines could send requests without a token."""
+    """Raise `ConfigError` if other machines could send requests without a token."""
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} is reached from other machines, so the server needs a token: set one with --token, or "
@@ -210,7 +211,7 @@ def check_host(host: str, token: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches `host`."""
+    """Return whether only this machine reaches `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -48,7 +48,7 @@ class Caller:
         self.unfinished = 0  # answers requested that neither finished nor failed, including canceled ones
 
     def sampling(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Returns the values to sample with, by the policy if there is one; raises `ConfigError` where it refuses."""
+        """Return the values to sample with, by the policy if there is one; raises `ConfigError` where it refuses."""
         if self.policy is None:
             return asked
         try:
@@ -60,11 +60,11 @@ class Caller:
         return granted
 
     def next_seed(self) -> int | None:
-        """Returns the seed of the next answer; None leaves it to the engine."""
+        """Return the seed of the next answer; None leaves it to the engine."""
         return None
 
     def admit(self, answers: int) -> None:
-        """Raises `LimitError` where this many further answers are not allowed."""
+        """Raise `LimitError` where this many further answers are not allowed."""
 
     def record(
         self,
@@ -73,8 +73,9 @@ class Caller:
         response: ModelResponse,
         gconfig: GenerationHyperparameters | None = None,
     ) -> None:
-        """Records an answer sampled with `gconfig` (None: the caller's); raises `UnusableAnswerError` for one that
-        cannot be trained on."""
+        """Record an answer sampled with `gconfig` (None: the caller's); raises `UnusableAnswerError` for one that
+        cannot be trained on.
+        """
         check_answer(response)
 
 
@@ -98,7 +99,7 @@ class Interaction:
         self.place: tuple[str, int] = (self.completion, self.choice)
 
     def branch(self) -> list[Interaction]:
-        """Returns the answers from the root to this one."""
+        """Return the answers from the root to this one."""
         path, node = [self], self.parent
         while node is not None:
             path.append(node)
@@ -124,7 +125,8 @@ class Training:
 @dataclass
 class Trajectory:
     """One row to train on: its tokens, its reward, the (completion, choice) of each answer in it, and the adapter that
-    sampled them, None for the model itself."""
+    sampled them, None for the model itself.
+    """
 
     record: TokenRecord
     reward: float
@@ -197,7 +199,7 @@ class Session(Caller):
         self.interactions.append(interaction)
 
     def set_reward(self, reward: float, completion: str | None = None, choice: int = 0) -> None:
-        """Sets the reward of the last answer, or of answer `choice` of the response with the id `completion`.
+        """Set the reward of the last answer, or of answer `choice` of the response with the id `completion`.
 
         Raises `InvalidRewardError` for a reward that is not a finite number, `RolloutError` if there is no such
         answer.
@@ -213,7 +215,7 @@ class Session(Caller):
         nodes[-1].reward = reward
 
     def reward_every_branch(self, reward: float) -> None:
-        """Sets an episode's reward: that of the last answer of every branch, unless it already has one."""
+        """Set an episode's reward: that of the last answer of every branch, unless it already has one."""
         reward = finite_reward(reward)
         if not self.interactions and self.unfinished:
             raise UnusableAnswerError(
@@ -232,7 +234,7 @@ class Session(Caller):
         return [node for node in self.interactions if not node.children and node.reward is None]
 
     def export(self, style: ExportStyle = "individual", turn_discount: float = 1.0) -> list[Trajectory]:
-        """Returns the rows to train on, in the order of their (last) answers.
+        """Return the rows to train on, in the order of their (last) answers.
 
         `individual`: one row per answer. Its credit is its own reward plus `turn_discount` times the mean credit of
         its children.
@@ -278,7 +280,7 @@ class Session(Caller):
         return (node.branch() for node in self.interactions if not node.children)
 
     def branches(self) -> list[TokenRecord]:
-        """Returns every branch, from a root to a leaf, whether rewarded or not."""
+        """Return every branch, from a root to a leaf, whether rewarded or not."""
         return list(map(_token_record, self._branches()))
 
 
@@ -294,7 +296,7 @@ _LARGEST_REWARD = 3.4e38  # float32's largest number, 3.4028e38, rounded down
 
 
 def finite_reward(value: object) -> float:
-    """Returns `value` as a float; raises `InvalidRewardError` unless it is a finite number in float32."""
+    """Return `value` as a float; raises `InvalidRewardError` unless it is a finite number in float32."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # for example a tensor of many elements
@@ -331,7 +333,7 @@ class Sessions:
         seed: int | None = None,
         policy: SamplingPolicy | None = None,
     ) -> Session:
-        """Returns a new session; raises `LimitError` at the limit of open sessions."""
+        """Return a new session; raises `LimitError` at the limit of open sessions."""
         self._close_idle()
         if len(self) >= self._max_open:
             raise LimitError(f"{self._max_open} sessions are open, as many as this server allows; close some")
@@ -340,7 +342,7 @@ class Sessions:
         return session
 
     def close(self, session: Session) -> None:
-        """Removes a session; its key is no longer valid."""
+        """Remove a session; its key is no longer valid."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
 
@@ -354,7 +356,7 @@ class Sessions:
 
     @contextmanager
     def in_use(self, session: Session) -> Iterator[None]:
-        """Keeps a session from being closed as idle while it is used."""
+        """Keep a session from being closed as idle while it is used."""
         session.active_requests += 1
         try:
             yield

@@ -41,7 +41,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parses JSON strictly: raises ValueError for NaN, Infinity, numbers that overflow, and too deep nesting."""
+    """Parse JSON strictly: raises ValueError for NaN, Infinity, numbers that overflow, and too deep nesting."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -58,12 +58,12 @@ def load_json(text: str | bytes) -> Any:
 
 
 def partial_match(text: str, mark: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of `mark`."""
+    """Return how many characters at the end of `text` may be the beginning of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _call(name: str, arguments: Any) -> ToolCall:
-    """Returns a call; raises ValueError unless it has a name and `arguments` is an object of JSON."""
+    """Return a call; raises ValueError unless it has a name and `arguments` is an object of JSON."""
     if not name or not isinstance(arguments, dict):
         raise ValueError("no name, or no object of arguments")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
@@ -76,12 +76,12 @@ def _parse_call(value: Any, key: str = "arguments") -> ToolCall:
 
 
 def hermes_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parses `{"name": …, "arguments": {…}}` (Hermes, Qwen2.5, Qwen3)."""
+    """Parse `{"name": …, "arguments": {…}}` (Hermes, Qwen2.5, Qwen3)."""
     return [_parse_call(load_json(body))]
 
 
 def parse_argument(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """Returns an argument written as bare text: as it is where its schema wants text, else as JSON if it is any."""
+    """Return an argument written as bare text: as it is where its schema wants text, else as JSON if it is any."""
     kinds = (schema or {}).get("type", "string")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if set(kinds) == {"string"}:
@@ -103,7 +103,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.D
 
 
 def qwen3_coder_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parses `<function=NAME><parameter=KEY>VALUE</parameter>…</function>` (Qwen3-Coder, Qwen3.5)."""
+    """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>` (Qwen3-Coder, Qwen3.5)."""
     function = _FUNCTION.fullmatch(body)
     if function is None:
         raise ValueError("no function")
@@ -118,7 +118,7 @@ _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 
 
 def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parses `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…` (GLM-4.5 and later)."""
+    """Parse `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…` (GLM-4.5 and later)."""
     head, mark, rest = body.partition("<arg_key>")
     name, rest = head.strip(), mark + rest
     if re.search(r"[\s<>]", name) or (not mark and name not in schemas) or _ARGUMENT.sub("", rest).strip():
@@ -133,8 +133,9 @@ _DEEPSEEK_FENCED = re.compile(r"(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 def deepseek_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parses the calls of DeepSeek-V3 and R1 (`function`, separator, name and fenced JSON) and of V3.1 (name,
-    separator, JSON), each between its own marks."""
+    """Parse the calls of DeepSeek-V3 and R1 (`function`, separator, name and fenced JSON) and of V3.1 (name,
+    separator, JSON), each between its own marks.
+    """
     found = _DEEPSEEK_CALL.findall(body)
     if not found or _DEEPSEEK_CALL.sub("", body).strip():
         raise ValueError("no calls")
@@ -150,8 +151,9 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def llama3_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parses `{"name": …, "parameters": {…}}`, several with `;` between them, and the built-in tools' form
-    `name.call(key="value")` (Llama 3.1 to 3.3)."""
+    """Parse `{"name": …, "parameters": {…}}`, several with `;` between them, and the built-in tools' form
+    `name.call(key="value")` (Llama 3.1 to 3.3).
+    """
     body = body.removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
         return [_python_call(body)]
@@ -194,7 +196,7 @@ class MarkedParser:
         self._after_call = False
 
     def feed(self, text: str) -> list[Part]:
-        """Returns what is complete by now."""
+        """Return what is complete by now."""
         self._buffer += text
         parts: list[Part] = []
         while True:
@@ -219,7 +221,7 @@ class MarkedParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Returns the rest, when no text follows."""
+        """Return the rest, when no text follows."""
         parts: list[Part] = []
         self._add_text(parts, (self._space + self._open if self._inside else "") + self._buffer)
         return parts
@@ -241,7 +243,7 @@ class PrefixCallParser:
         self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
-        """Returns what is complete by now."""
+        """Return what is complete by now."""
         self._buffer += text
         start = self._buffer.lstrip()
         if not self._is_text and (not start or any(start.startswith(mark[: len(start)]) for mark in self._marks)):
@@ -250,14 +252,14 @@ class PrefixCallParser:
         return [given] if given else []
 
     def finish(self) -> list[Part]:
-        """Returns the rest, when no text follows."""
+        """Return the rest, when no text follows."""
         if not self._buffer:
             return []
         return [*valid_calls(self._calls, self._buffer, self._schemas)] or [self._buffer]
 
 
 def valid_calls(calls: Callable[[str, Schemas], list[ToolCall]], body: str, schemas: Schemas) -> list[ToolCall]:
-    """Returns the calls of a text; none if it is not wholly made of valid ones."""
+    """Return the calls of a text; none if it is not wholly made of valid ones."""
     try:
         return calls(body, schemas)
     except (ValueError, RecursionError):
@@ -284,7 +286,7 @@ class HarmonyParser:
         self._is_plain_text = False  # whether an answer without any header has begun
 
     def feed(self, text: str) -> list[Part]:
-        """Returns what is complete by now."""
+        """Return what is complete by now."""
         self._buffer += text
         parts: list[Part] = []
         while self._buffer and self._advance(parts):
@@ -292,7 +294,7 @@ class HarmonyParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Returns the rest, when no text follows."""
+        """Return the rest, when no text follows."""
         parts: list[Part] = []
         if self._in_header and not self._is_plain_text:
             if self._buffer and not self._buffer.startswith(_HARMONY_STARTS):
@@ -303,7 +305,7 @@ class HarmonyParser:
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Reads the next header or piece of a message. Returns whether more of the buffer may be complete."""
+        """Read the next header or piece of a message. Returns whether more of the buffer may be complete."""
         if self._in_header and not self._is_plain_text:
             return self._read_header(parts)
         found = [(at, mark) for mark in _HARMONY_ENDS if (at := self._buffer.find(mark)) >= 0]
@@ -399,13 +401,13 @@ FORMATS = (
 
 
 def template_text(tokenizer: Any) -> str:
-    """Returns the chat template's source, of several templates all; empty without one."""
+    """Return the chat template's source, of several templates all; empty without one."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
 def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
-    """Returns the format of that name, or without one that of the chat template; Hermes' where nothing tells.
+    """Return the format of that name, or without one that of the chat template; Hermes' where nothing tells.
 
     Raises `ConfigError` for an unknown name.
     """
@@ -422,12 +424,12 @@ def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """Returns the schemas of tools as chat templates get them."""
+    """Return the schemas of tools as chat templates get them."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
 def merge_adjacent(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yields parts with adjacent ones of text, and of reasoning, as one."""
+    """Yield parts with adjacent ones of text, and of reasoning, as one."""
     last: str | Reasoning | None = None
     for part in parts:
         if isinstance(last, str) and isinstance(part, str):

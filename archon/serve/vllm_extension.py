@@ -73,14 +73,14 @@ class Transfer(WeightTransferEngine):
     _kept_version: str | None = None
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """Does nothing: the folder needs no connection."""
+        """Do nothing: the folder needs no connection."""
         del init_info
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Checkpoint | Stream:
-        """Returns which of the two kinds of update this is."""
+        """Return which of the two kinds of update this is."""
         return Stream(**update_dict) if "address" in update_dict else Checkpoint(**update_dict)
 
     def receive_weights(self, update_info: Checkpoint | Stream) -> None:
@@ -98,7 +98,7 @@ class Transfer(WeightTransferEngine):
                 pass
 
     def _stored(self, update_info: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns the tensors of a folder, or of what is kept with the folder's changes."""
+        """Return the tensors of a folder, or of what is kept with the folder's changes."""
         source = tensors(Path(update_info.folder))
         if update_info.since is not None:
             if self._kept is None or self._kept_version != update_info.since:
@@ -111,7 +111,7 @@ class Transfer(WeightTransferEngine):
         return source
 
     def _load(self, source: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Loads a whole checkpoint; raises ValueError where it sets other parameters than an earlier one."""
+        """Load a whole checkpoint; raises ValueError where it sets other parameters than an earlier one."""
         loaded = self.model.load_weights(source)
         if loaded is None:
             return
@@ -125,11 +125,11 @@ class Transfer(WeightTransferEngine):
         share_packed_embeddings(self.model)
 
     def shutdown(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and tensor of all safetensors files of a folder."""
+    """Yield name and tensor of all safetensors files of a folder."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no safetensors files; do trainer and server see the same folder?")
@@ -140,13 +140,13 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def patch(checkpoint: dict[str, torch.Tensor], changes: dict[str, torch.Tensor]) -> None:
-    """Sets the elements NAME.indices of each tensor NAME to NAME.values."""
+    """Set the elements NAME.indices of each tensor NAME to NAME.values."""
     for name, tensor in checkpoint.items():
         tensor.view(-1)[changes[f"{name}.indices"].long()] = changes[f"{name}.values"]
 
 
 def share_packed_embeddings(model: torch.nn.Module) -> None:
-    """Lets heads of tied embeddings multiply with what the embeddings packed.
+    """Let heads of tied embeddings multiply with what the embeddings packed.
 
     On a CPU a layer multiplies with a packed copy of its matrix. A reload of vLLM 0.32 packs that of the embeddings
     anew, which need none, and leaves the head its old one.

@@ -113,18 +113,18 @@ class BaseTrainer:
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the held-out metrics; {} where there is no held-out data."""
+        """Return the held-out metrics; {} where there is no held-out data."""
         raise NotImplementedError
 
     def timed_evaluation(self) -> dict[str, float]:
-        """Returns the metrics of `evaluate` and `seconds/evaluate`; {} where there is no held-out data."""
+        """Return the metrics of `evaluate` and `seconds/evaluate`; {} where there is no held-out data."""
         seconds: dict[str, float] = {}
         with timed(seconds, "seconds/evaluate"):
             measured = self.evaluate()
         return measured | seconds if measured else {}
 
     def before_first_step(self) -> dict[str, float]:
-        """Returns the metrics to record before the first step; {} for none."""
+        """Return the metrics to record before the first step; {} for none."""
         return {}
 
     def after_step(self) -> dict[str, float]:
@@ -132,7 +132,7 @@ class BaseTrainer:
         return {}
 
     def position(self) -> dict[str, Any]:
-        """Returns what a checkpoint contains besides the engines: the position in the data."""
+        """Return what a checkpoint contains besides the engines: the position in the data."""
         raise NotImplementedError
 
     def load_position(self, state: dict[str, Any]) -> None:
@@ -205,7 +205,8 @@ class BaseTrainer:
 
 def join_processes(config: Config, model: EngineConfig) -> Config:
     """Join the processes that the model's layout needs. Returns the main process's configuration, because what a
-    file resolves to (the time, an environment variable) may differ between processes."""
+    file resolves to (the time, an environment variable) may differ between processes.
+    """
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
     if ControlPlane.world().size == 1:
@@ -252,7 +253,7 @@ def freeze_gc() -> Iterator[None]:
 def run_until_stopped(
     loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], runner: Runner | None
 ) -> Result:
-    """Returns the result of `work`, run on the loop. Raises StoppedError when a signal asks the runner to stop."""
+    """Return the result of `work`, run on the loop. Raises StoppedError when a signal asks the runner to stop."""
     task = loop.create_task(work)
 
     def cancel() -> None:

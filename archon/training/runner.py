@@ -87,7 +87,7 @@ class RunDirectory:
         (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
 
     def has_run(self) -> bool:
-        """Returns whether the folder contains records or checkpoints of a run."""
+        """Return whether the folder contains records or checkpoints of a run."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (
             self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         )
@@ -256,7 +256,7 @@ class Runner:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
+    """Return the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
     found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES_RECORDED:
         try:

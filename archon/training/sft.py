@@ -28,8 +28,9 @@ from archon.training.runner import Runner
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = None) -> dict[str, Any]:
-    """Returns SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some, and the
-    pictures of each row for a model that sees, whose `reader` reads them."""
+    """Return SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some, and the
+    pictures of each row for a model that sees, whose `reader` reads them.
+    """
     width = max(len(row["input_ids"]) for row in rows)
 
     def column(name: str) -> Tensor:

@@ -87,11 +87,11 @@ class PeftConfig:
     layers: frozenset[int] | None
 
     def is_parameter(self, name: str) -> bool:
-        """Returns whether a parameter of this name is adapted as one, besides the modules."""
+        """Return whether a parameter of this name is adapted as one, besides the modules."""
         return _matches(self.parameters, name)
 
     def size(self, tensor: PeftTensor) -> LoRASize:
-        """Returns the size of a tensor's adapter. Raises CheckpointError where the file says that it has none."""
+        """Return the size of a tensor's adapter. Raises CheckpointError where the file says that it has none."""
         key = tensor.name
         if tensor.experts is None and self.is_parameter(f"{key}.weight"):
             key = f"{key}.weight"
@@ -100,7 +100,7 @@ class PeftConfig:
         return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
 
     def _exclusion_reason(self, module: str) -> str | None:
-        """Returns which field says that a module has no adapter."""
+        """Return which field says that a module has no adapter."""
         if self.modules is not None and not _matches(self.modules, module):
             return "target_modules does not name it"
         if _matches(self.excluded, module):
@@ -113,12 +113,12 @@ class PeftConfig:
 
 
 def _matches(names: frozenset[str] | NamePattern, name: str) -> bool:
-    """Returns whether names or their ends, or a regular expression of whole names, mean one, as PEFT matches it."""
+    """Return whether names or their ends, or a regular expression of whole names, mean one, as PEFT matches it."""
     return names.matches(name) if isinstance(names, NamePattern) else not names.isdisjoint(name_suffixes(name))
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Returns what a file says, with PEFT's defaults. Raises CheckpointError for what is malformed or not supported."""
+    """Return what a file says, with PEFT's defaults. Raises CheckpointError for what is malformed or not supported."""
     config = _read_json(path)
     if config.get("peft_type") != "LORA":
         fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
@@ -228,7 +228,7 @@ def _version(path: Path, value: Any) -> tuple[int, ...]:
 def config_fields(
     sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str
 ) -> dict[str, Any]:
-    """Returns the fields of a file for adapters; the commonest rank and alpha are `r` and `lora_alpha`.
+    """Return the fields of a file for adapters; the commonest rank and alpha are `r` and `lora_alpha`.
 
     Args:
         sizes: by names of modules and of parameters.
@@ -257,7 +257,7 @@ def config_fields(
 
 
 def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
-    """Returns the size of one adapter of this rank that counts as much as several; None if they count differently."""
+    """Return the size of one adapter of this rank that counts as much as several; None if they count differently."""
     first = sizes[0]
     if any(not math.isclose(size.scale, first.scale, rel_tol=1e-12) for size in sizes):
         return None

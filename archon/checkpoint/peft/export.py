@@ -30,7 +30,8 @@ from archon.schema.errors import ConfigError
 @dataclass(frozen=True)
 class LoRAWeights:
     """Adapters of a model: their sizes by the name of the matrix, and their tensors by
-    `lora.model.lora_parameter_names`."""
+    `lora.model.lora_parameter_names`.
+    """
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
@@ -41,12 +42,12 @@ class LoRAWeights:
 
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a folder holds an adapter in PEFT's format."""
+    """Return whether a folder holds an adapter in PEFT's format."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Returns the checkpoint that a folder of PEFT's names as its base.
+    """Return the checkpoint that a folder of PEFT's names as its base.
 
     Raises ConfigError where that is no folder here, and for a run's checkpoint, which names its base by a digest alone.
     """
@@ -63,7 +64,7 @@ def read_lora_weights(
     base: str | os.PathLike[str] | None = None,
     lora_name: str | None = None,
 ) -> LoRAWeights:
-    """Returns the adapters of a folder of PEFT's, or of a checkpoint of a run that trained adapters.
+    """Return the adapters of a folder of PEFT's, or of a checkpoint of a run that trained adapters.
 
     Args:
         adapter: of the model that they belong to.
@@ -96,7 +97,7 @@ def read_lora_weights(
 
 
 def _saved_sizes(folder: Path, lora: Mapping[str, Any], lora_name: str | None) -> Mapping[str, Any]:
-    """Returns the sizes of the adapter that a run's checkpoint holds, or of the one with this name."""
+    """Return the sizes of the adapter that a run's checkpoint holds, or of the one with this name."""
     several = sorted(name for name, of in lora.items() if "rank" not in of)
     if several and lora_name not in several:
         given = "" if lora_name is None else f", and none {lora_name!r}"
@@ -129,7 +130,7 @@ def export_lora(
 def merge(
     parameters: Mapping[str, LazyTensor], lora: LoRAWeights, dtype: torch.dtype | None = None
 ) -> dict[str, LazyTensor]:
-    """Returns parameters by name, those with an adapter merged when they are read.
+    """Return parameters by name, those with an adapter merged when they are read.
 
     Args:
         dtype: of the results; by default each parameter keeps its own.

@@ -57,13 +57,13 @@ class PeftTensor:
         return replace(self, name=self.name.replace(TEXT_MODEL, ".", 1))
 
     def shapes(self, rank: int, *, is_reversed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B in PEFT's file."""
+        """Return the shapes of A and B in PEFT's file."""
         rows = rank * (self.experts or 1)
         near, far = (self.out_features, self.in_features) if is_reversed else (self.in_features, self.out_features)
         return (rows, near), (far, rows)
 
     def fuse(self, parts: Sequence[Pair | None]) -> tuple[Pair, bool]:
-        """Returns the adapter of the whole tensor, and whether the parts share its ranks, as all have the same A.
+        """Return the adapter of the whole tensor, and whether the parts share its ranks, as all have the same A.
 
         Args:
             parts: their adapters, None for one without.
@@ -79,7 +79,7 @@ class PeftTensor:
         return (a, b), shared
 
     def split(self, pair: Pair, ranks: Sequence[int] | None) -> list[Pair | None]:
-        """Returns the adapters of the parts: the reverse of `fuse`, without copies where strides allow it.
+        """Return the adapters of the parts: the reverse of `fuse`, without copies where strides allow it.
 
         Args:
             ranks: those of the parts, 0 for one without an adapter; None if they share all.
@@ -99,12 +99,12 @@ class PeftTensor:
         return found
 
     def to_file(self, pair: Pair) -> Pair:
-        """Returns A and B as PEFT's newest versions write them."""
+        """Return A and B as PEFT's newest versions write them."""
         a, b = pair
         return pair if self.experts is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2))
 
     def from_file(self, pair: Pair, *, is_reversed: bool) -> Pair:
-        """Returns the adapter of what `to_file` returned, or of what another version of PEFT wrote."""
+        """Return the adapter of what `to_file` returned, or of what another version of PEFT wrote."""
         if self.experts is None:
             return pair
         near = pair[0].unflatten(0, (self.experts, -1))
@@ -119,7 +119,7 @@ def _columns(ranks: Sequence[int], *, shared: bool) -> list[slice]:
 
 
 def _extract(target: NativeTarget, b: Tensor) -> Tensor:
-    """Returns a part's rows of the B of its tensor, which lie in it as those of its weight do."""
+    """Return a part's rows of the B of its tensor, which lie in it as those of its weight do."""
     return b if target.placement is None else replace(target.placement, transposed=False).extract(b)
 
 
@@ -131,7 +131,7 @@ def _insert(target: NativeTarget, rows: Tensor, b: Tensor) -> None:
 
 
 def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict[str, PeftTensor]:
-    """Returns the tensors that hold matrices, by name, in the order of the matrices.
+    """Return the tensors that hold matrices, by name, in the order of the matrices.
 
     Their names are those of the checkpoint; of `adapter.in_memory` they are those of transformers' model, which stacks
     experts. Raises ConfigError for a tensor whose parts differ in their inputs, or that holds what has no adapters.
@@ -161,7 +161,7 @@ def _along_rows(target: NativeTarget, dimensions: int) -> bool:
 
 
 def key_pairs(tensors: Iterable[PeftTensor]) -> dict[str, tuple[str, str]]:
-    """Returns the keys of A and B of each adapted tensor, by its name.
+    """Return the keys of A and B of each adapted tensor, by its name.
 
     PEFT wraps a module once for each of its adapted parameters, in their order, so that the last has the plain name.
     """
@@ -177,7 +177,7 @@ def key_pairs(tensors: Iterable[PeftTensor]) -> dict[str, tuple[str, str]]:
 
 
 def is_reversed(version: tuple[int, ...], *, transposed: bool) -> bool:
-    """Returns whether a version of PEFT wrote A for the outputs and B for the inputs of stacked experts.
+    """Return whether a version of PEFT wrote A for the outputs and B for the inputs of stacked experts.
 
     Up to 0.18 A was always of the parameter's first dimension after the experts; 0.19.0 exchanged the two for
     transposed parameters, and 0.19.1 does so for the others, so that A is of the inputs of both.

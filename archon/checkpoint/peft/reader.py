@@ -53,13 +53,13 @@ class _Stored:
     reversed: bool
 
     def parts(self, pair: Pair) -> list[Pair | None]:
-        """Returns the adapters of its parts, for A and B of the file. Raises ValueError as `split` does."""
+        """Return the adapters of its parts, for A and B of the file. Raises ValueError as `split` does."""
         ranks = None if self.shared else [0 if size is None else size.rank for size in self.sizes]
         return self.tensor.split(self.tensor.from_file(pair, is_reversed=self.reversed), ranks)
 
 
 def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, LoRASize]:
-    """Returns the adapters of a folder by the native name of their matrix.
+    """Return the adapters of a folder by the native name of their matrix.
 
     Raises CheckpointError for a field that this engine cannot honor, for a key that is no adapter of this model's
     linear layers, and for a pair with a missing half or the wrong shape.
@@ -69,7 +69,7 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Returns what a folder's config says. Raises CheckpointError as `read_sizes` does."""
+    """Return what a folder's config says. Raises CheckpointError as `read_sizes` does."""
     if not (folder / CONFIG_FILE).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
         hint = f"; it has folders of adapters, name one: {', '.join(inside)}" if inside else ""
@@ -86,14 +86,14 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 @contextmanager
 def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
-    """Opens a folder: what its config says, and its tensors."""
+    """Open a folder: what its config says, and its tensors."""
     config = read_peft_config(folder)
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:
         yield config, file
 
 
 def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
-    """Returns the adapters of an open file, of which each has both keys and the shapes that the config says."""
+    """Return the adapters of an open file, of which each has both keys and the shapes that the config says."""
     matrices = lora_matrices(adapter)
     tensors = peft_tensors(adapter, matrices) | peft_tensors(adapter.in_memory, matrices)
     known = [*tensors.values()]
@@ -127,7 +127,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
 
 
 def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
-    """Returns what may be wrong with a key that no adapter of this model has."""
+    """Return what may be wrong with a key that no adapter of this model has."""
     stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
     if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
         return f": target_parameters of {CONFIG_FILE} names none of {', '.join(stack.name for stack in stacks)}"
@@ -137,7 +137,7 @@ def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> st
 def _stored_tensor(
     config: PeftConfig, file: SafetensorsFile, tensor: PeftTensor, keys: tuple[str, str], parts: Any
 ) -> _Stored:
-    """Returns a tensor's adapter, after checking its shapes and the ranks of its parts, if the file has any."""
+    """Return a tensor's adapter, after checking its shapes and the ranks of its parts, if the file has any."""
     size = config.size(tensor)
     backwards = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
     shapes = tuple(file.entries[key].shape for key in keys)
@@ -170,7 +170,7 @@ def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def _sizes_of_parts(path: Any, tensor: PeftTensor, whole: LoRASize, parts: Any) -> tuple[LoRASize | None, ...]:
-    """Returns the sizes that a file's metadata gives for the parts of a tensor: [rank, alpha] each, or null."""
+    """Return the sizes that a file's metadata gives for the parts of a tensor: [rank, alpha] each, or null."""
     sizes: tuple[LoRASize | None, ...] = ()
     if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
         sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), whole.rslora) for part in parts)
@@ -199,7 +199,7 @@ def _is_size(part: Any) -> bool:
 def _sizes(
     stored: Sequence[_Stored], adapter: BaseStateDictAdapter, path: str | os.PathLike[str]
 ) -> dict[str, LoRASize]:
-    """Returns the size of each matrix's adapter, of which all experts have one, and have it once."""
+    """Return the size of each matrix's adapter, of which all experts have one, and have it once."""
     sizes: dict[str, LoRASize] = {}
     places: dict[str, dict[int | None, str]] = {}
     for item in stored:
@@ -234,7 +234,7 @@ def _sizes(
 def read_lora_tensors(
     path: str | os.PathLike[str], adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]
 ) -> dict[str, Tensor]:
-    """Returns a folder's adapters, of the sizes that `read_sizes` returned, by native name
+    """Return a folder's adapters, of the sizes that `read_sizes` returned, by native name
     (`lora.model.lora_parameter_names`).
 
     Raises CheckpointError for a value that is not finite.
@@ -264,7 +264,7 @@ def load_lora(
 
 
 def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:
-    """Returns the adapters of an open file by the native name of their matrix."""
+    """Return the adapters of an open file by the native name of their matrix."""
     pairs: dict[str, Pair] = {}
     rows: dict[str, dict[int, Pair]] = {}
     for item in stored:

@@ -47,12 +47,12 @@ class _Plan:
         return self.tensor.experts is not None or self.target != self.tensor.name
 
     def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:
-        """Returns the adapters of its parts, of an engine's whole tensors by native name."""
+        """Return the adapters of its parts, of an engine's whole tensors by native name."""
         parts = zip(self.tensor.parts, self.sizes, strict=True)
         return [None if size is None else _lora_pair(tensors, target) for target, size in parts]
 
     def full_size(self, rank: int) -> LoRASize | None:
-        """Returns the size of its adapter; None if its parts' count differently."""
+        """Return the size of its adapter; None if its parts' count differently."""
         return fused_size([size for size in self.sizes if size is not None], rank)
 
 

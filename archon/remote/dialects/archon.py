@@ -1,5 +1,6 @@
 """`archon serve --push-root FOLDER`: the generator of a trainer's own process behind HTTP, so that every sampling value
-means the same, and an answer is the one that it would have given."""
+means the same, and an answer is the one that it would have given.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Archon(Dialect):
         return cls(facts, http.url)
 
     def check(self, gconfig: GenerationHyperparameters) -> None:
-        """Accepts all: the server's generator is the trainer's."""
+        """Accept all: the server's generator is the trainer's."""
 
     def request(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         # The tokenizer's end-of-text id is among the stop ids.

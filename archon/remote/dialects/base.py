@@ -60,7 +60,7 @@ class Sampling:
     model: str
 
     def common_params(self) -> dict[str, Any]:
-        """Returns the parameters that vLLM and SGLang name alike.
+        """Return the parameters that vLLM and SGLang name alike.
 
         Said in full, since a server may have other defaults, from the model's generation_config.json.
         """
@@ -103,46 +103,46 @@ class Dialect(ABC):
     @classmethod
     @abstractmethod
     def connect(cls, http: Http) -> Dialect | None:
-        """Returns the dialect of the server with its facts, or None where the server is of another kind.
+        """Return the dialect of the server with its facts, or None where the server is of another kind.
 
         Raises ConfigError for a server of this kind that answers could not be trained on.
         """
 
     @abstractmethod
     def check(self, gconfig: GenerationHyperparameters) -> None:
-        """Raises ConfigError for sampling values that the server would ignore or whose logprobs it cannot give."""
+        """Raise ConfigError for sampling values that the server would ignore or whose logprobs it cannot give."""
 
     @abstractmethod
     def request(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """Returns path and body."""
+        """Return path and body."""
 
     @abstractmethod
     def answer(self, body: Any) -> Answer:
-        """Returns the answer in a response; raises ServerError for one that is not of the dialect."""
+        """Return the answer in a response; raises ServerError for one that is not of the dialect."""
 
     @abstractmethod
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
-        """Returns the logprobs of tokens 1 to L − 1 at temperature 1, each given those before it."""
+        """Return the logprobs of tokens 1 to L − 1 at temperature 1, each given those before it."""
 
     @abstractmethod
     def token_ids(self, http: Http, text: str) -> list[int] | None:
-        """Returns the server's tokens of a text without special ones; None where it has no tokenizer."""
+        """Return the server's tokens of a text without special ones; None where it has no tokenizer."""
 
     def pause(self, http: Http, *, abort: bool) -> None:
-        """Stops sampling; unfinished answers end with what they have, or are kept."""
+        """Stop sampling; unfinished answers end with what they have, or are kept."""
         raise self._unsupported("pauses")
 
     def resume(self, http: Http) -> None:
         raise self._unsupported("pauses")
 
     def abort(self, http: Http, rid: str) -> None:
-        """Ends the requests of that name with what they have."""
+        """End the requests of that name with what they have."""
         raise self._unsupported("aborted requests")
 
     def load(
         self, http: Http, transport: Transport, folder: str, version: int, seconds: float, since: int | None
     ) -> str:
-        """Replaces the weights, and forgets what is cached of the old ones. Returns the model's name for requests.
+        """Replace the weights, and forgets what is cached of the old ones. Returns the model's name for requests.
 
         `folder` holds a checkpoint or adapters, or the elements that changed since the version `since`.
         """
@@ -153,11 +153,11 @@ class Dialect(ABC):
         raise self._unsupported(f"pushes by {transport}")
 
     def version(self, http: Http) -> str:
-        """Returns the version of the server's weights."""
+        """Return the version of the server's weights."""
         raise self._unsupported("versions of weights")
 
     def start_for(self, transport: Transport) -> str:
-        """Returns with what the server must be started so that it takes weights by `transport`."""
+        """Return with what the server must be started so that it takes weights by `transport`."""
         raise self._unsupported(f"pushes by {transport}")
 
     def _unsupported(self, what: str) -> ConfigError:
@@ -165,14 +165,14 @@ class Dialect(ABC):
 
 
 def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
-    """Returns `values` as numbers; raises ServerError where one is missing, NaN or infinite."""
+    """Return `values` as numbers; raises ServerError where one is missing, NaN or infinite."""
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         raise ServerError(f"{where}: a logprob is missing, or no finite number")
     return [float(value) for value in values]
 
 
 def get_path(body: Any, where: str, *path: str | int) -> Any:
-    """Returns what is at a path of keys and indices; raises ServerError where there is nothing."""
+    """Return what is at a path of keys and indices; raises ServerError where there is nothing."""
     for key in path:
         try:
             body = body[key]

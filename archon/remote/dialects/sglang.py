@@ -66,7 +66,7 @@ class SGLang(Dialect):
         return cls(facts, http.url)
 
     def check(self, gconfig: GenerationHyperparameters) -> None:
-        """Raises ConfigError where SGLang's logprobs would not be those of `ModelResponse`.
+        """Raise ConfigError where SGLang's logprobs would not be those of `ModelResponse`.
 
         They are of the logits divided by the temperature, before top_p and top_k; of a greedy answer those of
         temperature 1. Seeds have an effect with --enable-deterministic-inference alone.
@@ -150,5 +150,5 @@ class SGLang(Dialect):
 
 
 def _delimited_rid(rid: str) -> str:
-    """Returns a name that is the beginning of no other: SGLang aborts all requests whose names begin with the given."""
+    """Return a name that is the beginning of no other: SGLang aborts all requests whose names begin with the given."""
     return f"{rid}/"

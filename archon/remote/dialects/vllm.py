@@ -91,7 +91,7 @@ class VLLM(Dialect):
         return cls(facts, http.url, generates=_has_generate_route(http))
 
     def check(self, gconfig: GenerationHyperparameters) -> None:
-        """Raises ConfigError where vLLM's logprobs would not be those of `ModelResponse`.
+        """Raise ConfigError where vLLM's logprobs would not be those of `ModelResponse`.
 
         Raw ones are those of temperature 1. Processed ones are those of what was sampled from: of the temperature, but
         also without the tokens that top_p, top_k and min_new_tokens cut; of a greedy answer those of temperature 1.
@@ -159,7 +159,7 @@ class VLLM(Dialect):
         return Answer(tokens, finite_logprobs(logprobs, where), _REASONS[reason], spans, self._experts(choice))
 
     def _experts(self, choice: dict[str, Any]) -> np.ndarray | None:
-        """Returns the experts in an answer's choice, of a server with --enable-return-routed-experts."""
+        """Return the experts in an answer's choice, of a server with --enable-return-routed-experts."""
         text = choice.get("routed_experts")
         if text is None:
             return None
@@ -230,7 +230,7 @@ class VLLM(Dialect):
         return str(self._field(http.get("/weight_info", CONNECT_SECONDS), "weight_version"))
 
     def _reset_prefix_cache(self, http: Http, seconds: float, model: str) -> str:
-        """Empties the prefix cache; returns `model`."""
+        """Empty the prefix cache; returns `model`."""
         if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):
             raise ServerError(f"{http.url}: the prefix cache is in use and keeps what the old weights computed")
         return model
@@ -246,7 +246,7 @@ class VLLM(Dialect):
 
 
 def _broadcast(sender: Sender, buckets: Iterable[Bucket], loading: Future[None], url: str) -> None:
-    """Sends while the request `loading` runs, whose error says more than that of a connection that it broke."""
+    """Send while the request `loading` runs, whose error says more than that of a connection that it broke."""
     failure: Exception | None = None
     try:
         if sender.connect(loading.done):
@@ -261,7 +261,7 @@ def _broadcast(sender: Sender, buckets: Iterable[Bucket], loading: Future[None],
 
 
 def _has_generate_route(http: Http) -> bool:
-    """Returns whether the server has `GENERATE`; without `--enable-scale-out` its status is 403 or 404."""
+    """Return whether the server has `GENERATE`; without `--enable-scale-out` its status is 403 or 404."""
     try:
         http.post(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}, seconds=60)
     except RefusedError as error:

@@ -26,23 +26,24 @@ END_SECONDS = 30.0
 @dataclass(frozen=True)
 class Command:
     """What starts a server of one engine: arguments, in which `{host}` and `{port}` stand for where it listens, and
-    the environment that it needs besides the machine's."""
+    the environment that it needs besides the machine's.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
 
     def argv(self, host: str, port: str) -> list[str]:
-        """Returns the arguments of a server that listens there."""
+        """Return the arguments of a server that listens there."""
         return [argument.replace("{host}", host).replace("{port}", port) for argument in self.arguments]
 
     def shell(self, host: str, port: str) -> str:
-        """Returns a line for a shell, in which `host` and `port` may be variables such as `$PORT`."""
+        """Return a line for a shell, in which `host` and `port` may be variables such as `$PORT`."""
         quoted = " ".join(map(shlex.quote, self.arguments))
         return quoted.replace("'{host}'", host).replace("'{port}'", port)
 
 
 def command(config: LaunchConfig, model: str, push_root: Path, dtype: str, lora_rank: int | None) -> Command:
-    """Returns what starts a server of `model`, to which weights can be pushed from folders in `push_root`.
+    """Return what starts a server of `model`, to which weights can be pushed from folders in `push_root`.
 
     Args:
         dtype: that it computes in.
@@ -72,7 +73,7 @@ def command(config: LaunchConfig, model: str, push_root: Path, dtype: str, lora_
 
 
 def ensure_server_key() -> str:
-    """Returns the key of this run's servers, made where there is none."""
+    """Return the key of this run's servers, made where there is none."""
     return os.environ.setdefault(KEY, secrets.token_hex(16))
 
 
@@ -91,7 +92,7 @@ class ServerHandle(ABC):
         self.started, self.failed_starts = 0.0, 0
 
     def start(self) -> None:
-        """Starts it, anew where it runs already."""
+        """Start it, anew where it runs already."""
         self.stop()
         self.started = time.monotonic()
         self.failed_starts += 1
@@ -102,11 +103,11 @@ class ServerHandle(ABC):
 
     @abstractmethod
     def exit_message(self) -> str | None:
-        """Returns how it ended, with the end of its log; None while it runs."""
+        """Return how it ended, with the end of its log; None while it runs."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends it and whatever it started; does nothing where it does not run."""
+        """End it and whatever it started; does nothing where it does not run."""
 
 
 @dataclass(eq=False)
@@ -166,7 +167,7 @@ class LocalHandle(ServerHandle):
 
 
 def log_tail(path: Path) -> str:
-    """Returns the last lines of a log."""
+    """Return the last lines of a log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_BYTES))
@@ -183,7 +184,7 @@ def _free_port(host: str) -> int:
 
 
 def stop_all(handles: Sequence[ServerHandle]) -> None:
-    """Ends servers, one after another, each whatever happens to the others."""
+    """End servers, one after another, each whatever happens to the others."""
     for handle in handles:
         try:
             handle.stop()

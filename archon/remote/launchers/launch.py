@@ -24,7 +24,7 @@ WATCH_SECONDS = 1.0
 
 
 def push_root(push: PushConfig) -> Path:
-    """Returns the folder in which pushes will be, made where the configuration names it."""
+    """Return the folder in which pushes will be, made where the configuration names it."""
     if push.folder is None:
         return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(TemporaryDirectory().name).parent
     folder = Path(push.folder).absolute()
@@ -52,7 +52,7 @@ class LaunchedServers:
         self._watcher: threading.Thread | None = None
 
     def open(self) -> list[str]:
-        """Starts all servers and returns their URLs once each accepts connections.
+        """Start all servers and returns their URLs once each accepts connections.
 
         Raises ConfigError, with the end of its log, for one that does not come up; then none is left.
         """
@@ -69,13 +69,13 @@ class LaunchedServers:
         return urls
 
     def watch(self, engine: RemoteEngine) -> None:
-        """Restarts, from now on and in a thread, servers that ended or do not answer, and gives them the weights."""
+        """Restart, from now on and in a thread, servers that ended or do not answer, and gives them the weights."""
         engine.recovery_timeout = self.config.seconds
         self._watcher = threading.Thread(target=self._watch, args=[engine], name="archon-servers", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends all servers."""
+        """End all servers."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join(5 * WATCH_SECONDS)
@@ -93,7 +93,7 @@ class LaunchedServers:
         return LocalHandle(name, self.command, self.folder)
 
     def _start_server(self, handle: ServerHandle) -> None:
-        """Starts a server and waits until it listens. Raises ConfigError where it does not."""
+        """Start a server and waits until it listens. Raises ConfigError where it does not."""
         handle.start()
         until = time.monotonic() + self.config.seconds
         while not Http(handle.url).is_listening():

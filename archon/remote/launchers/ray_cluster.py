@@ -16,7 +16,7 @@ _joining = threading.Lock()
 
 
 def require_ray(setting: str) -> Any:
-    """Returns the module `ray`. Raises ConfigError, naming the `setting` that asks for it, where it is missing."""
+    """Return the module `ray`. Raises ConfigError, naming the `setting` that asks for it, where it is missing."""
     try:
         with _keep_sigterm_handler():
             return importlib.import_module("ray")
@@ -28,7 +28,7 @@ def require_ray(setting: str) -> Any:
 
 
 def join_cluster(setting: str) -> Any:
-    """Returns the module `ray`, connected to the cluster at RAY_ADDRESS, by default to that of this machine.
+    """Return the module `ray`, connected to the cluster at RAY_ADDRESS, by default to that of this machine.
 
     Never starts a cluster. Raises ConfigError, naming the `setting` that asks for one, where there is none.
     """
@@ -55,8 +55,9 @@ def join_cluster(setting: str) -> Any:
 
 
 def actor_options(resources: Mapping[str, float] | None) -> dict[str, Any]:
-    """Returns the options of an actor that takes `resources` of a node, by default a CPU, and that Ray never starts
-    again by itself."""
+    """Return the options of an actor that takes `resources` of a node, by default a CPU, and that Ray never starts
+    again by itself.
+    """
     resources = {"CPU": 1.0} if resources is None else resources
     others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
     return {
@@ -71,14 +72,14 @@ def actor_options(resources: Mapping[str, float] | None) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error of Ray says, without the traces that it carries along."""
+    """Return what an error of Ray says, without the traces that it carries along."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line), type(error).__name__)
 
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Keeps the handler of SIGTERM, which Ray would replace: a run that is told to end saves itself first."""
+    """Keep the handler of SIGTERM, which Ray would replace: a run that is told to end saves itself first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -27,19 +27,19 @@ class ServerActor:
         self._server = LocalHandle(name, command, folder, host=address, detached=True)
 
     def start(self) -> str:
-        """Starts the server and returns its URL, at which it will listen."""
+        """Start the server and returns its URL, at which it will listen."""
         self._server.folder.mkdir(parents=True, exist_ok=True)
         self._server.start()
         return self._server.url
 
     def wait(self) -> str:
-        """Returns how the server ended, once it has."""
+        """Return how the server ended, once it has."""
         while (end := self._server.exit_message()) is None:
             time.sleep(POLL_SECONDS)
         return end
 
     def stop(self) -> None:
-        """Ends the server and whatever it started."""
+        """End the server and whatever it started."""
         self._server.stop()
 
 

@@ -25,7 +25,7 @@ _PORTS = "20000 + SLURM_JOB_ID % 20000"
 
 
 def script(name: str, command: Command, folder: Path, options: Sequence[str], python: str = sys.executable) -> str:
-    """Returns the script of a server's job, which writes its URL to `folder`/NAME.url and ends with the trainer.
+    """Return the script of a server's job, which writes its URL to `folder`/NAME.url and ends with the trainer.
 
     Args:
         folder: that trainer and nodes share.
@@ -119,7 +119,7 @@ class SlurmHandle(ServerHandle):
 
 
 def _run(command: list[str], environment: dict[str, str], *, allow_failure: bool = False) -> str:
-    """Returns what a command of Slurm's prints; where it `allow_failure`, nothing."""
+    """Return what a command of Slurm's prints; where it `allow_failure`, nothing."""
     try:
         done = subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=COMMAND_SECONDS

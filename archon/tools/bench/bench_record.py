@@ -153,7 +153,7 @@ class BenchRow(StrictModel):
 
 
 def sum_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Returns the sum of each name's values."""
+    """Return the sum of each name's values."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in values:
         sums[name] += value
@@ -161,7 +161,7 @@ def sum_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def schedule_span(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
-    """Returns start of the first forward, end of the last backward and busy time between, in µs; None without both."""
+    """Return start of the first forward, end of the last backward and busy time between, in µs; None without both."""
     passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
     if not passes:
         return None
@@ -202,7 +202,7 @@ class BenchRecord(StrictModel):
 
 
 def read_record(path: str | Path) -> BenchRecord:
-    """Returns the record in a file. Raises ConfigError for a file that is not a sweep's record."""
+    """Return the record in a file. Raises ConfigError for a file that is not a sweep's record."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         json.dumps(data, ensure_ascii=False).encode()  # fails on a lone surrogate, which no page could show

@@ -11,7 +11,7 @@ from archon.tools.bench.table import align_columns
 
 
 def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
-    """Returns a line for each point of both records: throughput, memory, the ratios B / A, and `faster` or `slower`.
+    """Return a line for each point of both records: throughput, memory, the ratios B / A, and `faster` or `slower`.
 
     A point is faster or slower if the two ranges of throughput, minimum to maximum, do not overlap.
     """
@@ -55,14 +55,14 @@ def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
 
 
 def _verdict(a: Spread, b: Spread) -> str:
-    """Returns `faster` or `slower` for B if the two ranges do not overlap, else an empty string."""
+    """Return `faster` or `slower` for B if the two ranges do not overlap, else an empty string."""
     if b.min > a.max:
         return "faster"
     return "slower" if b.max < a.min else ""
 
 
 def _settings(setup: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a sweep besides its points: model, engine, threads and device."""
+    """Return the settings of a sweep besides its points: model, engine, threads and device."""
     sweep = setup.get("sweep", {})
     values = {f"the model's {name}": value for name, value in sorted(setup.get("model", {}).items())}
     values |= {f"the engine's {name}": value for name, value in sorted(sweep.get("engine", {}).items())}

@@ -91,14 +91,14 @@ class SweepConfig(StrictModel):
         return self.fresh or not any(self.folder.glob("*.safetensors"))
 
     def shapes(self) -> list[Shape]:
-        """Returns a shape for each document length and each ragged shape."""
+        """Return a shape for each document length and each ragged shape."""
         if not self.seq and not self.lengths:
             raise ConfigError("give document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
         even = [even_shape(length, self.tokens) for length in self.seq]
         return even + [parse_shape(text, self.tokens) for text in self.lengths]
 
     def points(self) -> list[Point]:
-        """Returns all points; those with equal losses are consecutive.
+        """Return all points; those with equal losses are consecutive.
 
         Raises LayoutError for a malformed layout, and ConfigError if no point can be measured.
         """
@@ -119,7 +119,7 @@ class SweepConfig(StrictModel):
         return points
 
     def error(self, point: Point) -> str:
-        """Returns why a point cannot be measured, as far as is known without running it, or an empty string."""
+        """Return why a point cannot be measured, as far as is known without running it, or an empty string."""
         from archon.engine.build import resolve_device
 
         try:
@@ -135,7 +135,7 @@ class SweepConfig(StrictModel):
         )
 
     def engine_config(self, point: Point) -> EngineConfig:
-        """Returns the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""
+        """Return the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""
         given = {
             "path": str(self.folder),
             "layout": point.layout,

@@ -60,7 +60,7 @@ def _terminate(process: subprocess.Popen[Any]) -> None:
 
 
 def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
-    """Returns the status of a failed point and the reason, from the files that its ranks wrote to `folder`."""
+    """Return the status of a failed point and the reason, from the files that its ranks wrote to `folder`."""
     output = (folder / OUTPUT).read_text(errors="replace")
     exit_codes = [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
     # A rank killed by a signal is the cause, and errors of the others follow from it; torchrun ends them by SIGTERM.
@@ -83,7 +83,7 @@ def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
 
 
 def _signal_failure(number: int) -> tuple[Status, str]:
-    """Returns the status and the reason of a rank that was ended by a signal."""
+    """Return the status and the reason of a rank that was ended by a signal."""
     if number == signal.SIGKILL:
         return "out of memory", "a rank was killed by signal 9, most likely because memory ran out"
     return "failed", f"a rank was ended by signal {number}"
@@ -99,7 +99,7 @@ def _status(kinds: list[str], message: str) -> Status:
 
 
 def _innermost_frames(folder: Path) -> str:
-    """Returns the innermost Python frame of each rank's main thread, one for all ranks in the same place."""
+    """Return the innermost Python frame of each rank's main thread, one for all ranks in the same place."""
     places: dict[str, list[str]] = {}
     for path in sorted(folder.glob(STACKS.format("*"))):
         main_thread = path.read_text().split("(most recent call first):")[-1]
@@ -111,5 +111,5 @@ def _innermost_frames(folder: Path) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns the text as one line, shortened to the length of a reason."""
+    """Return the text as one line, shortened to the length of a reason."""
     return textwrap.shorten(text, MAX_REASON_LENGTH, placeholder=" …")

@@ -115,8 +115,9 @@ def measure(request: PointRequest) -> PointResult:
 
 
 def compare_losses(losses: Losses, layout: str, reference: Losses, dtype: str) -> list[NumericCheck]:
-    """Returns the checks of `losses` against `reference`, the losses in `layout`. Raises DeviationError if they
-    differ."""
+    """Return the checks of `losses` against `reference`, the losses in `layout`. Raises DeviationError if they
+    differ.
+    """
     checks = []
     for what, value in losses:
         other = getattr(reference, what)
@@ -132,7 +133,7 @@ def compare_losses(losses: Losses, layout: str, reference: Losses, dtype: str) -
 
 
 def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
-    """Returns the seconds of a step that all ranks start at the same time."""
+    """Return the seconds of a step that all ranks start at the same time."""
     world.barrier()
     start = time.perf_counter()
     step()
@@ -140,14 +141,14 @@ def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
 
 
 def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
-    """Returns the memory peaks of the timed steps; that of resident memory relative to before the model was built."""
+    """Return the memory peaks of the timed steps; that of resident memory relative to before the model was built."""
     peaks = steps.read()
     sizes = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
     return sizes | ({"rss_growth": peaks["rss_peak"] - start.rss} if "rss_peak" in peaks and start.rss else {})
 
 
 def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
-    """Returns FLOP/s of this process's fastest matrix product, with the models' kernel, while all ranks run one."""
+    """Return FLOP/s of this process's fastest matrix product, with the models' kernel, while all ranks run one."""
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
     best = float("inf")
     world.barrier()
@@ -161,7 +162,7 @@ def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
 def _peak_flops(
     device: torch.device, dtype: str, peak_flops: float | None, by_rank: list[RankResult]
 ) -> tuple[float | None, str]:
-    """Returns peak FLOP/s of all ranks together, None where unknown, and the source of the number."""
+    """Return peak FLOP/s of all ranks together, None where unknown, and the source of the number."""
     if peak_flops is not None:
         return peak_flops * 1e12 * len(by_rank), f"--peak-flops, {peak_flops:g} TFLOP/s a rank"
     if device.type == "cpu":

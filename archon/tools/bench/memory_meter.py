@@ -10,7 +10,7 @@ from typing import Any
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int:
-    """Returns a field of /proc/PID/status in bytes; 0 if the process or the field does not exist."""
+    """Return a field of /proc/PID/status in bytes; 0 if the process or the field does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -55,7 +55,7 @@ class MemoryMeter:
             self._gpu.synchronize()
 
     def read(self) -> dict[str, int]:
-        """Returns peak bytes by kind, without the kinds that cannot be determined here."""
+        """Return peak bytes by kind, without the kinds that cannot be determined here."""
         sizes: dict[str, int] = {}
         if self.rss:
             peak = status_bytes("VmHWM")

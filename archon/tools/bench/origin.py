@@ -53,7 +53,7 @@ class Spread(StrictModel):
 
 
 def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
-    """Returns statistics of `values`, and the maximum of each kind of memory in `runs`."""
+    """Return statistics of `values`, and the maximum of each kind of memory in `runs`."""
     return Spread(
         unit=unit,
         median=statistics.median(values),
@@ -65,7 +65,7 @@ def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]]
 
 
 def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Returns the maximum of each name's values."""
+    """Return the maximum of each name's values."""
     peaks: dict[str, int] = {}
     for by_name in sizes:
         for name, size in by_name.items():
@@ -74,12 +74,12 @@ def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def relative_difference(value: float, reference: float) -> float:
-    """Returns |ours - theirs| / |theirs|."""
+    """Return |ours - theirs| / |theirs|."""
     return abs(value - reference) / max(abs(reference), 1e-30)
 
 
 def origin(command: str) -> dict[str, Any]:
-    """Returns the fields of every record: command, commit, date (UTC), versions and machine."""
+    """Return the fields of every record: command, commit, date (UTC), versions and machine."""
     return {
         "command": command,
         "commit": commit(),
@@ -90,7 +90,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed packages that affect measurements."""
+    """Return the versions of Python and of the installed packages that affect measurements."""
     installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns the commit of the checkout, with `+` if tracked files differ from it; `unknown` outside a checkout.
+    """Return the commit of the checkout, with `+` if tracked files differ from it; `unknown` outside a checkout.
 
     Records and Markdown pages are ignored, because a run writes them.
     """
@@ -114,8 +114,9 @@ def commit() -> str:
 
 
 def processor(info: str) -> str:
-    """Returns the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
-    processors whose products differ by half."""
+    """Return the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
+    processors whose products differ by half.
+    """
     named = (line.partition(":") for line in info.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in named}
     numbers = ", ".join(
@@ -125,7 +126,7 @@ def processor(info: str) -> str:
 
 
 def machine() -> Machine:
-    """Returns processor, cores, memory and GPUs of this machine."""
+    """Return processor, cores, memory and GPUs of this machine."""
     cpu = processor(Path("/proc/cpuinfo").read_text())
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     gpus: list[str] = []

@@ -52,7 +52,7 @@ class Profile:
 
 
 def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
-    """Returns the profile of a trace exported by `torch.profiler` that contains one `archon:step`."""
+    """Return the profile of a trace exported by `torch.profiler` that contains one `archon:step`."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     step = next(event for event in events if event["name"] == LABEL + STEP and event.get("cat") == "user_annotation")
     outer = Span(STEP, step["ts"], step["ts"] + step["dur"])
@@ -69,7 +69,7 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
 
 
 def _span(event: dict[str, Any]) -> Span | None:
-    """Returns the span of a host event; None if it is neither a phase nor a collective."""
+    """Return the span of a host event; None if it is neither a phase nor a collective."""
     name, category = event["name"], event.get("cat")
     label: str | None = None
     if category == "user_annotation" and name.startswith(LABEL) and name != LABEL + STEP:
@@ -83,7 +83,7 @@ def _span(event: dict[str, Any]) -> Span | None:
 
 
 def partition_nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
-    """Returns the partition of `outer` by the spans in it: the innermost span, or `other` where there is none.
+    """Return the partition of `outer` by the spans in it: the innermost span, or `other` where there is none.
 
     A `wait` has the name of the collective that was started last.
     """
@@ -140,7 +140,7 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
 
 
 def partition_overlapping(outer: Span, spans: Iterable[Span]) -> list[Span]:
-    """Returns the partition of `outer` by overlapping spans; time that no span covers is `other`.
+    """Return the partition of `outer` by overlapping spans; time that no span covers is `other`.
 
     Computation has precedence over `other`, which has precedence over collectives; among equals the latest start wins.
     """
@@ -167,7 +167,7 @@ def partition_overlapping(outer: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
-    """Returns segments (name, start, duration) of the spans, with neighbors of equal name merged."""
+    """Return segments (name, start, duration) of the spans, with neighbors of equal name merged."""
     result: list[Segment] = []
     for part in parts:
         if result and result[-1][0] == part.name:
@@ -179,7 +179,7 @@ def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
 
 
 def merge_short_segments(segments: list[Segment], most: int = MAX_SEGMENTS) -> list[Segment]:
-    """Returns about the `most` longest segments; shorter ones are merged with the one before them."""
+    """Return about the `most` longest segments; shorter ones are merged with the one before them."""
     if len(segments) <= most:
         return segments
     least = sorted(length for _, _, length in segments)[-most]

@@ -40,7 +40,7 @@ def phase_label(name: str) -> record_function:
 
 
 def profile_step(step: Callable[[], Any], model: nn.Module, device: torch.device) -> tuple[Profile, float]:
-    """Returns the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
+    """Return the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler, phase_listener(phase_label), _label_head(model), label_waits():

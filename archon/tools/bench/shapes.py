@@ -38,7 +38,7 @@ class Shape(StrictModel):
 
 
 def even_shape(length: int, tokens: int) -> Shape:
-    """Returns `tokens` in documents of `length`. Raises ConfigError if they do not divide evenly."""
+    """Return `tokens` in documents of `length`. Raises ConfigError if they do not divide evenly."""
     if length < 2 or tokens % length:
         raise ConfigError(
             f"--tokens {tokens} is not a multiple of --seq {length}; documents are not split across steps"
@@ -47,7 +47,7 @@ def even_shape(length: int, tokens: int) -> Shape:
 
 
 def parse_shape(text: str, tokens: int) -> Shape:
-    """Returns the shape of `700,90,13` (these lengths), or of `uniform:1024` or `lognormal:1024`: random lengths up to
+    """Return the shape of `700,90,13` (these lengths), or of `uniform:1024` or `lognormal:1024`: random lengths up to
     1024, from a fixed seed, that sum to `tokens`.
 
     Raises ConfigError for any other text.
@@ -74,7 +74,7 @@ def parse_shape(text: str, tokens: int) -> Shape:
 
 
 def shard_documents(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
-    """Returns the documents of data-parallel rank `rank` of `ranks`: every `ranks`-th one in order of length.
+    """Return the documents of data-parallel rank `rank` of `ranks`: every `ranks`-th one in order of length.
 
     The random tokens of a document do not depend on the layout. Raises ConfigError for fewer documents than ranks.
     """

@@ -72,7 +72,7 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
 
 
 def _notes(measured: Measurement) -> list[str]:
-    """Returns warnings about phases that do not add up to the step."""
+    """Return warnings about phases that do not add up to the step."""
     notes = []
     for rank, result in enumerate(measured.by_rank):
         total, clock = sum(result.phases_s.values()), result.profiled_s

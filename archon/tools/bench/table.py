@@ -10,14 +10,14 @@ MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS g
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with aligned columns, the first to the left, the others to the right."""
+    """Return lines with aligned columns, the first to the left, the others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ([row[0].ljust(first), *map(str.rjust, row[1:], widths)] for row in rows)
     return ["  ".join(line).rstrip() for line in lines]
 
 
 def table(record: BenchRecord) -> list[str]:
-    """Returns one line per point; failed points have their reason."""
+    """Return one line per point; failed points have their reason."""
     kinds = next((row.peak_memory for row in record.rows if row.measured is not None), {})
     memory = f"{' / '.join(MEMORY.get(kind, kind) for kind in kinds) or 'memory'}, MiB"
     rows: list[tuple[str, ...]] = [
@@ -47,7 +47,7 @@ def table(record: BenchRecord) -> list[str]:
 
 
 def describe(row: BenchRow) -> list[str]:
-    """Returns the details of a point: figures, phases, collectives."""
+    """Return the details of a point: figures, phases, collectives."""
     m = row.measured
     if m is None:
         return [row.point.name, f"  {row.status}: {row.reason}"]

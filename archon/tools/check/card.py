@@ -17,7 +17,7 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 def card(family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> str:
-    """Returns the card of a checked family."""
+    """Return the card of a checked family."""
     compared = f"transformers' `{family.reference}`" if family.reference else "nothing: transformers has no such type"
     rows = [f"| {f.contract} | {MARKS[f.passed]} | {f.text.replace('|', chr(92) + '|')} |" for f in findings]
     versions = f"archon {archon.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -48,6 +48,6 @@ def write_card(folder: Path, family: CheckedFamily, findings: Sequence[Finding],
 
 
 def read_card(path: Path) -> dict[str, tuple[str, str]]:
-    """Returns the mark and the text of each contract on a card, by the contract's name."""
+    """Return the mark and the text of each contract on a card, by the contract's name."""
     rows = re.findall(r"^\| ([^|]+) \| ([✓✗–]) \| (.*) \|$", path.read_text(encoding="utf-8"), flags=re.M)
     return {contract: (mark, text.replace("\\|", "|")) for contract, mark, text in rows}

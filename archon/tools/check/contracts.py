@@ -42,7 +42,7 @@ class Finding:
 
 
 def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[str] = ()) -> Iterator[Finding]:
-    """Yields the finding of each contract, or of those named in `only`.
+    """Yield the finding of each contract, or of those named in `only`.
 
     `full` tries every configuration, tied models in layouts, and all pages. Raises ConfigError for an unknown contract.
     """

@@ -22,14 +22,14 @@ FIXED: dict[str, Any] = {"max_position_embeddings": 256, "pad_token_id": None}
 
 
 def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
-    """Returns random prompts of different lengths; one occurs twice, so that its cache is shared and forked."""
+    """Return random prompts of different lengths; one occurs twice, so that its cache is shared and forked."""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randint(vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     return [*made, made[3]]
 
 
 def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
-    """Returns the most likely `count` tokens after a prompt by transformers' `generate`."""
+    """Return the most likely `count` tokens after a prompt by transformers' `generate`."""
     ids = torch.tensor([list(prompt)])
     reference.generation_config.eos_token_id = None
     if getattr(reference.generation_config, "use_mtp", None):
@@ -43,7 +43,7 @@ def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int
 
 @torch.no_grad()
 def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
-    """Returns the same by the model's own forward over the whole document for each token, without a cache."""
+    """Return the same by the model's own forward over the whole document for each token, without a cache."""
     tokens = list(prompt)
     for _ in range(count):
         n = len(tokens)
@@ -53,7 +53,7 @@ def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count:
 
 
 def answers(engine: InProcessEngine, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the greedy answers of an engine to prompts."""
+    """Return the greedy answers of an engine to prompts."""
     settings = GenerationHyperparameters(greedy=True, max_new_tokens=NEW_TOKENS)
     return [answer.output_tokens for answer in engine.generate([ModelRequest(list(p), settings) for p in prompt_ids])]
 

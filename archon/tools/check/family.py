@@ -63,7 +63,7 @@ class CheckedFamily:
 
 
 def load_families(target: str, reference: str | None = None) -> list[CheckedFamily]:
-    """Returns the family of a model type; or each type of a family whose module or `.py` file defines `SPEC`.
+    """Return the family of a model type; or each type of a family whose module or `.py` file defines `SPEC`.
 
     Args:
         reference: transformers' type that computes the same, by default the type itself if transformers has it.

@@ -129,8 +129,9 @@ def _has_experts(model: BaseArchonModel) -> bool:
 
 
 def _documents_with_prefix(prefix_length: int, vocab: int, seed: int) -> tuple[Tensor, list[int]]:
-    """Returns tokens of documents whose first `prefix_length` are equal and whose next ones differ, and their
-    lengths."""
+    """Return tokens of documents whose first `prefix_length` are equal and whose next ones differ, and their
+    lengths.
+    """
     generator = torch.Generator().manual_seed(seed)
     beginning = torch.randint(vocab, (prefix_length,), generator=generator)
     ends = [torch.randint(vocab, (count,), generator=generator) for count in SUFFIX_LENGTHS]

@@ -85,7 +85,7 @@ class SequenceLoss:
 
 
 def padded_batch(lengths: tuple[int, ...], vocab: int, seed: int) -> dict[str, Tensor]:
-    """Returns a padded batch; the second document is not trained at all, and prompts of the others are not."""
+    """Return a padded batch; the second document is not trained at all, and prompts of the others are not."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -101,15 +101,16 @@ def padded_batch(lengths: tuple[int, ...], vocab: int, seed: int) -> dict[str, T
 
 
 def rank_rows(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Returns the documents of one data-parallel rank: uneven shares, so that ranks differ in tokens and
-    micro-batches."""
+    """Return the documents of one data-parallel rank: uneven shares, so that ranks differ in tokens and
+    micro-batches.
+    """
     count = data["input_ids"].shape[0]
     bounds = [0, *(max(r + 1, int(count * ((r + 1) / ranks) ** 1.5)) for r in range(ranks))]
     return {name: x[bounds[rank] : bounds[rank + 1]] for name, x in data.items()}
 
 
 def compare(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Returns max|a - b| / max|b| of each tensor that this rank holds; between them the ranks must hold all.
+    """Return max|a - b| / max|b| of each tensor that this rank holds; between them the ranks must hold all.
 
     Raises AssertionError for tensors of other shapes, and for a reference that is all zero.
     """
@@ -126,7 +127,7 @@ def compare(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str
 
 
 def check_layouts(family: CheckedFamily, folder: Path, *, seed: int = 0, tied: bool = False) -> list[LayoutResult]:
-    """Returns what each layout of two ranks computes, against one process with the same weights.
+    """Return what each layout of two ranks computes, against one process with the same weights.
 
     Raises ContractError where a layout differs, leaves a gradient out, or mixes documents.
     """
@@ -174,7 +175,7 @@ def _compare_case(case: LayoutCase, ranks: list[dict[str, float] | str], names: 
 
 
 def measure_rank(target: str, checkpoint: str, case: LayoutCase) -> dict[str, float] | str:
-    """Returns this rank's differences from one process, or why the layout is refused. Every rank calls it."""
+    """Return this rank's differences from one process, or why the layout is refused. Every rank calls it."""
     load_families(target)
     try:
         engine = _engine(Path(checkpoint), case)
@@ -192,7 +193,7 @@ def _engine(checkpoint: Path, case: LayoutCase) -> ArchonEngine:
 
 
 def _measure(engine: ArchonEngine) -> dict[str, Tensor]:
-    """Returns loss, norm and every gradient of one batch. Raises ContractError where documents see each other."""
+    """Return loss, norm and every gradient of one batch. Raises ContractError where documents see each other."""
     ranks = engine.ranks
     data = rank_rows(padded_batch(LENGTHS, VOCAB, 10), ranks.dp.rank, ranks.dp.size)
     grads, metrics = engine.gradients(data, SequenceLoss(), loss_token_count, 0.8, full=False)
@@ -223,7 +224,7 @@ def _require_isolation(engine: ArchonEngine, data: dict[str, Tensor]) -> None:
 
 
 def describe_layouts(results: list[LayoutResult]) -> str:
-    """Returns the layouts as one line of text: those that agree with one process, and those refused."""
+    """Return the layouts as one line of text: those that agree with one process, and those refused."""
     proven = [result.case for result in results if result.refused is None]
     refused = [result.case for result in results if result.refused is not None]
     return ", ".join(proven) + (f"; refused: {', '.join(refused)}" if refused else "")

@@ -44,7 +44,7 @@ class Coverage:
 
 
 def read_new(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Returns the config of a folder or a `config.json`, and the shapes of the checkpoint's tensors; {} without any.
+    """Return the config of a folder or a `config.json`, and the shapes of the checkpoint's tensors; {} without any.
 
     Raises ConfigError for a model type that is supported already.
     """
@@ -67,7 +67,7 @@ def read_new(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 
 
 def coverages(config: Mapping[str, Any], shapes: Shapes) -> list[Coverage]:
-    """Returns what each registered family covers, the nearest first."""
+    """Return what each registered family covers, the nearest first."""
     specs = {get_model_spec(name).name: (get_model_spec(name), name) for name in get_supported_model_types()}
     found = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
     return sorted(found, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
@@ -99,7 +99,7 @@ def _template(key: str) -> str:
 
 
 def _fields_of_other_families(spec: ModelSpec, refused: Mapping[str, str]) -> dict[str, Field]:
-    """Returns the refused fields that another family reads into an argument which this family's models have as well."""
+    """Return the refused fields that another family reads into an argument which this family's models have as well."""
     arguments = {argument.name for argument in fields(spec.model_args_class)}
     known = {
         name: mapped
@@ -111,7 +111,7 @@ def _fields_of_other_families(spec: ModelSpec, refused: Mapping[str, str]) -> di
 
 
 def family_source(coverage: Coverage, model_type: str) -> str:
-    """Returns the source of the family's file: the nearest family's, with the new names and the added fields.
+    """Return the source of the family's file: the nearest family's, with the new names and the added fields.
 
     What is not covered stands in its docstring. Raises ConfigError where the nearest family's file is not of the usual
     form.
@@ -165,14 +165,14 @@ def _docstring(coverage: Coverage, model_type: str) -> str:
 
 
 def uncovered_lines(coverage: Coverage) -> list[str]:
-    """Returns a line for each field and key that the file does not cover."""
+    """Return a line for each field and key that the file does not cover."""
     lines = [error for name, error in coverage.refused.items() if name not in coverage.added]
     lines += [f"the checkpoint has {key} ({count} tensors)" for key, count in coverage.unknown_keys.items()]
     return lines + [f"the checkpoint lacks {key} ({count} tensors)" for key, count in coverage.missing_keys.items()]
 
 
 def describe_coverage(coverage: Coverage, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
-    """Returns what the nearest family covers, and what it does not, as lines of text."""
+    """Return what the nearest family covers, and what it does not, as lines of text."""
     left = uncovered_lines(coverage)
     n_unknown = sum(coverage.unknown_keys.values())
     lines = [

@@ -19,14 +19,14 @@ class ContractError(Exception):
 
 
 def has_reference(model_type: str) -> bool:
-    """Returns whether transformers has a causal language model of this type, or the whole model of a composite one."""
+    """Return whether transformers has a causal language model of this type, or the whole model of a composite one."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _model_mapping(model_type)
 
 
 def hf_classes(model_type: str) -> tuple[Any, Any]:
-    """Returns the config class and the causal language model of transformers for a model type.
+    """Return the config class and the causal language model of transformers for a model type.
 
     Of a composite type it is the whole model, whose checkpoints are read. Raises ConfigError where there is none.
     """
@@ -45,26 +45,27 @@ def _model_mapping(model_type: str) -> Any:
 
 
 def is_composite(model_type: str) -> bool:
-    """Returns whether a family reads the text decoder of a composite model of this type."""
+    """Return whether a family reads the text decoder of a composite model of this type."""
     return is_supported_model(model_type) and model_type in get_model_spec(model_type).model_args_class.composite_types
 
 
 def random_config(
     seed: int, model_type: str, reference: str | None = None, *, rope_kind: str | None = None, **fixed: Any
 ) -> Any:
-    """Returns a transformers config with the fields of `draw_fields`, of the type `reference` where that is given."""
+    """Return a transformers config with the fields of `draw_fields`, of the type `reference` where that is given."""
     return hf_classes(reference or model_type)[0](**draw_fields(seed, model_type, rope_kind=rope_kind, **fixed))
 
 
 def family_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
-    """Returns a transformers config as the `config.json` of a family, by default that of its own type."""
+    """Return a transformers config as the `config.json` of a family, by default that of its own type."""
     fields: dict[str, Any] = config.to_dict()
     return fields | {"model_type": model_type or config.model_type}
 
 
 def hf_model(config: Any, **options: Any) -> Any:
-    """Returns a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
-    float64."""
+    """Return a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
+    float64.
+    """
     if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
     model_class = hf_classes(config.model_type)[1]
@@ -113,7 +114,7 @@ def build_pair(
     dtype: torch.dtype = torch.float32,
     model_type: str | None = None,
 ) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
-    """Returns a transformers model with every weight drawn at random, archon's with the same weights, and its adapter.
+    """Return a transformers model with every weight drawn at random, archon's with the same weights, and its adapter.
 
     Args:
         config: of the transformers model.
@@ -138,7 +139,7 @@ def build_pair(
 def checkpoint_tensors(
     reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
 ) -> dict[str, Tensor]:
-    """Returns the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
+    """Return the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
 
     In memory transformers stacks the experts, gate and up as one; in a file each may have its matrices. Buffers that
     checkpoints hold are among them, also with the gradients. What `adapter` carries and does not compute is left out.
@@ -158,7 +159,7 @@ def checkpoint_tensors(
 
 
 def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Returns logits [T, V] of documents run one at a time, each with rotary state as in a fresh model.
+    """Return logits [T, V] of documents run one at a time, each with rotary state as in a fresh model.
 
     transformers remembers the longest document that dynamic RoPE has seen; a document's own length is what counts here.
     """
@@ -171,7 +172,7 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
 
 
 def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns random tokens [T] of documents, their positions [T], boundaries int32 [B + 1] and the longest length."""
+    """Return random tokens [T] of documents, their positions [T], boundaries int32 [B + 1] and the longest length."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -180,7 +181,7 @@ def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Ten
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Returns max|a - b| / max|b|. Raises ContractError for tensors of different shapes."""
+    """Return max|a - b| / max|b|. Raises ContractError for tensors of different shapes."""
     if actual.shape != expected.shape:
         raise ContractError(f"a tensor of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     return ((actual - expected).abs().max() / expected.abs().max()).item()

@@ -31,7 +31,7 @@ SEEDS = range(18)
 def parity(
     seed: int, model_type: str, reference: str | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, float]:
-    """Returns max|a - b| / max|b| of the logits and of each parameter's gradient, by name.
+    """Return max|a - b| / max|b| of the logits and of each parameter's gradient, by name.
 
     transformers runs one document at a time, with eager attention or SDPA; here all are packed. Where float32 differs
     by more than FP32_TOLERANCE, float64 of the same weights decides: archon's float32 may be off by ROUNDING times what
@@ -61,7 +61,7 @@ def parity(
 def _results(
     model: BaseArchonModel, hf_model: Any, adapter: BaseStateDictAdapter, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns logits and gradients by native name: archon's, and transformers'."""
+    """Return logits and gradients by native name: archon's, and transformers'."""
     lengths = random_lengths(seed)
     tokens, positions, cu_seqlens, longest = pack(lengths, model.args.vocab_size, seed)
     logits = model(tokens, positions, cu_seqlens, longest)

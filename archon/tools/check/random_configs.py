@@ -42,8 +42,9 @@ def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozen
 
 
 def _hidden_size(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
-    """Returns a multiple of the heads, which some config classes want, of at least 24: gradients of narrower models
-    cancel, and transformers itself is then 3e-5 away from its own float64 value."""
+    """Return a multiple of the heads, which some config classes want, of at least 24: gradients of narrower models
+    cancel, and transformers itself is then 3e-5 away from its own float64 value.
+    """
     heads = config["num_attention_heads"]
     width = max(rng.choice([config.get("head_dim", 8), 6]), -(-24 // heads))
     return int(heads * (width + width % 2))
@@ -74,7 +75,7 @@ def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozense
 
 
 def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
-    """Returns 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
+    """Return 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
     return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
 
 
@@ -175,7 +176,7 @@ FAMILY_VISION: dict[str, dict[str, Any]] = {"qwen3_vl": {"deepstack_visual_index
 
 
 def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
-    """Returns `rope_parameters` of one kind, with the optional fields there or not."""
+    """Return `rope_parameters` of one kind, with the optional fields there or not."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([10.0, 1_000.0, 1_000_000.0])}
     if kind in ("linear", "dynamic", "yarn", "llama3"):
         rope["factor"] = rng.choice([1.5, 2.0, 4.0, 8.0])
@@ -194,7 +195,7 @@ def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any
 
 
 def rope_kinds(policy: RopePolicy) -> tuple[str, ...]:
-    """Returns the kinds of RoPE that a family's configurations walk through."""
+    """Return the kinds of RoPE that a family's configurations walk through."""
     if policy.kinds is not None:
         return policy.kinds
     return PERIODIC_ROPE_KINDS if policy.query_beta_field is not None else ROPE_KINDS
@@ -226,7 +227,7 @@ def _rope_draw(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
 
 
 def _vary(field: Field) -> Draw:
-    """Returns the draw of a field that is known by its type alone."""
+    """Return the draw of a field that is known by its type alone."""
 
     def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
         if field.kind is bool:
@@ -239,7 +240,7 @@ def _vary(field: Field) -> Draw:
 
 
 def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
-    """Returns the fields of a random configuration of a family, without `model_type`.
+    """Return the fields of a random configuration of a family, without `model_type`.
 
     That of a composite model has the fields of the text decoder in `text_config`.
 
@@ -272,7 +273,7 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
 
 
 def random_lengths(seed: int) -> list[int]:
-    """Returns odd lengths, among them one, equals, and one beyond some of the context lengths that are drawn.
+    """Return odd lengths, among them one, equals, and one beyond some of the context lengths that are drawn.
 
     Every fourth pack has a document long enough for attention in blocks without a window.
     """

@@ -17,7 +17,7 @@ from archon.tools.check.random_configs import draw_fields
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint folder by name."""
+    """Return all tensors of a checkpoint folder by name."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -62,7 +62,7 @@ def fresh_checkpoint(
 
 
 def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> BaseArchonModel:
-    """Returns a model of a config with every weight drawn at random, with slow decays where it has any."""
+    """Return a model of a config with every weight drawn at random, with slow decays where it has any."""
     from archon.tools.check.oracle import draw_slow_decays, randomize_vectors
 
     spec = get_model_spec(config["model_type"], text_only=True)

@@ -46,7 +46,7 @@ ALTERNATIVE_VALUES: dict[type, Any] = {
 
 
 def hub_style(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
+    """Return the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
     policy = get_model_spec(config["model_type"], text_only=True).model_args_class.hf_ropes
     if is_composite(config["model_type"]):
         return config | {"text_config": _with_outer_rope(config["text_config"], policy)}
@@ -65,7 +65,7 @@ def _with_outer_rope(config: dict[str, Any], policy: RopePolicy) -> dict[str, An
 
 
 def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each field with the config in which it is missing or has another value, fields of RoPE included.
+    """Yield each field with the config in which it is missing or has another value, fields of RoPE included.
 
     Of a composite config these are the fields of the text decoder, and those that are no parts of it.
     """
@@ -92,7 +92,7 @@ def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def restyled_fields(config: dict[str, Any]) -> set[str]:
-    """Returns the fields that `hub_style` writes in another way, and those that RoPE's are read together with."""
+    """Return the fields that `hub_style` writes in another way, and those that RoPE's are read together with."""
     read_with = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
     text = config.get("text_config", config)
     rope = text["rope_parameters"]
@@ -102,7 +102,7 @@ def restyled_fields(config: dict[str, Any]) -> set[str]:
 
 
 def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:
-    """Returns `rejected`, `unusable` (for transformers itself) or `equal`.
+    """Return `rejected`, `unusable` (for transformers itself) or `equal`.
 
     Raises ContractError where the outputs differ, or the field is rejected without its name.
     """
@@ -145,7 +145,7 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
 def field_outcomes(
     model_type: str, style: Style, reference: str | None = None, *, restyled_only: bool = False
 ) -> tuple[Counter[str], list[str]]:
-    """Returns how often removing or changing a field had each `outcome`, and a line for each contract broken.
+    """Return how often removing or changing a field had each `outcome`, and a line for each contract broken.
 
     Args:
         style: of `config.json`: `hub` has RoPE's fields at the top level.
@@ -169,7 +169,7 @@ def field_outcomes(
 
 
 def unread_fields(model_type: str) -> list[str]:
-    """Returns a line for each mapped field whose other value leaves the arguments of the model as they were.
+    """Return a line for each mapped field whose other value leaves the arguments of the model as they were.
 
     It is the weaker check of a family that transformers does not have.
     """

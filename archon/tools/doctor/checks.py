@@ -37,7 +37,7 @@ class RankMemory:
 
 
 def _all_gather_rows(rows: list[list[int]]) -> Tensor:
-    """Returns all ranks' rows, int64 [ranks, n, k], of n rows of k integers on each."""
+    """Return all ranks' rows, int64 [ranks, n, k], of n rows of k integers on each."""
     return ControlPlane.world().all_gather_tensor(torch.tensor(rows))
 
 
@@ -90,7 +90,7 @@ def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
 
 
 def replica_mismatches(engine: ArchonEngine) -> list[str]:
-    """Returns a line for each region of a parameter, adapter or balancing bias whose replicas are not bitwise equal.
+    """Return a line for each region of a parameter, adapter or balancing bias whose replicas are not bitwise equal.
 
     Replicas are ranks that hold the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of
     an unsharded parameter, or the first and last stages of a pipeline with a tied matrix. A line names the ranks that
@@ -124,7 +124,7 @@ def replica_mismatches(engine: ArchonEngine) -> list[str]:
 
 
 def _digest_row(number: int, tensor: Tensor) -> list[int]:
-    """Returns the parameter's number, the bounds of this rank's region in each dimension and a digest of its data."""
+    """Return the parameter's number, the bounds of this rank's region in each dimension and a digest of its data."""
     data = local_tensor(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).digest()
     bounds = [edge for part in local_region(tensor) for edge in (part.start, part.stop)]
@@ -137,7 +137,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def memory(engine: ArchonEngine) -> list[RankMemory]:
-    """Returns one report per rank, in rank order."""
+    """Return one report per rank, in rank order."""
     optimizers = [engine.optimizer, *(own.optimizer for own in engine.loras.values())]
     state = [per for optimizer in optimizers if optimizer is not None for per in optimizer.state.values()]
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
@@ -172,7 +172,7 @@ class ParameterPlacement:
 
 
 def placements(engine: ArchonEngine) -> list[ParameterPlacement]:
-    """Returns the placements of this rank's parameters, with equal ones of several layers counted as one."""
+    """Return the placements of this rank's parameters, with equal ones of several layers counted as one."""
     counts: Counter[ParameterPlacement] = Counter()
     for name, parameter in engine.model.named_parameters():
         parts = ["*" if part.isdigit() else part for part in name.split(".")]

@@ -105,7 +105,7 @@ class LoRAMatrix:
     rank: int
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
-        """Returns the adapter's parameters that a token uses, in a layer with this network."""
+        """Return the adapter's parameters that a token uses, in a layer with this network."""
         times = network.n_active_experts if self.role == "experts" else 1
         return times * self.rank * (self.in_features + self.out_features)
 
@@ -125,7 +125,7 @@ _INPUTS = {
 def block_activations(
     dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, lora: LoRAMatrices = None
 ) -> BlockActivations:
-    """Returns the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `lora`."""
+    """Return the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `lora`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
@@ -155,7 +155,7 @@ def block_activations(
 
 
 def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
-    """Returns what an adapter computes: the product of its input and a, which it keeps, and that with b."""
+    """Return what an adapter computes: the product of its input and a, which it keeps, and that with b."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
         rows = shard.rows * layout.etp * network.n_active_experts
@@ -171,7 +171,7 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
 
 @singledispatch
 def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
-    """Returns the tensors of a mixer between its input and the result of its last product; one function for each type.
+    """Return the tensors of a mixer between its input and the result of its last product; one function for each type.
 
     Raises ConfigError for a type without such a function; register one for a mixer of your own.
     """
@@ -301,7 +301,7 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
 def feed_forward_activations(
     network: FeedForwardSpec, dim: int, shard: MicroBatchShard
 ) -> tuple[list[SavedTensor], int]:
-    """Returns the tensors of a feed-forward network, and the peak of further bytes during its backward.
+    """Return the tensors of a feed-forward network, and the peak of further bytes during its backward.
 
     One function for each type; raises ConfigError for a type without one.
     """
@@ -362,7 +362,7 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
 
 
 def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
-    """Returns the bytes of final norm, head and `archon.models.layers.token_scores.weighted_loss`, with all tokens
+    """Return the bytes of final norm, head and `archon.models.layers.token_scores.weighted_loss`, with all tokens
     scored.
 
     The first number is the peak in the forward. The second is the gradient of the head's weight, which the forward

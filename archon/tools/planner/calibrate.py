@@ -49,7 +49,7 @@ LARGE_BYTES = 2**22
 
 
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
-    """Returns the hardware `like` with the efficiencies measured on this machine. A collective.
+    """Return the hardware `like` with the efficiencies measured on this machine. A collective.
 
     On a CPU the peaks are measured too, and a node has as many ranks as run now. With a single rank the figures of
     links are those of `like`.
@@ -73,7 +73,7 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
 
 
 def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
-    """Returns the speed of one rank alone, how many ranks reach it at the same time, and the cost of collectives.
+    """Return the speed of one rank alone, how many ranks reach it at the same time, and the cost of collectives.
 
     Times measured on all ranks at once are divided by their oversubscription, by which the time model multiplies.
     """
@@ -136,7 +136,7 @@ def _efficiency(what: str, reached: float, peak: float) -> float:
 
 
 def _measure_matmuls(dtype: torch.dtype, world: ControlPlane) -> tuple[float, float]:
-    """Returns FLOP/s of a rank alone, and the total FLOP/s of all ranks as a multiple of it.
+    """Return FLOP/s of a rank alone, and the total FLOP/s of all ranks as a multiple of it.
 
     Measures alone and together in turn, because the load of other programs may change. A single process computes the
     multiple from the cores it may use.
@@ -157,13 +157,13 @@ def _measure_matmuls(dtype: torch.dtype, world: ControlPlane) -> tuple[float, fl
 
 
 def _measure_on_rank0(measure: Callable[[], Any], world: ControlPlane) -> Any:
-    """Returns on every rank the result of rank 0, which measures while the others wait."""
+    """Return on every rank the result of rank 0, which measures while the others wait."""
     world.barrier()
     return world.broadcast_json(measure)
 
 
 def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
-    """Returns FLOP/s of a large matrix product, by the kernel that the models use."""
+    """Return FLOP/s of a large matrix product, by the kernel that the models use."""
     n = GEMM[device.type]
     left, right = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     repeats = 10 if device.type == "cuda" else 1
@@ -176,21 +176,21 @@ def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> flo
 
 
 def _memory(device: torch.device) -> float:
-    """Returns bytes/s read and written by a copy."""
+    """Return bytes/s read and written by a copy."""
     source = torch.zeros(COPY_BYTES[device.type], device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / median_seconds(lambda: target.copy_(source), device, ROUNDS)
 
 
 def _link(device: torch.device) -> float:
-    """Returns bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
+    """Return bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
     n, tensor = ControlPlane.world().size, torch.zeros(ALL_REDUCE_ELEMENTS, device=device)
     own = 2 * (n - 1) / n * tensor.numel() * 4 / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
     return -max_over_ranks(-own)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = PASS_ROUNDS) -> float:
-    """Returns the median seconds of several calls of `work`, after a warm-up call that is not counted."""
+    """Return the median seconds of several calls of `work`, after a warm-up call that is not counted."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     times = []
     for _ in range(rounds + 1):
@@ -203,7 +203,7 @@ def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = 
 
 
 def max_over_ranks(value: float) -> float:
-    """Returns the maximum of `value` over all ranks. A collective."""
+    """Return the maximum of `value` over all ranks. A collective."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value, dtype=torch.float64)
@@ -212,14 +212,14 @@ def max_over_ranks(value: float) -> float:
 
 
 def host_seconds() -> tuple[float, float]:
-    """Returns host seconds of a layer, forward and backward, and of the rest of a micro-batch, from a tiny model."""
+    """Return host seconds of a layer, forward and backward, and of the rest of a micro-batch, from a tiny model."""
     few, many = (_pass_seconds(Qwen3ModelArgs(n_layers=layers, **TINY), 8, torch.float32) for layers in (FEW, MANY))
     layer = max(0.0, (many - few) / (MANY - FEW))
     return layer, max(0.0, few - FEW * layer)
 
 
 def matmul_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
-    """Returns the share of the peak that matrix products reach in a pass of a small model.
+    """Return the share of the peak that matrix products reach in a pass of a small model.
 
     Subtracts from the measured time what the time model predicts for everything else on `draft`.
     """
@@ -232,7 +232,7 @@ def matmul_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
 
 
 def _pass_seconds(args: Qwen3ModelArgs, tokens: int, dtype: torch.dtype) -> float:
-    """Returns seconds of a forward and a backward of one document in this process."""
+    """Return seconds of a forward and a backward of one document in this process."""
     model = Qwen3Model(args)
     model.init_weights()
     model.to(dtype)
@@ -261,7 +261,7 @@ class CollectiveTimes(NamedTuple):
 
 
 def time_collectives(ranks: int) -> dict[int, CollectiveTimes]:
-    """Returns times by group size: of the smallest groups that divide the ranks, and of all ranks. A collective."""
+    """Return times by group size: of the smallest groups that divide the ranks, and of all ranks. A collective."""
     left, right = torch.randn(128, 256), torch.randn(256, 768)
     small, large = torch.zeros(1), torch.zeros(LARGE_BYTES // 4)
 
@@ -289,13 +289,13 @@ def time_collectives(ranks: int) -> dict[int, CollectiveTimes]:
 
 
 def gather_bandwidth(by_size: Mapping[int, CollectiveTimes]) -> float:
-    """Returns bytes/s that a rank of the largest group receives in a large all-gather, without its latency."""
+    """Return bytes/s that a rank of the largest group receives in a large all-gather, without its latency."""
     size, times = max(by_size.items())
     return (size - 1) * LARGE_BYTES / max(times.large - times.back_to_back, 1e-9)
 
 
 def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the latency of a collective of two ranks and of each further rank, in seconds.
+    """Return the latency of a collective of two ranks and of each further rank, in seconds.
 
     With times of a single group size, assumes a ring, which has one step fewer than ranks.
     """
@@ -322,7 +322,7 @@ class _SmallBlocks(nn.Module):
 
 
 def shard_seconds(ranks: int) -> float:
-    """Returns the seconds of FSDP to gather a block's weights or reduce-scatter its gradients. A collective.
+    """Return the seconds of FSDP to gather a block's weights or reduce-scatter its gradients. A collective.
 
     This is the time that FSDP adds per block, divided by the three such operations of a step.
     """

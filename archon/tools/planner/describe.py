@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
-    """Returns tokens per second of one GPU, and MFU with attention counted causally and in full."""
+    """Return tokens per second of one GPU, and MFU with attention counted causally and in full."""
     request = plan.request
     # A step trains on complete documents only.
     tokens = request.tokens // request.seq * request.seq
@@ -22,7 +22,7 @@ def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Returns the plan as lines of text: the best layouts, how much slower each is, and what was rejected."""
+    """Return the plan as lines of text: the best layouts, how much slower each is, and what was rejected."""
     request, hw = plan.request, plan.hardware
     asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
@@ -64,7 +64,7 @@ def describe(plan: Plan) -> list[str]:
 
 
 def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
-    """Returns the bytes of the parts of a rank's memory, the columns of the table."""
+    """Return the bytes of the parts of a rank's memory, the columns of the table."""
     parts = {"weights": memory.parameters}
     if plan.request.lora is not None:
         parts["lora"] = memory.lora
@@ -78,12 +78,12 @@ def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
 
 
 def _gib(size: int) -> str:
-    """Returns GiB with one decimal, or three of a size that would be 0.0."""
+    """Return GiB with one decimal, or three of a size that would be 0.0."""
     return f"{size / GIB:.3f}" if 0 < size < GIB / 20 else f"{size / GIB:.1f}"
 
 
 def _rejections(plan: Plan) -> list[str]:
-    """Returns lines that say what the search rejected and what it did not try."""
+    """Return lines that say what the search rejected and what it did not try."""
     rejected = plan.rejections
     lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
     if rejected.exceeds_memory:
@@ -99,13 +99,13 @@ def _state(plan: Plan) -> str:
 
 
 def describe_candidate(candidate: Candidate) -> str:
-    """Returns a candidate in one line."""
+    """Return a candidate in one line."""
     pipeline = "" if candidate.layout.pp == 1 else f", {candidate.schedule}"
     return f"{candidate.layout}{pipeline}, recompute {candidate.policy}, micro-batches of {candidate.tokens:,} tokens"
 
 
 def _slowdown(best: Candidate, other: Candidate) -> str:
-    """Returns by how much `other` is slower than `best`, and the part of the step in which it loses most."""
+    """Return by how much `other` is slower than `best`, and the part of the step in which it loses most."""
     if other is best:
         return "-"
     slower = other.seconds.total / best.seconds.total - 1
@@ -113,7 +113,7 @@ def _slowdown(best: Candidate, other: Candidate) -> str:
 
 
 def explain_no_plan(plan: Plan) -> str:
-    """Returns one line that says why no layout fits."""
+    """Return one line that says why no layout fits."""
     request = plan.request
     if plan.closest is not None:
         closest, lacking = describe_candidate(plan.closest.candidate), -plan.closest.headroom / GIB
@@ -131,7 +131,7 @@ def explain_no_plan(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns the plan as JSON-compatible data, in bytes, seconds and tokens."""
+    """Return the plan as JSON-compatible data, in bytes, seconds and tokens."""
     return {
         "question": plan.request._asdict(),
         "hardware": plan.hardware.model_dump(),
@@ -158,7 +158,7 @@ def _as_json(plan: Plan, fit: CandidateFit) -> dict[str, Any]:
 
 
 def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
-    """Returns a configuration for `archon sft --config`; its data path is a placeholder."""
+    """Return a configuration for `archon sft --config`; its data path is a placeholder."""
     model: dict[str, Any] = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
     if request.lora is not None:
         model |= {"lora": request.lora}

@@ -44,12 +44,13 @@ class Hardware(StrictModel):
     )
 
     def flops(self, dtype: str) -> float:
-        """Returns the peak of matrix products in `dtype`, FLOP/s."""
+        """Return the peak of matrix products in `dtype`, FLOP/s."""
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
 
     def matmul_flops(self, dtype: str, fp8: str) -> float:
-        """Returns the peak of a block's products, FLOP/s: in 8 bits unless `fp8` is none. Raises ConfigError where the
-        hardware has none."""
+        """Return the peak of a block's products, FLOP/s: in 8 bits unless `fp8` is none. Raises ConfigError where the
+        hardware has none.
+        """
         if fp8 == "none":
             return self.flops(dtype)
         if not self.fp8_flops:
@@ -60,22 +61,22 @@ class Hardware(StrictModel):
         return self.fp8_flops
 
     def oversubscription(self, ranks: int) -> float:
-        """Returns the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""
+        """Return the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""
         in_node = min(ranks, self.gpus_per_node)
         return max(1.0, in_node / self.processors) if self.processors else 1.0
 
     def to_yaml(self) -> str:
-        """Returns the text of a file for `read_hardware`."""
+        """Return the text of a file for `read_hardware`."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
 def known_hardware() -> list[str]:
-    """Returns the names that `read_hardware` knows."""
+    """Return the names that `read_hardware` knows."""
     return sorted(path.stem for path in DATA.glob("*.yaml"))
 
 
 def read_hardware(name: str) -> Hardware:
-    """Returns the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
+    """Return the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
     known = name in known_hardware()
     if not known and Path(name).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")

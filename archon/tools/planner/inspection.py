@@ -62,7 +62,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int = 4096) -> Inspection:
-    """Returns the inspection of a checkpoint's parsed `config.json`, with all errors in it, not only the first."""
+    """Return the inspection of a checkpoint's parsed `config.json`, with all errors in it, not only the first."""
     common: dict[str, Any] = {"path": Path(path), "model_type": str(config.get("model_type")), "seq_len": seq_len}
     try:
         spec = get_model_spec(common["model_type"])
@@ -83,7 +83,7 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
 
 
 def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
-    """Returns the errors of a config, one line per field: removes each wrong field and reads the rest again."""
+    """Return the errors of a config, one line per field: removes each wrong field and reads the rest again."""
     remaining, errors = dict(config), list[str]()
     while len(errors) < MAX_ERRORS:
         try:
@@ -100,7 +100,7 @@ def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) ->
 
 
 def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
-    """Returns FLOPs per token, or None if the config does not have the fields to compute them."""
+    """Return FLOPs per token, or None if the config does not have the fields to compute them."""
     try:
         if config.get("num_hidden_layers", 0) > MAX_LAYERS:
             return None
@@ -123,7 +123,7 @@ PARTS = {
 
 
 def _parts(shapes: Mapping[str, tuple[int, ...]]) -> list[ModelPart]:
-    """Returns parameter counts by part of the model, tied parameters once; parts without parameters are left out."""
+    """Return parameter counts by part of the model, tied parameters once; parts without parameters are left out."""
     counts = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         part = next(part for part, pattern in PARTS.items() if re.fullmatch(pattern, name))

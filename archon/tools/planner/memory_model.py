@@ -79,13 +79,13 @@ class RankParameters:
         return self.lora or self
 
     def state_bytes(self, dtype: str) -> int:
-        """Returns the bytes of weights, gradients and two moments; of frozen weights, in `dtype`, theirs alone."""
+        """Return the bytes of weights, gradients and two moments; of frozen weights, in `dtype`, theirs alone."""
         width = WIDTHS[dtype]
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
 
 def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
-    """Returns the parameter counts of `rank`."""
+    """Return the parameter counts of `rank`."""
     found = _rank_parameters(weights, layout, plan, rank, lora=False)
     if not weights.has_lora:
         return found
@@ -111,7 +111,7 @@ def _rank_parameters(
 
 
 def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
-    """Returns the maximum number of forward passes of a pipeline rank whose backward has not run yet.
+    """Return the maximum number of forward passes of a pipeline rank whose backward has not run yet.
 
     Each is of one stage and one micro-batch. 1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. The zero-bubble
@@ -138,14 +138,14 @@ class MemoryModel:
         self.rotated_features = sum(rope.dim for rope in args.ropes)
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
-        """Returns the pipeline stages of a layout; None without pipeline parallelism."""
+        """Return the pipeline stages of a layout; None without pipeline parallelism."""
         sizes = self.args.sizes
         return plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.deepstack_layers) if layout.pp > 1 else None
 
     def estimate_rank(
         self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int
     ) -> MemoryEstimate:
-        """Returns the peak memory of `rank` in steps on `micro_batches` of `tokens` tokens each, all of them scored."""
+        """Return the peak memory of `rank` in steps on `micro_batches` of `tokens` tokens each, all of them scored."""
         plan = self.plan(config, layout)
         step = _Step(self, config, layout, plan, rank, tokens, micro_batches)
         return max(step.estimates(), key=lambda memory: memory.total)
@@ -153,14 +153,14 @@ class MemoryModel:
     def estimate_largest_rank(
         self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int
     ) -> MemoryEstimate:
-        """Returns the peak memory of the rank that needs most."""
+        """Return the peak memory of the rank that needs most."""
         ranks = candidate_ranks(layout, self.plan(config, layout))
         estimates = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
         return max(estimates, key=lambda memory: memory.total)
 
 
 def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
-    """Returns ranks of which one needs the most memory: in the first and last stage, and in the one with most layers.
+    """Return ranks of which one needs the most memory: in the first and last stage, and in the one with most layers.
 
     Within a stage the first rank has the largest shards.
     """
@@ -215,14 +215,14 @@ class _Step:
             self.accumulated_unreduced = self.trained.gathered * self.shard.wide
 
     def estimates(self) -> list[MemoryEstimate]:
-        """Returns the memory at each point of the step where it can peak."""
+        """Return the memory at each point of the step where it can peak."""
         estimates = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
         return [*estimates, self.in_head()] if self.has_head else estimates
 
     # Activations
 
     def saved(self, stage: int) -> int:
-        """Returns the bytes that a stage saves for the backward of one micro-batch."""
+        """Return the bytes that a stage saves for the backward of one micro-batch."""
         layers = enumerate(self._layers(stage), start=1)
         counts = Counter((self.model.layers[layer], self._mode(position)) for position, layer in layers)
         total = 0
@@ -237,7 +237,7 @@ class _Step:
         return range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
 
     def _mode(self, position: int) -> str:
-        """Returns the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
+        """Return the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
         ac = self.config.activation_checkpoint
         if ac.mode != "selective":
             return "full" if ac.mode == "full" else "none"
@@ -249,7 +249,7 @@ class _Step:
         return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
 
     def _backward_working(self) -> int:
-        """Returns the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
+        """Return the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
         peak = 0
         for layer in set(self.model.layers):
             block = self._block(layer)
@@ -275,7 +275,7 @@ class _Step:
     # Points of the step at which memory can peak
 
     def in_head(self) -> MemoryEstimate:
-        """Returns memory in the forward of the head."""
+        """Return memory in the forward of the head."""
         return replace(
             self.base,
             gradients=self.accumulated_shards,
@@ -286,7 +286,7 @@ class _Step:
         )
 
     def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
-        """Returns memory in the backward of the last block, or of the one before it while the last one is reduced."""
+        """Return memory in the backward of the last block, or of the one before it while the last one is reduced."""
         gradients, unreduced = self.accumulated_shards, self.accumulated_unreduced
         if self.sharded:
             unreduced += self.layer * self.shard.bytes // 3
@@ -308,7 +308,7 @@ class _Step:
         )
 
     def at_end(self) -> MemoryEstimate:
-        """Returns memory while the gradients of embedding and head, the last ones, are reduced."""
+        """Return memory while the gradients of embedding and head, the last ones, are reduced."""
         wide, unreduced = self.shard.wide, 0
         if self.sharded:
             unreduced = (
@@ -326,7 +326,7 @@ class _Step:
         )
 
     def _gathered(self, layers: int) -> int:
-        """Returns the bytes of gathered weights while those of so many layers are needed."""
+        """Return the bytes of gathered weights while those of so many layers are needed."""
         if not self.sharded:
             return 0
         parts = [self.counts] if self.counts.lora is None else [self.counts, self.counts.lora]

@@ -148,7 +148,7 @@ class Planner:
         self._configs: dict[str, EngineConfig] = {}
 
     def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:
-        """Returns the `best` layouts for the request, and up to `near` faster ones that do not fit.
+        """Return the `best` layouts for the request, and up to `near` faster ones that do not fit.
 
         Raises UserError if a step has fewer tokens than a document, and ConfigError for products that the hardware
         does not have, or no block would have.
@@ -182,11 +182,11 @@ class Planner:
         return Plan(request, self.hardware, times.flops, chosen, too_large, considered, closest, rejections, longest)
 
     def config(self, request: PlanRequest, candidate: Candidate) -> EngineConfig:
-        """Returns the engine's configuration of a candidate."""
+        """Return the engine's configuration of a candidate."""
         return self._config(request, str(candidate.layout), candidate.options, candidate.tokens)
 
     def predict_memory(self, request: PlanRequest, candidate: Candidate) -> CandidateFit:
-        """Returns a candidate with the memory of its largest rank and the GPU memory that is left."""
+        """Return a candidate with the memory of its largest rank and the GPU memory that is left."""
         config = self._config(request, "d1", candidate.options, candidate.tokens)
         memory = self.memory_model.estimate_largest_rank(
             config, candidate.layout, candidate.tokens, candidate.micro_batches
@@ -196,7 +196,7 @@ class Planner:
         return CandidateFit(candidate, memory, int(hw.memory_bytes - used))
 
     def seconds(self, config: EngineConfig, seq: int, documents: int) -> StepTime:
-        """Returns the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
+        """Return the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
         layout = parse_layout(config.layout)
         plan = self.memory_model.plan(config, layout)
         own = -(-documents // layout.dp)
@@ -236,7 +236,7 @@ class Planner:
         return schedules
 
     def _largest_counts(self, layout: ParallelLayout, plan: StagePlan | None) -> RankParameters:
-        """Returns the parameter counts of the rank with the most parameters."""
+        """Return the parameter counts of the rank with the most parameters."""
         counts = (rank_parameters(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
         return max(counts, key=lambda count: count.local)
 
@@ -249,7 +249,7 @@ class Planner:
         return self._configs[key]
 
     def _engine_error(self, request: PlanRequest, candidate: Candidate) -> str:
-        """Returns the error with which the engine would reject a candidate, or an empty string."""
+        """Return the error with which the engine would reject a candidate, or an empty string."""
         config = self.config(request, candidate)
         try:
             resolve_layout(config, self.args.sizes, "cuda", supports_gathered=supports_gathered(config.attn_type))

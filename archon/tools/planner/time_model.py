@@ -66,7 +66,7 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def largest_excess(self, other: StepTime) -> str:
-        """Returns the part in which this step is slower than `other` by the most seconds."""
+        """Return the part in which this step is slower than `other` by the most seconds."""
         return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
 
 
@@ -88,7 +88,7 @@ class Link:
         return min(self.size, max(1, self.hardware.gpus_per_node // self.stride))
 
     def seconds(self, bytes_: float, count: float) -> float:
-        """Returns seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
+        """Return seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
 
         Across nodes there are as many rings as the group has ranks, and thus network adapters, in a node.
         """
@@ -100,7 +100,7 @@ class Link:
         return count * self._latency + moved / (bandwidth * hw.link_efficiency)
 
     def all_to_all_seconds(self, bytes_: float, count: float) -> float:
-        """Returns seconds of `count` all-to-alls; `bytes_` is what a rank sends in total, to itself included."""
+        """Return seconds of `count` all-to-alls; `bytes_` is what a rank sends in total, to itself included."""
         hw = self.hardware
         if self.size == 1:
             return 0.0
@@ -151,7 +151,7 @@ class TimeModel:
         tokens: int,
         micro_batches: int,
     ) -> StepTime:
-        """Returns the time of a step on `micro_batches` of `tokens` tokens on each data-parallel rank.
+        """Return the time of a step on `micro_batches` of `tokens` tokens on each data-parallel rank.
 
         `counts` are the parameter counts of the rank that holds most.
         """
@@ -173,7 +173,7 @@ class TimeModel:
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
-        """Returns the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
+        """Return the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
         bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
         layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
         stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
@@ -185,7 +185,7 @@ class TimeModel:
         return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
 
     def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
-        """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
+        """Return the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
         key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
@@ -241,10 +241,11 @@ class TimeModel:
         )
 
     def _matmul_seconds(self, config: EngineConfig, experts: bool) -> float:
-        """Returns the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
+        """Return the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
         and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts.
         A block has the mean of those in 8 bits and those that are left out, wherever it is: a pipeline's first and last
-        stages are slower than that."""
+        stages are slower than that.
+        """
         hw, share = self.hardware, self._fp8_fraction(config)
         own, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
         mean = share * narrow + (1 - share) * own
@@ -255,14 +256,14 @@ class TimeModel:
         return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
-        """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
+        """Return the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
         hidden = MicroBatchShard(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
         link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.rank_stages(0))
         # Sending one tensor takes as long as an all-gather of two ranks, whose full size is two tensors.
         return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
 
     def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
-        """Returns the seconds of recomputing forwards, a third of a block's time; `op` recomputes no products."""
+        """Return the seconds of recomputing forwards, a third of a block's time; `op` recomputes no products."""
         ac = config.activation_checkpoint
         if ac.mode == "none":
             return 0.0
@@ -307,7 +308,7 @@ class TimeModel:
         n: int,
         compute_seconds: float,
     ) -> float:
-        """Returns the seconds of gathering weights and reducing gradients that computation does not hide."""
+        """Return the seconds of gathering weights and reducing gradients that computation does not hide."""
         b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
         keeps_gathered = plan is not None or config.reshard_after_forward == "never"
         gathers = 1 if keeps_gathered else 2 * n
@@ -335,7 +336,7 @@ class TimeModel:
 
 
 def _recompute_interval(ac: ActivationCheckpointConfig) -> int:
-    """Returns k if every k-th block is recomputed."""
+    """Return k if every k-th block is recomputed."""
     return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
 
 

@@ -43,7 +43,7 @@ class ParameterShape:
         return not self.name.endswith("lora.a"), not self.name.endswith("lora.b")
 
     def local(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Returns its shape after tensor and expert parallelism, which is what FSDP gathers."""
+        """Return its shape after tensor and expert parallelism, which is what FSDP gathers."""
         shape, tp = list(self.shape), layout.tp
         rows, columns = self._is_split
         if self.role == "experts":
@@ -60,7 +60,7 @@ class ParameterShape:
         return tuple(shape)
 
     def shard(self, layout: ParallelLayout, rank: int) -> int:
-        """Returns the elements of its FSDP shard on `rank`; FSDP shards as torch.chunk does."""
+        """Return the elements of its FSDP shard on `rank`; FSDP shards as torch.chunk does."""
         shape = self.local(layout)
         if self.role != "experts":
             ways = layout.dp_shard * layout.cp
@@ -91,7 +91,7 @@ class ParameterCounts:
 
 @lru_cache(maxsize=65536)
 def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int) -> ParameterCounts:
-    """Returns the element counts of `weights` on `rank`."""
+    """Return the element counts of `weights` on `rank`."""
     local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
     return ParameterCounts(
         sum(w.shard(layout, rank) for w in weights),
@@ -119,7 +119,7 @@ class ModelWeights:
     def from_spec(
         cls, spec: ModelSpec, args: BaseModelArgs, lora: Mapping[str, LoRASize] | None = None
     ) -> ModelWeights:
-        """Returns the weights of the family's model with `lora`, built on the meta device."""
+        """Return the weights of the family's model with `lora`, built on the meta device."""
         with torch.device("meta"):
             model = spec.model_class(args)
             add_lora(model, lora or {}, torch.float32)
@@ -138,7 +138,7 @@ class ModelWeights:
         return any(self.lora_layers)
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
-        """Returns the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
+        """Return the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
 
         These are the embedding, the final norm and the head; a tied head is counted only once.
         """
@@ -165,7 +165,7 @@ def _weights(module: nn.Module) -> Iterator[ParameterShape]:
 
 
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
-    """Yields the adapters of a module's matrices, by the name of the matrix; a linear layer's is empty."""
+    """Yield the adapters of a module's matrices, by the name of the matrix; a linear layer's is empty."""
     lora = getattr(module, "lora", None)
     if isinstance(lora, LoRALayer):
         yield "", lora

@@ -16,7 +16,7 @@ COLLECTIVE_COLOR = COLORS[5]
 
 
 def bench_data(record: BenchRecord, path: Path) -> dict[str, Any]:
-    """Returns the data for the page's script; times in milliseconds, memory in MiB."""
+    """Return the data for the page's script; times in milliseconds, memory in MiB."""
     rates = [(row, row.measured.tokens_per_s) for row in record.rows if row.measured]
     sizes = [(row, row.peak_bytes / 2**20) for row in record.rows if row.peak_bytes is not None]
     throughput = [_bar(row, rate.median, rate.min, rate.max) for row, rate in rates]

@@ -54,7 +54,7 @@ def _draw(axes, panel: Panel, all_series: Sequence[Series]) -> None:  # type: ig
 
 
 def moving_average(values: Sequence[float], fraction: float = 0.05, fewest: int = 40) -> list[float] | None:
-    """Returns the moving average over `fraction` of the series; None for a series of fewer than `fewest` values."""
+    """Return the moving average over `fraction` of the series; None for a series of fewer than `fewest` values."""
     if len(values) < fewest:
         return None
     reach = max(2, int(len(values) * fraction / 2))

@@ -12,7 +12,7 @@ from archon.tools.report.sampled_trajectories import sample
 
 
 def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[dict[str, Any]]) -> Path:
-    """Writes `report.html` to `folder`, and returns its path.
+    """Write `report.html` to `folder`, and returns its path.
 
     Args:
         folder: of the evaluation; its `config.yaml` is shown.
@@ -55,5 +55,5 @@ def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, 
 
 
 def _bound_or_mean(bound: float | None, score: Mapping[str, float]) -> float:
-    """Returns the bound, or the mean where a single prompt has none."""
+    """Return the bound, or the mean where a single prompt has none."""
     return score["mean"] if bound is None else bound

@@ -29,17 +29,17 @@ EVAL_SCRIPTS = ("common.js", "charts.js", "bars.js", "trajectories.js", "eval.js
 
 
 def render_page(run: RunData) -> str:
-    """Returns the page of a run as HTML."""
+    """Return the page of a run as HTML."""
     return render(run.path.resolve().name, _page_data(run), SCRIPTS)
 
 
 def render_bench(record: BenchRecord, path: Path) -> str:
-    """Returns the page of a sweep's record, whose file is `path`, as HTML."""
+    """Return the page of a sweep's record, whose file is `path`, as HTML."""
     return render(path.name, bench_data(record, path), BENCH_SCRIPTS)
 
 
 def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
-    """Returns a page as HTML, whose scripts draw `data`."""
+    """Return a page as HTML, whose scripts draw `data`."""
     assets = resources.files("archon.tools.report") / "assets"
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -95,11 +95,11 @@ def _series_data(series: Series) -> dict[str, Any]:
 
 
 def _round_significant(value: float) -> float | None:
-    """Returns the value with six significant digits, enough for a screen; None for NaN and infinity."""
+    """Return the value with six significant digits, enough for a screen; None for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _json_for_html(data: Any) -> str:
-    """Returns JSON that cannot end or comment out its script element: it contains no `<`."""
+    """Return JSON that cannot end or comment out its script element: it contains no `<`."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -83,21 +83,21 @@ class RunData:
     config: str
 
     def panels(self) -> list[tuple[Panel, list[Series]]]:
-        """Returns the panels to show, in order, with their series."""
+        """Return the panels to show, in order, with their series."""
         panels = [(panel, [s for s in self.series.values() if _find_panel(s.name) is panel]) for panel in PANELS]
         fleet = FLEET_SERIES in self.series
         shown = [(panel, series) for panel, series in panels if fleet or not panel.fleet]
         return [(p, series) for p, series in shown if any(not p.hide_zero or any(s.values) for s in series)]
 
     def remaining_series(self) -> list[Series]:
-        """Returns the series without a panel whose values are not constant."""
+        """Return the series without a panel whose values are not constant."""
         drawn = {s.name for _, series in self.panels() for s in series}
         rest = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
         return [s for s in rest if len(set(s.values)) > 1]
 
 
 def load_run(run_dir: str | Path) -> RunData:
-    """Returns the data of a run, finished or not.
+    """Return the data of a run, finished or not.
 
     Raises ConfigError if the folder is missing or holds no metrics, DatasetError naming a malformed line.
     """
@@ -136,7 +136,7 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a metric's value as a float: NaN if it is too large to draw, or the string NaN or ±Infinity.
+    """Return a metric's value as a float: NaN if it is too large to draw, or the string NaN or ±Infinity.
 
     Returns None for anything that is not a number.
     """
@@ -146,7 +146,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_hidden(name: str) -> bool:
-    """Returns whether a series belongs to a panel that is left out while its values are 0."""
+    """Return whether a series belongs to a panel that is left out while its values are 0."""
     panel = _find_panel(name)
     return panel is not None and not panel.fleet
 

@@ -49,7 +49,7 @@ class SampledTrajectories:
 
 
 def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> SampledTrajectories:
-    """Returns as many groups as the limits allow, evenly spaced, including the first and the last.
+    """Return as many groups as the limits allow, evenly spaced, including the first and the last.
 
     `images` is the folder of the files that records name in `images`, which become data URLs.
     """
@@ -69,7 +69,7 @@ def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> Sam
 
 
 def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
-    """Replaces the names of pictures by data URLs of their files; null for one that is missing or too many."""
+    """Replace the names of pictures by data URLs of their files; null for one that is missing or too many."""
     left, known = MAX_IMAGE_BYTES, dict[str, str | None]()
     for record in [record for group in groups for record in group if "images" in record]:
         for name in record["images"]:
@@ -81,7 +81,7 @@ def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
 
 
 def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
-    """Returns the bytes of a picture of a run; None for another name, a file that is no PNG, and one above `limit`."""
+    """Return the bytes of a picture of a run; None for another name, a file that is no PNG, and one above `limit`."""
     if folder is None or re.fullmatch(r"[0-9a-f]{1,64}\.png", name) is None:
         return None
     try:
@@ -106,7 +106,7 @@ def _selection(shown: list[TrajectoryGroup], chosen: list[TrajectoryGroup], grou
 
 
 def _evenly_spaced(n: int, count: int) -> list[int]:
-    """Returns `count` evenly spaced indices of 0 … n − 1."""
+    """Return `count` evenly spaced indices of 0 … n − 1."""
     return list(range(n)) if n <= count else [round(i * (n - 1) / (count - 1)) for i in range(count)]
 
 
@@ -127,7 +127,7 @@ def _group_fields(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def _answer_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of an answer that the page shows, with its tokens if the record has a logprob for each."""
+    """Return the fields of an answer that the page shows, with its tokens if the record has a logprob for each."""
     shown = {name: _to_json(record[name]) for name in SHOWN_FIELDS if name in record}
     if _is_column(record.get("images"), str):
         shown["images"] = record["images"][:MAX_IMAGES]
@@ -154,7 +154,7 @@ def _is_column(value: Any, kind: type) -> bool:
 
 
 def _to_json(value: Any, depth: int = 0) -> Any:
-    """Returns `value` as JSON-compatible data, with long texts and deep nesting truncated."""
+    """Return `value` as JSON-compatible data, with long texts and deep nesting truncated."""
     if depth > MAX_DEPTH:
         return "…"
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def token_texts(tokens: Sequence[str], is_input: Sequence[bool], completion: str) -> list[str]:
-    """Returns the text of each token.
+    """Return the text of each token.
 
     Uses the alphabet (plain, GPT-2's bytes, or SentencePiece) in which the tokens that are not `is_input`
     concatenate to
@@ -22,7 +22,7 @@ def token_texts(tokens: Sequence[str], is_input: Sequence[bool], completion: str
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each character of byte-level vocabularies (GPT-2).
+    """Return the byte of each character of byte-level vocabularies (GPT-2).
 
     Printable bytes are represented by themselves, the others by characters from U+0100 on.
     """

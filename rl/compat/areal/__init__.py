@@ -11,7 +11,7 @@ _load, __dir__, __all__ = lazy_exports(__name__, export_map())
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a name that works; of another of AReaL's, `ImportError` says what to write in its place."""
+    """Return a name that works; of another of AReaL's, `ImportError` says what to write in its place."""
     line = migration_hint(name)
     if line is not None:
         raise ImportError(line)

@@ -26,7 +26,7 @@ def get_custom_dataset(
     kind: str | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Returns the rows of a dataset, named by its path or by a section of the configuration.
+    """Return the rows of a dataset, named by its path or by a section of the configuration.
 
     A path that contains the name of a dataset (`openai/gsm8k`, `/data/gsm8k`) is read as that dataset from there,
     unless `prompt_key` is given.

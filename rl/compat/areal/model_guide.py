@@ -12,7 +12,7 @@ pipeline_llm = prune  # a spec's `pipelining_fn`, which is also what None stands
 
 
 def precompute_rope_cache(dim: int, max_seq_len: int, base: float = 1_000_000.0) -> Tensor:
-    """Returns cosines and sines of every position, float32 [max_seq_len, 2 · dim]: cos twice over dim / 2, then sin.
+    """Return cosines and sines of every position, float32 [max_seq_len, 2 · dim]: cos twice over dim / 2, then sin.
 
     Models do not use it; they compute the rotation of the tokens of a batch.
     """

@@ -39,19 +39,19 @@ _ARCHON = "areal.experimental.models.archon"
 
 
 def available(module: str, names: str, home: str, note: str = "") -> Iterator[Name]:
-    """Yields names of one module that archon has in `home`."""
+    """Yield names of one module that archon has in `home`."""
     for name in names.split():
         yield Name(f"{module}.{name}", home=home, note=note)
 
 
 def renamed(module: str, names: str, instead: str, note: str = "") -> Iterator[Name]:
-    """Yields names of one module for which something else is written."""
+    """Yield names of one module for which something else is written."""
     for name in names.split():
         yield Name(f"{module}.{name}", instead=instead, note=note)
 
 
 def missing(module: str, names: str, note: str) -> Iterator[Name]:
-    """Yields names of one module that archon does not have, and why."""
+    """Yield names of one module that archon does not have, and why."""
     for name in names.split():
         yield Name(f"{module}.{name}", note=note)
 
@@ -230,7 +230,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def export_map() -> dict[str, list[str]]:
-    """Returns the names that work by the module that has them, for `lazy_exports`."""
+    """Return the names that work by the module that has them, for `lazy_exports`."""
     exports: dict[str, list[str]] = {}
     for row in NAMES:
         if row.home:
@@ -239,8 +239,9 @@ def export_map() -> dict[str, list[str]]:
 
 
 def migration_hint(name: str) -> str | None:
-    """Returns the one line that says what to write for a name that does not work, or why it is not here; None for other
-    names."""
+    """Return the one line that says what to write for a name that does not work, or why it is not here; None for other
+    names.
+    """
     for row in NAMES:
         if row.name == name and not row.home:
             said = f"write {row.instead}" if row.instead else f"archon has none: {row.note}"

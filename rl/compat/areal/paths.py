@@ -9,7 +9,7 @@ _PREFIX = "areal."
 
 
 def native_path(path: str) -> str:
-    """Returns the path of archon's object for one of AReaL's (`areal.workflow.rlvr.RLVRWorkflow`), any other unchanged.
+    """Return the path of archon's object for one of AReaL's (`areal.workflow.rlvr.RLVRWorkflow`), any other unchanged.
 
     Raises ConfigError for one that archon does not have.
     """

@@ -16,7 +16,7 @@ gsm8k_reward_fn = gsm8k_reward
 
 
 def get_custom_reward_fn(path: str) -> Callable[..., Any]:
-    """Returns the reward of the dataset whose name `path` contains, else that of a name or dotted path."""
+    """Return the reward of the dataset whose name `path` contains, else that of a name or dotted path."""
     contained = [name for name in VALID_REWARD_FN if name in path]
     is_dotted = "." in path and "/" not in path  # a file's path may have a dot too
     return get_reward_fn(max(contained, key=len) if contained and not is_dotted else path)
@@ -26,11 +26,11 @@ class MathVerifyWorker:
     r"""Compares answers as mathematics. Of a response the last `\boxed{…}` alone counts, never a number in its text."""
 
     def verify(self, response: str, ground_truth: str) -> float:
-        """Returns 1.0 where the answer in `response` equals `ground_truth`, else 0.0."""
+        """Return 1.0 where the answer in `response` equals `ground_truth`, else 0.0."""
         return math_verify_reward(None, response, None, None, answer=ground_truth)
 
 
 @cache
 def get_math_verify_worker() -> MathVerifyWorker:
-    """Returns the process's one worker."""
+    """Return the process's one worker."""
     return MathVerifyWorker()

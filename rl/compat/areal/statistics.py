@@ -13,16 +13,16 @@ class StatsTracker:
     """Reports numbers of the running episode. Evaluations have names of their own in the record, whatever the scope."""
 
     def get(self, scope: str = "") -> StatsTracker:
-        """Returns the tracker of `workflow_context.stat_scope()`, which is this one."""
+        """Return the tracker of `workflow_context.stat_scope()`, which is this one."""
         return self
 
     def scalar(self, **numbers: float) -> None:
-        """Adds numbers, whose means become metrics of the step."""
+        """Add numbers, whose means become metrics of the step."""
         workflow_context.record(**numbers)
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block as `timeperf/<name>`."""
+        """Add the seconds of the block as `timeperf/<name>`."""
         started = time.perf_counter()
         try:
             yield

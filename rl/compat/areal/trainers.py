@@ -34,14 +34,14 @@ class PPOTrainer(RLTrainer):
         self._rows = _dataset_rows(train_dataset, valid_dataset)
 
     def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
-        """Returns the given rows, or else the configured ones."""
+        """Return the given rows, or else the configured ones."""
         return self._rows.get(section) or super().section_rows(section)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Does nothing: a run closes what it opened."""
+        """Do nothing: a run closes what it opened."""
 
 
 class SFTTrainer(ConfiguredSFTTrainer):
@@ -52,7 +52,7 @@ class SFTTrainer(ConfiguredSFTTrainer):
         self._rows = _dataset_rows(train_dataset, valid_dataset)
 
     def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
-        """Returns the given rows, checked, or else the configured ones."""
+        """Return the given rows, checked, or else the configured ones."""
         if section not in self._rows:
             return super().section_rows(section, tokenizer)
         rows = self._rows[section]
@@ -62,7 +62,7 @@ class SFTTrainer(ConfiguredSFTTrainer):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Does nothing: a run closes what it opened."""
+        """Do nothing: a run closes what it opened."""
 
 
 def _dataset_rows(train_dataset: Rows | None, valid_dataset: Rows | None) -> dict[str, list[dict[str, Any]]]:

@@ -126,7 +126,7 @@ class TrinityWorkflow(SamplingWorkflow):
         return changed
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group as trajectory tensors [G, S]; None where every run rejected the task with an empty list.
+        """Return one group as trajectory tensors [G, S]; None where every run rejected the task with an empty list.
 
         Of several runs, one that fails by an unusable answer or a failed reward costs its samples and is counted.
         Raises `RolloutError` naming key and shape where a result is wrong, and whatever else the workflow raises.
@@ -165,7 +165,7 @@ class TrinityWorkflow(SamplingWorkflow):
         return trajectory_tensors(records, rewards, runs if len(set(runs)) > 1 else None)
 
     async def _run(self, served: Served, data: dict[str, Any], run: int, n: int) -> list[Sample]:
-        """Returns the samples of one run. Its workflow instance is reused if it can be reset and the run succeeded."""
+        """Return the samples of one run. Its workflow instance is reused if it can be reset and the run succeeded."""
         rollout = self.gconfig
         task = Task(
             workflow=self.kind,
@@ -241,7 +241,7 @@ class TrinityWorkflow(SamplingWorkflow):
 
 
 def format_columns(data: DatasetConfig | None) -> dict[str, Any]:
-    """Returns the fields of `FormatConfig` that a dataset's configuration sets."""
+    """Return the fields of `FormatConfig` that a dataset's configuration sets."""
     if data is None:
         return {}
     set_fields = data.model_dump(include={"prompt_key", "response_key", "system_prompt"}, exclude_unset=True)
@@ -249,7 +249,7 @@ def format_columns(data: DatasetConfig | None) -> dict[str, Any]:
 
 
 def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
-    """Returns an experience's token record and reward; `where` begins the message of the `RolloutError` for a bad one.
+    """Return an experience's token record and reward; `where` begins the message of the `RolloutError` for a bad one.
 
     Versions, and logprobs that the experience lacks, are those that the model recorded for exactly these tokens. A
     reward that is not finite is accepted here; the rollout drops and counts the sample.
@@ -300,7 +300,7 @@ def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
 
 
 def _vector(value: Any, key: str, where: str, size: int | None = None, *, integers: bool = True) -> list[Any]:
-    """Returns a one-dimensional tensor, of length `size` where given, as a list."""
+    """Return a one-dimensional tensor, of length `size` where given, as a list."""
     expected = f"expected one dimension of {'integers' if integers else 'numbers'}"
     if size is not None:
         expected = f"expected ({size},), one for each token after prompt_length"
@@ -314,7 +314,7 @@ def _vector(value: Any, key: str, where: str, size: int | None = None, *, intege
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` in a daemon thread with the caller's context, and returns its result or raises its exception.
+    """Run `work` in a daemon thread with the caller's context, and returns its result or raises its exception.
 
     Unlike `asyncio.to_thread` it delays neither the caller's cancellation nor the end of the process.
     """
@@ -335,7 +335,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 def adapt_workflow(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the object that `workflow` names, and its arguments; a Trinity-style class as `TrinityWorkflow`."""
+    """Return the object that `workflow` names, and its arguments; a Trinity-style class as `TrinityWorkflow`."""
     if isinstance(workflow, str):
         workflow = WORKFLOWS[workflow]
     if isinstance(workflow, type) and issubclass(workflow, Workflow):

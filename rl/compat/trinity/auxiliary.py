@@ -97,7 +97,7 @@ class AuxiliaryModel(ModelWrapper):
         self._serving = serving
 
     def connect(self, base_url: str, run: int) -> None:
-        """Opens the model for run `run` of the current episode; its endpoint is at `base_url`."""
+        """Open the model for run `run` of the current episode; its endpoint is at `base_url`."""
         self._base_url = base_url
         for client in self._clients:  # of a workflow that is used again
             client.base_url = base_url
@@ -131,12 +131,12 @@ class AuxiliaryModels:
         self._servings: list[_ModelServing | None] | None = None
 
     def models(self) -> list[AuxiliaryModel]:
-        """Returns new auxiliary models for a workflow, to connect."""
+        """Return new auxiliary models for a workflow, to connect."""
         return [AuxiliaryModel(*pair) for pair in zip(self._configs, self._loaded(), strict=True)]
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[list[str]]:
-        """Yields the base URL of each model, for as long as they are served."""
+        """Yield the base URL of each model, for as long as they are served."""
         async with AsyncExitStack() as stack:
             urls: list[str] = []
             for config, serving in zip(self._configs, self._loaded(), strict=True):
@@ -153,7 +153,7 @@ class AuxiliaryModels:
 
 
 def with_thinking(tokenizer: Any, enabled: bool | None) -> Any:
-    """Returns a tokenizer whose chat template always has `enable_thinking` at this value; itself for None."""
+    """Return a tokenizer whose chat template always has `enable_thinking` at this value; itself for None."""
     template = getattr(tokenizer, "chat_template", None)
     if enabled is None or not isinstance(template, str):
         return tokenizer
@@ -163,7 +163,7 @@ def with_thinking(tokenizer: Any, enabled: bool | None) -> Any:
 
 
 def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
-    """Returns a generator of the checkpoint, and its tokenizer."""
+    """Return a generator of the checkpoint, and its tokenizer."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer

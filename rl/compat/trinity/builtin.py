@@ -59,7 +59,7 @@ class SimpleWorkflow(Workflow):
         return asdict(self.task.rollout_args) | {"n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """Returns the messages of the prompt."""
+        """Return the messages of the prompt."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.task_desc}]
 
@@ -67,7 +67,7 @@ class SimpleWorkflow(Workflow):
         return self.score(self.model.chat(self.format_messages(), **self.rollout_args))
 
     def score(self, responses: Sequence[Experience]) -> list[Experience]:
-        """Returns the responses with their rewards. One whose reward fails is dropped and counted by kind."""
+        """Return the responses with their rewards. One whose reward fails is dropped and counted by kind."""
         outcomes: list[Reward | BaseException]
         if isinstance(self.reward_fn, AsyncRewardWrapper):
             outcomes = self.model.wait(self._score_all(self.reward_fn, responses))
@@ -136,7 +136,7 @@ class MathBoxedWorkflow(MathWorkflow):
             self.system_prompt = THINK_PROMPT
 
     def format_prompt(self) -> str:
-        """Returns the prompt of a base model."""
+        """Return the prompt of a base model."""
         system = f"System: {self.system_prompt}\n" if self.system_prompt else ""
         return f"{system}User: {self.task_desc}\nAssistant:"
 

@@ -79,12 +79,12 @@ _ENGINE_OF_AUXILIARY = (
 
 
 def scored_by_workflow(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Stands for the reward of a run whose workflow scores its own answers; it is never called."""
+    """Stand for the reward of a run whose workflow scores its own answers; it is never called."""
     raise RewardError("this run names no reward of archon's, as its workflow scores its own answers")
 
 
 def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
-    """Returns the values of an `RLConfig` from those of a Trinity-RFT file, which has `buffer` or `explorer`.
+    """Return the values of an `RLConfig` from those of a Trinity-RFT file, which has `buffer` or `explorer`.
 
     Other data is returned unchanged. The file's section `archon` has archon's own keys, which override the rest. Raises
     `ConfigError` for a key that is neither mapped nor known to have no effect.
@@ -150,7 +150,7 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
 
 
 def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Sets the values that are more than a translated key."""
+    """Set the values that are more than a translated key."""
     if (kind := settings.get("algorithm.algorithm_type")) in _COMMANDS:
         raise ConfigError(
             f"{source}: algorithm.algorithm_type is {kind!r}, which explores nothing: run `{_COMMANDS[kind]}` with a "
@@ -202,7 +202,7 @@ def _mode(settings: Mapping[str, Any], source: str) -> str:
 
 
 def _processes(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Sets how exploration and training are coupled: in one process, or by the experience buffer and checkpoints."""
+    """Set how exploration and training are coupled: in one process, or by the experience buffer and checkpoints."""
     mode, every = _mode(settings, source), settings.get("synchronizer.sync_interval") or 1
     style = settings.get("synchronizer.sync_style") or "fixed"
     if style not in ("fixed", "dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven"):
@@ -230,7 +230,7 @@ def _processes(config: dict[str, Any], settings: Mapping[str, Any], source: str)
 
 
 def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Sets the share of demonstrations in a batch, as Trinity-RFT's sample strategy `mix` does."""
+    """Set the share of demonstrations in a batch, as Trinity-RFT's sample strategy `mix` does."""
     if settings.get(EXPERT + "path") is None:
         raise ConfigError(
             f"{source}: the demonstrations are missing: name them in buffer.trainer_input.auxiliary_buffers"
@@ -257,7 +257,7 @@ def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> No
 
 
 def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Sets what a configuration of veRL, inline or in a file, says and the rest of the file does not."""
+    """Set what a configuration of veRL, inline or in a file, says and the rest of the file does not."""
     inline, path = settings.get("trainer.trainer_config"), settings.get("trainer.trainer_config_path")
     values: Any = inline or {}
     if path:
@@ -279,12 +279,12 @@ def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str)
 
 
 def auxiliary_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `AuxiliaryConfig` for an entry of `explorer.auxiliary_models`."""
+    """Return the fields of `AuxiliaryConfig` for an entry of `explorer.auxiliary_models`."""
     return {name: value for name, value in model.items() if name not in _ENGINE_OF_AUXILIARY and value is not None}
 
 
 def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Sets the workflow and its reward, which evaluation shares."""
+    """Set the workflow and its reward, which evaluation shares."""
 
     def named(end: str, taskset: str, then: str = "") -> Any:
         return settings.get(taskset + end) or settings.get(then) or settings.get(INPUT + end)
@@ -315,7 +315,7 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
 
 
 def _steps(config: dict[str, Any], epochs: int) -> int:
-    """Returns the number of full batches in `epochs` passes over the rows, at least one."""
+    """Return the number of full batches in `epochs` passes over the rows, at least one."""
     from archon.data.config import DatasetConfig
     from archon.data.registry import load_rows
 

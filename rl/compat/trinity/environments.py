@@ -24,11 +24,11 @@ class TextEnv(Protocol):
     """An environment whose observations and actions are text."""
 
     def reset(self, task: dict[str, Any]) -> str:
-        """Begins the task of a row, and returns the first observation."""
+        """Begin the task of a row, and returns the first observation."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Returns the next observation, the reward, whether the task is done, and any information."""
+        """Return the next observation, the reward, whether the task is done, and any information."""
         ...
 
 
@@ -60,25 +60,25 @@ class TextEnvWorkflow(Workflow):
         self.open()
 
     def open(self) -> None:
-        """Makes the environment that the tasks of this instance share."""
+        """Make the environment that the tasks of this instance share."""
         self.env = self.make(**self.args["env_args"])
 
     def first_observation(self) -> str:
-        """Begins the task, and returns the first observation."""
+        """Begin the task, and returns the first observation."""
         observation: str = self.env.reset(self.task.raw_task)
         return observation
 
     def act(self, answer: str) -> tuple[str, float, bool]:
-        """Returns the observation and the reward that the model's answer leads to, and whether the task is done."""
+        """Return the observation and the reward that the model's answer leads to, and whether the task is done."""
         observation, reward, done, _ = self.env.step(answer)
         return observation, float(reward), bool(done)
 
     def total(self, rewards: list[float], done: bool) -> float:
-        """Returns the reward of the conversation."""
+        """Return the reward of the conversation."""
         return sum(rewards)
 
     def system_prompt(self) -> str | None:
-        """Returns the system message; None or an empty text for none."""
+        """Return the system message; None or an empty text for none."""
         return self.task.format_args.system_prompt
 
     def run(self) -> list[Experience]:
@@ -123,7 +123,7 @@ class GymEnvWorkflow(TextEnvWorkflow):
         return self.format_observation(self.env.reset())
 
     def format_observation(self, observation: Any) -> str:
-        """Returns an observation as the user's message."""
+        """Return an observation as the user's message."""
         if isinstance(observation, tuple):  # with information
             observation = observation[0]
         if not isinstance(observation, str):
@@ -137,7 +137,7 @@ class GymEnvWorkflow(TextEnvWorkflow):
         return self.take(found[1].strip() if found else "")
 
     def take(self, action: str) -> tuple[str, float, bool]:
-        """Returns what `act` returns, for an action."""
+        """Return what `act` returns, for an action."""
         observation, reward, *ends, _ = self.env.step(action)
         return self.format_observation(observation), float(reward), any(map(bool, ends))
 
@@ -152,12 +152,13 @@ class GymEnvWorkflow(TextEnvWorkflow):
 @WORKFLOWS.register_module("alfworld_workflow")
 class AlfworldWorkflow(GymEnvWorkflow):
     """A `GymEnvWorkflow` whose environments are of one task, as ALFWorld's: `env` is a function of the task's prompt,
-    such as the path of a game. The environment is closed after the task, if it can be."""
+    such as the path of a game. The environment is closed after the task, if it can be.
+    """
 
     name = "alfworld_workflow"
 
     def open(self) -> None:
-        """Does nothing, as `first_observation` makes the environment."""
+        """Do nothing, as `first_observation` makes the environment."""
 
     def first_observation(self) -> str:
         self.env = self.make(self.task.task_desc, **self.args["env_args"])
@@ -199,7 +200,7 @@ class WebShopWorkflow(GymEnvWorkflow):
         return super().take(action) if wrong is None else (wrong, 0.0, False)
 
     def action_error(self, action: str) -> str | None:
-        """Returns what is wrong with an action; None where the environment accepts it."""
+        """Return what is wrong with an action; None where the environment accepts it."""
         available, call = self.env.get_available_actions(), _CALL.fullmatch(action)
         if call is None:
             return "This is no action. Write <action>search[words]</action> or <action>click[button]</action>."

@@ -66,7 +66,7 @@ class ModelWrapper:
         run: int,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """Opens the wrapper for run `run` of the current episode; `endpoint` is a server for clients over HTTP."""
+        """Open the wrapper for run `run` of the current episode; `endpoint` is a server for clients over HTTP."""
         self._engine, self._gconfig = engine, gconfig
         self._seed = derive_seed(workflow_context.get().seed, run)
         self._endpoint = endpoint
@@ -88,7 +88,7 @@ class ModelWrapper:
         self._records: dict[tuple[int, ...], TokenRecord] = {}
 
     def close(self) -> None:
-        """Ends the run: calls that a thread still waits for are canceled, and further calls are refused."""
+        """End the run: calls that a thread still waits for are canceled, and further calls are refused."""
         self._closed.set()
         for future in list(self._waiting):
             future.cancel()
@@ -101,7 +101,7 @@ class ModelWrapper:
         return self._engine.version
 
     def chat(self, messages: Sequence[dict[str, Any]], n: int = 1, **sampling: Any) -> list[Experience]:
-        """Returns `n` answers to a conversation, as experiences without a reward.
+        """Return `n` answers to a conversation, as experiences without a reward.
 
         Args:
             messages: `{"role": …, "content": text}`.
@@ -114,7 +114,7 @@ class ModelWrapper:
         return self.wait(self.chat_async(messages, n, **sampling))
 
     async def chat_async(self, messages: Sequence[dict[str, Any]], n: int = 1, **sampling: Any) -> list[Experience]:
-        """Does the same as `chat`, awaited."""
+        """Do the same as `chat`, awaited."""
         known = self._conversations.get(conversation_key(messages)[:-1])
         if known is None:
             row = {"messages": list(messages), "prompt": plain_prompt(messages)}
@@ -124,18 +124,18 @@ class ModelWrapper:
         return await self._answers(known, new_ids, n, sampling, list(messages))
 
     def generate(self, prompts: Sequence[str] | str, n: int = 1, **sampling: Any) -> list[Experience]:
-        """Returns `n` continuations of each text, grouped by text; arguments and errors are those of `chat`."""
+        """Return `n` continuations of each text, grouped by text; arguments and errors are those of `chat`."""
         return self.wait(self.generate_async(prompts, n, **sampling))
 
     async def generate_async(self, prompts: Sequence[str] | str, n: int = 1, **sampling: Any) -> list[Experience]:
-        """Does the same as `generate`, awaited."""
+        """Do the same as `generate`, awaited."""
         texts = [prompts] if isinstance(prompts, str) else prompts
         prompt_ids = [encode_prompt(self._tokenizer, {"prompt": text}) for text in texts]
         groups = await asyncio.gather(*(self._answers(TokenRecord(), ids, n, sampling, None) for ids in prompt_ids))
         return [answer for group in groups for answer in group]
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float | None = None) -> Tensor:
-        """Returns the model's logprobs of tokens 1 to L − 1, each given those before it: float32 [L − 1].
+        """Return the model's logprobs of tokens 1 to L − 1, each given those before it: float32 [L − 1].
 
         Args:
             tokens: L ids, a list or a tensor [L].
@@ -144,7 +144,7 @@ class ModelWrapper:
         return self.wait(self.logprobs_async(tokens, temperature))
 
     async def logprobs_async(self, tokens: Sequence[int] | Tensor, temperature: float | None = None) -> Tensor:
-        """Does the same as `logprobs`, awaited."""
+        """Do the same as `logprobs`, awaited."""
         self._require_open()
         if temperature is None:
             temperature = self._gconfig.temperature
@@ -155,7 +155,7 @@ class ModelWrapper:
         return torch.tensor(score(ids, temperature))
 
     def get_openai_client(self) -> openai.OpenAI:
-        """Returns an OpenAI client of the model for this run; `client.model_path` is the model's name.
+        """Return an OpenAI client of the model for this run; `client.model_path` is the model's name.
 
         `extract_experience_from_history` returns its answers. Raises `RolloutError` where enable_openai_api is not set
         or openai is not installed.
@@ -163,7 +163,7 @@ class ModelWrapper:
         return self._client("OpenAI")
 
     def get_openai_async_client(self) -> openai.AsyncOpenAI:
-        """Returns the asynchronous client, for `run_async`."""
+        """Return the asynchronous client, for `run_async`."""
         return self._client("AsyncOpenAI")
 
     def _client(self, kind: str) -> Any:
@@ -179,7 +179,7 @@ class ModelWrapper:
         return client
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Returns the conversations of this run's clients since the last call, as experiences without a reward.
+        """Return the conversations of this run's clients since the last call, as experiences without a reward.
 
         Each spans from its first prompt to its last answer, and all answers are trained. With `enable_history` the
         answers of `chat` and `generate` come first, each as it was returned. `clear_history` removes all of them from
@@ -202,7 +202,7 @@ class ModelWrapper:
         return experiences
 
     def convert_messages_to_experience(self, messages: Sequence[dict[str, Any]]) -> Experience:
-        """Returns a conversation that ends with an answer of this run as one experience.
+        """Return a conversation that ends with an answer of this run as one experience.
 
         All answers whose tokens were kept are trained. Raises `RolloutError` where the last message is not an unchanged
         answer of the model.
@@ -218,11 +218,11 @@ class ModelWrapper:
         return experience
 
     async def convert_messages_to_experience_async(self, messages: Sequence[dict[str, Any]]) -> Experience:
-        """Does the same as `convert_messages_to_experience`, awaited."""
+        """Do the same as `convert_messages_to_experience`, awaited."""
         return self.convert_messages_to_experience(messages)
 
     def _experience(self, record: TokenRecord, prompt_length: int) -> Experience:
-        """Returns the experience of a record, and remembers the record by its tokens."""
+        """Return the experience of a record, and remembers the record by its tokens."""
         self._records[tuple(record.input_ids)] = record
         return Experience(
             tokens=torch.tensor(record.input_ids),
@@ -233,11 +233,11 @@ class ModelWrapper:
         )
 
     def find_record(self, tokens: Sequence[int]) -> TokenRecord | None:
-        """Returns the record of exactly these tokens, with logprobs and versions, or None if this run has none."""
+        """Return the record of exactly these tokens, with logprobs and versions, or None if this run has none."""
         return self._records.get(tuple(tokens))
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the event loop while the calling thread waits, and returns its result."""
+        """Run `work` on the event loop while the calling thread waits, and returns its result."""
         try:
             running_loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -267,7 +267,7 @@ class ModelWrapper:
         sampling: dict[str, Any],
         messages: list[dict[str, Any]] | None,
     ) -> list[Experience]:
-        """Returns the usable ones of `n` answers to the tokens of `known` and `new_ids`."""
+        """Return the usable ones of `n` answers to the tokens of `known` and `new_ids`."""
         self._require_open()
         if not isinstance(n, int) or n < 1:
             raise RolloutError(f"n is {n!r}, expected the number of answers, at least 1")
@@ -329,8 +329,9 @@ class ModelWrapper:
 
 
 def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_retries: int) -> Any:
-    """Returns a client of class `kind`, OpenAI or AsyncOpenAI, without proxies and limits of time; its `model_path` is
-    the model's name. Raises `RolloutError` where the package openai is not installed."""
+    """Return a client of class `kind`, OpenAI or AsyncOpenAI, without proxies and limits of time; its `model_path` is
+    the model's name. Raises `RolloutError` where the package openai is not installed.
+    """
     try:
         module: Any = importlib.import_module("openai")
     except ImportError as error:
@@ -349,7 +350,7 @@ def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_ret
 
 
 def conversation_key(messages: Any) -> tuple[tuple[str, str], ...]:
-    """Returns the role and text of each message; raises `RolloutError` where `messages` is not a conversation."""
+    """Return the role and text of each message; raises `RolloutError` where `messages` is not a conversation."""
     for index, message in enumerate(messages):
         parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(part, str) for part in parts):

@@ -13,7 +13,7 @@ VARIABLE = "TRINITY_PLUGIN_DIRS"
 
 
 def import_plugins() -> list[str]:
-    """Imports every module of the folders in $TRINITY_PLUGIN_DIRS, once, and returns their names.
+    """Import every module of the folders in $TRINITY_PLUGIN_DIRS, once, and returns their names.
 
     Raises `ConfigError` for a folder that does not exist, and a module that cannot be imported.
     """

@@ -28,7 +28,7 @@ _MAX_EXPRESSION = 200  # characters
 
 
 def calculator(expression: str) -> str:
-    """Returns the value of an arithmetic expression of numbers, + - * / and brackets."""
+    """Return the value of an arithmetic expression of numbers, + - * / and brackets."""
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -44,7 +44,7 @@ def calculator(expression: str) -> str:
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Returns OpenAI's description of a tool: the function's name, docstring, and argument types."""
+    """Return OpenAI's description of a tool: the function's name, docstring, and argument types."""
     hints, parameters = get_type_hints(tool), inspect.signature(tool).parameters
     properties = {name: {"type": _JSON_TYPES.get(hints.get(name, str), "object")} for name in parameters}
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -107,7 +107,7 @@ class ReActWorkflow(SimpleWorkflow):
         return experiences
 
     def _call_tool(self, name: str, arguments: str) -> str:
-        """Returns the tool's result, or its error, after which the model may try again."""
+        """Return the tool's result, or its error, after which the model may try again."""
         if name not in self.tools:
             return f"error: no tool {name}; there are {', '.join(self.tools)}"
         try:

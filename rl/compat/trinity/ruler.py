@@ -39,7 +39,7 @@ class MathRULERWorkflow(MathWorkflow):
         return responses
 
     def judge_scores(self, responses: Sequence[Experience]) -> list[float]:
-        """Returns the judge's score of each response; raises `RewardInvalid` where its verdict has none."""
+        """Return the judge's score of each response; raises `RewardInvalid` where its verdict has none."""
         assert self.auxiliary_models
         judge = self.auxiliary_models[0]
         answers = "\n\n".join(f"Answer {n}:\n{response.response_text}" for n, response in enumerate(responses, 1))
@@ -54,7 +54,7 @@ class MathRULERWorkflow(MathWorkflow):
 
 
 def parse_scores(verdict: str, count: int) -> list[float]:
-    """Returns the numbers of the last list in the text, clipped to [0, 1]; raises `RewardInvalid` unless `count`."""
+    """Return the numbers of the last list in the text, clipped to [0, 1]; raises `RewardInvalid` unless `count`."""
     found = _LIST.findall(verdict)
     try:
         scores = [float(score) for score in json.loads(found[-1])] if found else []

@@ -9,7 +9,8 @@ from archon.schema.errors import ConfigError
 
 class _Steps(Workflow):
     """Runs `step` until it returns False, at most `max_step_num` times. The answers of a step, by `model.chat` or by a
-    client, are its experiences, with its number in `eid.step`."""
+    client, are its experiences, with its number in `eid.step`.
+    """
 
     can_repeat = False
 
@@ -19,15 +20,15 @@ class _Steps(Workflow):
         raise NotImplementedError
 
     def step(self, step_num: int) -> bool:
-        """Runs step `step_num`, from 0. Returns whether there is another one."""
+        """Run step `step_num`, from 0. Returns whether there is another one."""
         raise NotImplementedError
 
     async def step_async(self, step_num: int) -> bool:
-        """Does the same as `step`, awaited, in the classes whose names begin with Async."""
+        """Do the same as `step`, awaited, in the classes whose names begin with Async."""
         raise NotImplementedError
 
     def step_experiences(self, step_num: int) -> list[Experience]:
-        """Returns the experiences of step `step_num`."""
+        """Return the experiences of step `step_num`."""
         if not self.model.enable_history:
             raise ConfigError(
                 f"{type(self).__name__} trains the model's recorded answers: set "
@@ -43,7 +44,7 @@ class StepWiseRewardWorkflow(_Steps):
     """A workflow whose steps are rewarded one by one."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Returns the reward of the experiences of step `step_num`."""
+        """Return the reward of the experiences of step `step_num`."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
@@ -66,7 +67,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
     is_async = True
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Does the same as `reward`, awaited."""
+        """Do the same as `reward`, awaited."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
@@ -87,7 +88,7 @@ class RewardPropagationWorkflow(_Steps):
     """A workflow whose steps all get the reward of the whole run."""
 
     def reward(self, exps: list[Experience]) -> float:
-        """Returns the reward of the run, whose experiences are `exps`."""
+        """Return the reward of the run, whose experiences are `exps`."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
@@ -112,7 +113,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
     is_async = True
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Does the same as `reward`, awaited."""
+        """Do the same as `reward`, awaited."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:

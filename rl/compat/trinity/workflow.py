@@ -31,7 +31,8 @@ class FormatConfig:
 @dataclass
 class GenerationConfig:
     """Sampling parameters of a task's `n` answers. Temperature 0 is greedy, and top_k −1 is off. `max_tokens` limits an
-    answer; `logprobs` has no effect, as they are always returned."""
+    answer; `logprobs` has no effect, as they are always returned.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -92,7 +93,7 @@ class RewardFn(ABC):
 
     @abstractmethod
     def __call__(self, **kwargs: Any) -> float | dict[str, float]:
-        """Returns the reward of the text `response`, given the gold answer `truth`; a dictionary's parts are summed."""
+        """Return the reward of the text `response`, given the gold answer `truth`; a dictionary's parts are summed."""
 
 
 class Workflow:
@@ -124,19 +125,19 @@ class Workflow:
         self.repeat_times, self.run_id_base = 1, 0
 
     def run(self) -> list[Experience]:
-        """Returns the experiences of the task; an empty list rejects it."""
+        """Return the experiences of the task; an empty list rejects it."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """Does the same as `run` on the event loop, which it must not block."""
+        """Do the same as `run` on the event loop, which it must not block."""
         raise NotImplementedError
 
     def reset(self, task: Task) -> None:
-        """Prepares a finished workflow for another task; it keeps its model."""
+        """Prepare a finished workflow for another task; it keeps its model."""
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Sets how many experiences `run` is to return."""
+        """Set how many experiences `run` is to return."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def process_messages_to_experience(
@@ -146,7 +147,7 @@ class Workflow:
         info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Returns a conversation with this run's model as one experience; the numbers of `info` are logged."""
+        """Return a conversation with this run's model as one experience; the numbers of `info` are logged."""
         experience = self.model.convert_messages_to_experience(messages)
         experience.truncate_status = experience.truncate_status or truncate_status
         experience.reward, experience.info = reward, info or {}
@@ -161,19 +162,19 @@ class Workflow:
         info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Does the same as `process_messages_to_experience`, awaited."""
+        """Do the same as `process_messages_to_experience`, awaited."""
         return self.process_messages_to_experience(messages, reward, info, truncate_status)
 
 
 def is_awaited(kind: type[Workflow]) -> bool:
-    """Returns whether workflows of this class run by `run_async`."""
+    """Return whether workflows of this class run by `run_async`."""
     if kind.run_async is Workflow.run_async:
         return False
     return kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run
 
 
 def declared_flag(workflow: Workflow, attribute: str, older: str) -> bool | None:
-    """Returns the value of a class attribute, or of the method or property that older workflows have instead."""
+    """Return the value of a class attribute, or of the method or property that older workflows have instead."""
     value = getattr(workflow, older, None)
     if value is None:
         return getattr(workflow, attribute, None)
@@ -181,7 +182,7 @@ def declared_flag(workflow: Workflow, attribute: str, older: str) -> bool | None
 
 
 def parse_workflow_args(name: str, args: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Returns `defaults` updated by the `workflow_args` of the workflow `name`; unknown ones raise `ConfigError`."""
+    """Return `defaults` updated by the `workflow_args` of the workflow `name`; unknown ones raise `ConfigError`."""
     for key in args:
         if key not in defaults:
             raise ConfigError(f"workflow_args of {name}: unknown {key!r}{nearest(key, list(defaults))}")

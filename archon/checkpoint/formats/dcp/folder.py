@@ -27,7 +27,7 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, RegularFile, 
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Returns whether `path` holds the description of a DCP folder."""
+    """Return whether `path` holds the description of a DCP folder."""
     return (path / METADATA_FILE).is_file()
 
 
@@ -57,7 +57,7 @@ def open_dcp(folder: Path) -> Iterator[dict[str, LazyTensor]]:
 
 
 def _load(files: Mapping[str, RegularFile], tensor: StoredTensor, region: Region) -> Tensor:
-    """Returns a region of a tensor, reading only the chunks that overlap it."""
+    """Return a region of a tensor, reading only the chunks that overlap it."""
     out = torch.empty(region_shape(region), dtype=tensor.dtype)
     for chunk in tensor.chunks:
         bounds = [

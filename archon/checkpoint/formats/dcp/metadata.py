@@ -81,7 +81,7 @@ class StoredTensor:
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a DCP folder by name; values that are no tensors are left out.
+    """Return the tensors of a DCP folder by name; values that are no tensors are left out.
 
     Raises CheckpointError where `.metadata` is missing, too large, damaged, names anything but the classes that PyTorch
     writes, contradicts itself, or places data outside the folder.
@@ -160,7 +160,7 @@ class _Parser:
                     fail(self.file, f"chunks of {name!r} at {list(chunk.offsets)} and {list(other.offsets)} overlap")
 
     def places(self, storage: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-        """Returns (file, start, length) of each chunk by its tensor's name and its offsets."""
+        """Return (file, start, length) of each chunk by its tensor's name and its offsets."""
         found = {}
         for index, info in self.items(storage, "storage_data"):
             key = self.fields(index, f"{_METADATA}MetadataIndex")
@@ -178,7 +178,7 @@ class _Parser:
         return found
 
     def fields(self, record: Any, name: str) -> dict[str, Any]:
-        """Returns the fields that a dataclass instance of the class `name` was given."""
+        """Return the fields that a dataclass instance of the class `name` was given."""
         if not isinstance(record, Record) or record.name != name:
             given = record.name if isinstance(record, Record) else type(record).__name__
             fail(self.file, f"it has {given} where {name} was expected")
@@ -201,14 +201,14 @@ class _Parser:
         return value
 
     def sizes(self, value: Any, name: str) -> tuple[int, ...]:
-        """Returns the numbers of a `torch.Size`, which is pickled as a call with a tuple."""
+        """Return the numbers of a `torch.Size`, which is pickled as a call with a tuple."""
         match value:
             case Record(name="torch.Size", args=(tuple(numbers),)) if len(numbers) <= MAX_DIMENSIONS:
                 return tuple(self.count(number, name) for number in numbers)
         return fail(self.file, f"a shape or an offset of {name!r} is no torch.Size of at most {MAX_DIMENSIONS} sizes")
 
     def dtype(self, name: str, properties: Any) -> torch.dtype:
-        """Returns the dtype in a tensor's properties, the first of the values that they are pickled as."""
+        """Return the dtype in a tensor's properties, the first of the values that they are pickled as."""
         match properties:
             case Record(name=kind, state=(GlobalName(name=dtype), *_)) if kind == f"{_METADATA}TensorProperties":
                 if dtype in _DTYPES:

@@ -72,7 +72,7 @@ class NamingScheme:
 
 
 def naming_schemes(adapter: BaseStateDictAdapter, model_type: str) -> list[NamingScheme]:
-    """Returns the ways in which a model's tensors may be named; without torchtitan's where it has no such model."""
+    """Return the ways in which a model's tensors may be named; without torchtitan's where it has no such model."""
     parameters, keys, is_tied = adapter.stored_shapes, adapter.hf_shapes(), adapter.is_tied
     native = NamingScheme(
         "native", {name: name for name in parameters}, "output.weight" if is_tied else None, "tok_embeddings.weight"
@@ -97,7 +97,7 @@ def _titan_name(name: str) -> str:
 
 
 def target_scheme(names: Names, adapter: BaseStateDictAdapter, model_type: str) -> NamingScheme:
-    """Returns the scheme of given names. Raises ConfigError where torchtitan has no such model."""
+    """Return the scheme of given names. Raises ConfigError where torchtitan has no such model."""
     for scheme in naming_schemes(adapter, model_type):
         if scheme.names == names:
             return scheme
@@ -114,7 +114,7 @@ def match_names(
     model_type: str,
     names: Names | None = None,
 ) -> tuple[NamingScheme, dict[str, LazyTensor]]:
-    """Returns the scheme of a folder's names, and its tensors by Hugging Face name (`hf`) or parameter name.
+    """Return the scheme of a folder's names, and its tensors by Hugging Face name (`hf`) or parameter name.
 
     Args:
         names: how the tensors are named; by default what `dcp.json` says, or what fits alone.
@@ -155,7 +155,7 @@ def match_names(
 def named_tensors(
     scheme: NamingScheme, tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter
 ) -> dict[str, LazyTensor]:
-    """Returns tensors under the names to store them, with the head of a tied model as in its `state_dict()`.
+    """Return tensors under the names to store them, with the head of a tied model as in its `state_dict()`.
 
     Args:
         tensors: by Hugging Face name (`hf`) or parameter name.
@@ -185,7 +185,7 @@ def _read_marker(folder: Path) -> Names | None:
 
 
 def _prefixes(scheme: NamingScheme, tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Returns the prefixes behind which all names of a scheme are found."""
+    """Return the prefixes behind which all names of a scheme are found."""
     prefixes = _embedding_prefixes(scheme, tensors)
     return [prefix for prefix in prefixes if all(prefix + name in tensors for name in scheme.stored.values())]
 
@@ -232,7 +232,7 @@ def _check_extra_tensors(
 
 
 def _bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
-    """Returns whether two tensors are bitwise equal, compared row by row."""
+    """Return whether two tensors are bitwise equal, compared row by row."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     step = 1024
@@ -246,7 +246,7 @@ def _bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
 def _reorder_rope_rows(
     tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter, *, to_halves: bool
 ) -> dict[str, LazyTensor]:
-    """Returns tensors by parameter name with the rows of wq and wk reordered within each head."""
+    """Return tensors by parameter name with the rows of wq and wk reordered within each head."""
     heads = {"q": adapter.args.n_heads, "k": adapter.args.n_kv_heads}
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -258,7 +258,7 @@ def _reorder_rope_rows(
 
 
 def _read_reordered(tensor: LazyTensor, heads: int, to_halves: bool, region: Region) -> Tensor:
-    """Returns a region of a projection whose rows are reordered within each head.
+    """Return a region of a projection whose rows are reordered within each head.
 
     The rows of a head are pairs (i, half); interleaved they are sorted by i, otherwise by half.
     """

@@ -161,7 +161,7 @@ _STEPS: dict[str, Callable[[_Unpickler, Any], None]] = {
 
 
 def read_pickle(content: bytes, allowed: Collection[str], file: str | os.PathLike[str]) -> Any:
-    """Returns the value of a pickle: None, bool, int, float, str, tuple, list, PlainDict, GlobalName or Record.
+    """Return the value of a pickle: None, bool, int, float, str, tuple, list, PlainDict, GlobalName or Record.
 
     Containers may be nested to any depth and contain themselves. Raises CheckpointError that names `file` for another
     opcode, a name that is not in `allowed`, and damaged content.

@@ -106,7 +106,7 @@ def read_chunk(file: RegularFile, chunk: Chunk, dtype: torch.dtype, region: Regi
 
 
 def _is_dense(stored: StorageLocation, order: list[int]) -> bool:
-    """Returns whether the elements, with the dimensions in `order`, follow each other without gaps."""
+    """Return whether the elements, with the dimensions in `order`, follow each other without gaps."""
     expected = 1
     for dim in reversed(order):
         if stored.shape[dim] != 1 and stored.strides[dim] != expected:
@@ -136,7 +136,7 @@ def _locate(file: RegularFile, chunk: Chunk) -> StorageLocation:
 def _storage(
     file: RegularFile, chunk: Chunk, described: Any, members: dict[str, zipfile.ZipInfo], where: str
 ) -> StorageLocation:
-    """Returns where the tensor is that `_rebuild_tensor_v2(storage, offset, shape, strides, …)` would make."""
+    """Return where the tensor is that `_rebuild_tensor_v2(storage, offset, shape, strides, …)` would make."""
     match described:
         case Record(
             name=name,

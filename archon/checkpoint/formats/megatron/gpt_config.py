@@ -28,7 +28,7 @@ _EXPORTED_FIELDS = frozenset(
 
 
 def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (fields of TransformerConfig, arguments of GPTModel), all plain values.
+    """Return (fields of TransformerConfig, arguments of GPTModel), all plain values.
 
     The caller adds `activation_func=F.silu` to the TransformerConfig. Raises ConfigError for a model that GPTModel
     cannot compute, or would compute differently; it asks the layers' specs, so it knows no family.
@@ -122,7 +122,7 @@ def _check_layer(layer: LayerSpec, args: BaseModelArgs) -> None:
 
 
 def _expected_activation(act: Any) -> str:
-    """Returns the name that `act` must be equal to: itself if it is a name of silu."""
+    """Return the name that `act` must be equal to: itself if it is a name of silu."""
     return act if act in ("silu", "swish") else "silu"
 
 

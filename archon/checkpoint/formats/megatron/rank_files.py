@@ -58,21 +58,21 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 
 def rank_folder(layout: MegatronLayout, rank: RankCoordinates) -> str:
-    """Returns the name that Megatron-LM gives to a rank's folder."""
+    """Return the name that Megatron-LM gives to a rank's folder."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     experts = f"_{rank.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{stage}{experts}"
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """Returns whether `path` holds folders of ranks."""
+    """Return whether `path` holds folders of ranks."""
     return any(_FOLDER.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def rank_state(
     rank_tensors: RankTensors, rank: RankCoordinates, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Returns the state dict of a rank, whose tensors are read from `tensors` (by Hugging Face key) when written.
+    """Return the state dict of a rank, whose tensors are read from `tensors` (by Hugging Face key) when written.
 
     Raises CheckpointError where tensors to be fused differ in dtype.
     """
@@ -168,7 +168,7 @@ def open_ranks(
 
 
 def _assemble_tensor(key: str, shape: tuple[int, ...], stored_parts: list[_StoredPart]) -> LazyTensor:
-    """Returns a Hugging Face tensor that is assembled from the ranks' files.
+    """Return a Hugging Face tensor that is assembled from the ranks' files.
 
     Reading it raises CheckpointError where replicas on several ranks are not bitwise equal.
     """
@@ -216,7 +216,7 @@ def _rank_names(path: Path) -> list[str]:
 
 
 def _detect_layout(path: Path, files: Mapping[str, SafetensorsFile], vocab_size: int) -> MegatronLayout:
-    """Returns the layout that the names of folders and keys imply. Raises CheckpointError where a rank is missing."""
+    """Return the layout that the names of folders and keys imply. Raises CheckpointError where a rank is missing."""
     numbers = []
     for name in files:
         match = _FOLDER.fullmatch(name)

@@ -78,7 +78,7 @@ class MegatronLayout:
 
 
 def padded_vocabulary(vocab_size: int, tp: int, multiple: int) -> int:
-    """Returns the rows of the padded embedding: a multiple of `multiple * tp`, as Megatron-LM computes it.
+    """Return the rows of the padded embedding: a multiple of `multiple * tp`, as Megatron-LM computes it.
 
     `multiple` is Megatron-LM's make_vocab_size_divisible_by.
     """
@@ -102,7 +102,7 @@ FusedTensor = list[TensorSlice]
 
 
 def fused_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...]:
-    """Returns the shape of the concatenated slices."""
+    """Return the shape of the concatenated slices."""
     return (sum(part.rows for part in slices), *region_shape(slices[0].region[1:]))
 
 
@@ -119,13 +119,13 @@ class ShardContext(NamedTuple):
         return TensorSlice(key, full_region(self.shapes[key]))
 
     def local_rows(self, slices: FusedTensor) -> FusedTensor:
-        """Returns this rank's rows of a fused tensor that is split evenly among the ranks."""
+        """Return this rank's rows of a fused tensor that is split evenly among the ranks."""
         rows = fused_shape(slices)[0] // self.tp
         return slice_rows(slices, self.rank * rows, (self.rank + 1) * rows)
 
 
 def slice_rows(slices: FusedTensor, start: int, stop: int) -> FusedTensor:
-    """Returns the rows [start, stop) of a fused tensor."""
+    """Return the rows [start, stop) of a fused tensor."""
     found: FusedTensor = []
     first = 0
     for part in slices:
@@ -225,7 +225,7 @@ _COMMON_KEYS = {
 
 
 def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
-    """Returns the key that most checkpoints have for the parameter of `key`.
+    """Return the key that most checkpoints have for the parameter of `key`.
 
     It is `key` itself for a tensor of several parameters, or of one that these checkpoints lack.
     """
@@ -262,7 +262,7 @@ class RankTensors:
             )
 
     def tensors(self, rank: RankCoordinates) -> dict[str, FusedTensor]:
-        """Returns the tensors of the state dict of a rank's GPTModel, by name."""
+        """Return the tensors of the state dict of a rank's GPTModel, by name."""
         context = ShardContext(self.args, self._common_shapes, self.layout.vocab_rows, self.layout.tp, rank.tp)
         return {
             rule.name: [part._replace(key=self._family_keys[part.key]) for part in rule.shard(context, rule.keys)]
