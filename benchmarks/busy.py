@@ -63,7 +63,7 @@ class Case(NamedTuple):
     aims: dict[str, str]
 
 
-NEXT_TO_TWO, NEXT_TO_ONE, DEFAULT = "next to two busy loops", "next to a busy loop", "alone, threads fixed"
+NEXT_TO_TWO, NEXT_TO_ONE, DEFAULT = "with two background CPU loops", "with one background CPU loop", "alone, fixed thread count"
 CASES = {
     "demo": Case(
         {ALONE: Side(0, {}), NEXT_TO_TWO: Side(2, {}), DEFAULT: Side(0, FIXED)},

@@ -181,9 +181,9 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
                 aim = AIMS[dtype] if side == TRANSFORMERS and touch == "trained" else None
                 record.ratios[f"archon / {side}, time until {touch}"] = harness.ratio(seconds[ARCHON], values, aim)
     for side, values in beyond.items():
-        record.sides[f"{side}, anonymous memory beyond the model"] = spread(values, "GB")
+        record.sides[f"{side}, anonymous memory above the model size"] = spread(values, "GB")
     peaks = [max(value, 0.0) for value in beyond[ARCHON]]
-    record.ratios["archon's anonymous memory beyond the model / its largest tensor"] = harness.ratio(
+    record.ratios["peak anonymous memory above the model size / largest tensor"] = harness.ratio(
         peaks, [largest] * len(peaks), "<= 1"
     )
     record.missing = sides.missing
@@ -191,7 +191,7 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
 
 
 def anonymous_beyond(worker: harness.Worker, facts: dict[str, Any]) -> list[float]:
-    """Gigabytes of anonymous memory beyond the model's own at the peak of a load, three times."""
+    """Gigabytes of anonymous memory above the model size's own at the peak of a load, three times."""
     return [(worker.run_watched(touch="read")["anonymous_peak_bytes"] - facts["model_bytes"]) / 1e9 for _ in range(3)]
 
 

@@ -26,7 +26,7 @@ from benchmarks.record import Record
 
 RANK = 16
 PUSH_AIM = "<= 0.05"
-ONE_AFTER_THE_OTHER = "(one after the other)"
+ONE_AFTER_THE_OTHER = "(one LoRA at a time)"
 
 
 class Case(NamedTuple):
@@ -123,7 +123,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool, profile
         record.ratios[f"archon / {side}, peak memory"] = harness.ratio(*peaks, aim=case.memory_aims.get(side))
     if loras == 1:
         pushed, base = (float(facts["archon"][what]) for what in ("lora_bytes", "base_bytes"))
-        record.ratios["bytes of a push, the adapter / all weights"] = harness.ratio([pushed], [base], PUSH_AIM)
+        record.ratios["pushed bytes, LoRA / all weights"] = harness.ratio([pushed], [base], PUSH_AIM)
     harness.finish(record, keep)
     return record
 

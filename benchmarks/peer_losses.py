@@ -108,7 +108,7 @@ LOSSES: dict[str, Callable[[Any, list[Tensor]], Parts]] = {
     "peft (padded)": transformers_padded,
     "peft (packed)": transformers_packed,
     "peft (one document at a time)": transformers_one_by_one,
-    "peft (one after the other)": transformers_padded,
+    "peft (one LoRA at a time)": transformers_padded,
     "transformers (FSDP2)": transformers_share,
     "torchtitan": torchtitan_even,
     "megatron-core": megatron_even,

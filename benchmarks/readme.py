@@ -1,7 +1,7 @@
-"""Makes benchmarks/README.md from the records, and the same summary between markers in the top-level README.md.
+"""Write benchmarks/README.md from the records, and its summary into the top-level README.md.
 
 python -m benchmarks.readme            # write both
-python -m benchmarks.readme --check    # exit code 1 when one does not say what the records say
+python -m benchmarks.readme --check    # exit code 1 if a file differs from the records
 python -m benchmarks.readme --print    # the summary alone
 """
 
@@ -24,38 +24,38 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 TITLES = {
     "train_step": "A training step",
-    "lora": "Training of adapters",
+    "lora": "LoRA training",
     "head_memory": "The language-model head",
     "generate": "Generation",
     "load": "Loading a checkpoint",
     "time_to_reward": "Time to reward",
-    "speed": "What each device for speed brings",
-    "trees": "Documents that begin alike",
-    "busy": "Next to other work",
+    "speed": "Single optimizations",
+    "trees": "Shared prefixes",
+    "busy": "On a busy machine",
 }
 # Many small cases of one kind: a line each.
 COMPACT = {"speed"}
 TITLE = "# Benchmarks"
 INTRODUCTION = f"""
-Made by `python -m benchmarks.readme` from the files in `records/`; a test fails when the two differ.
+`python -m benchmarks.readme` writes this page from the files in `records/`; a test fails if they differ.
 
-Every comparison is a ratio measured in one run on one machine. Each side lives in a process of its own; before anything
-is timed both must have computed the same (loss and gradient norm, greedy tokens, weights, prompts). Then the sides run
-in turn, after a warm-up; numbers are medians, with minimum and maximum in brackets. A ratio is that of two medians, its
-brackets the smallest and largest of a single round. A peer that is not installed or fails is listed with its reason.
-Where a training step misses an aim, a step of both sides under the profiler shows where the time goes.
-Absolute times of a CPU say little elsewhere; an aim is what the project set itself.
-Ratios of float32 training depend on the processor too: archon's matrix products are oneDNN's and its peers' MKL's, and
-how much faster the former are differs between two machines that call themselves AMD EPYC. Records of the first do not
-say which it is; the figure of growth is of the second, family 25 and model 17, where they are hardly faster.
+Every comparison is a ratio measured in one run on one machine. The two sides run in separate processes. Before timing, a
+check compares their results: loss and gradient norm, greedy tokens, weights or prompts. After a warm-up the sides run
+alternately. Figures are medians, with minimum and maximum in brackets. A ratio divides two medians; its brackets hold the
+smallest and the largest ratio of a single round. An aim is the project's own target. If a training step misses its aim,
+profiles of both sides show where the time goes. A peer that is not installed or fails is listed with the reason.
+
+Compare ratios, not absolute CPU times, between machines. Ratios of float32 training also depend on the processor, because
+archon multiplies matrices with oneDNN and its peers use MKL. oneDNN is 1.6 times as fast as MKL on the AMD EPYC of most
+records, which do not name the model, and hardly faster on family 25, model 17, which the growth figure was measured on.
 
 ```
 pip install -e '.[bench]'
 pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
 python -m benchmarks                       # everything (about two hours on 2 cores), or one of:
 {chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
-python -m benchmarks.growth                # a step's cost as tokens, context, vocabulary, experts, ranks grow
-python -m benchmarks.peers                 # a training step alongside every peer: the even batches alone
+python -m benchmarks.growth                # cost of a step over tokens, context, vocabulary, experts and ranks
+python -m benchmarks.peers                 # the even training step next to every peer
 ```
 """
 
@@ -99,8 +99,8 @@ def profile_table(record: Record) -> str:
     sides = record.profiles
     kinds = dict.fromkeys(kind for side in sides.values() for kind in sorted(side, key=lambda kind: -side[kind]))
     rows = [[kind, *(f"{number(side.get(kind, 0.0))} s" for side in sides.values())] for kind in kinds]
-    total = ["in all", *(f"{number(sum(side.values()))} s" for side in sides.values())]
-    return table(["a step's time", *sides], [*rows, total])
+    total = ["total", *(f"{number(sum(side.values()))} s" for side in sides.values())]
+    return table(["time of one step", *sides], [*rows, total])
 
 
 def section(record: Record) -> str:
@@ -146,7 +146,7 @@ def lines(records: Sequence[Record]) -> str:
         for name, value in record.ratios.items()
     ]
     said = [f"{record.case}: {note}." for record in records for note in record.notes]
-    return "\n\n".join([table(["case", "ratio", "measured", "archon", "the other", "commit"], rows), *said])
+    return "\n\n".join([table(["case", "ratio", "measured", "archon", "baseline", "commit"], rows), *said])
 
 
 def summary(records: Sequence[Record]) -> str:

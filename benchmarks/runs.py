@@ -1,4 +1,4 @@
-"""Tables of the records that hold one run a line: does it learn, in any way and any layout, and does it last?"""
+"""Tables from records with one run per line: learning, layouts, endurance and faults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RECORDS = Path(__file__).resolve().parent / "records"
 
 Line = dict[str, Any]
 Table = tuple[str, str, Sequence[str], list[list[str]]]
-"""Title, how to make it again, head, rows."""
+"""Title, command, column names, rows."""
 
 
 def run_tables(folder: Path = RECORDS) -> Iterator[Table]:
-    """Returns the tables for which there are records."""
+    """Yield the tables that have records."""
     for name, (title, how, head, rows) in _TABLES.items():
         path = folder / f"{name}.jsonl"
         if path.exists():
@@ -67,15 +67,15 @@ def _lora_learning(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
-def _in_transformers(found: Line | None) -> list[str]:
-    """Returns what an export's answers earn in archon and in transformers: greedy, then sampled."""
-    if found is None:
+def _in_transformers(exported: Line | None) -> list[str]:
+    """Return the rewards of an export in archon and in transformers: greedy, then sampled."""
+    if exported is None:
         return ["-", "-"]
     greedy, sampled = (
-        " / ".join(f"{found[kind][where]:.3f}" for where in ("archon", "transformers"))
+        " / ".join(f"{exported[kind][where]:.3f}" for where in ("archon", "transformers"))
         for kind in ("greedy", "sampled")
     )
-    return [f"{greedy}, {found['differing']} of {found['prompts']} differ", sampled]
+    return [f"{greedy}, {exported['differing']} of {exported['prompts']} differ", sampled]
 
 
 def _layouts(lines: Sequence[Line]) -> list[list[str]]:
@@ -125,7 +125,7 @@ def _faults(lines: Sequence[Line]) -> list[list[str]]:
 
 
 def _faults_outcome(line: Line) -> list[str]:
-    left_out = [f"{kind} was left out: {why}" for kind, why in line["left_out"].items()]
+    left_out = [f"{kind} was not run: {why}" for kind, why in line["left_out"].items()]
     name = "; ".join([f"**{line['run']}**", *left_out])
     counts = [f"{line[key]:,}" for key in ("prompts", "prompts_missing", "prompts_twice", "episodes_lost", "tokens")]
     difference = f"{line['largest_token_difference']:.0e}"
@@ -172,49 +172,49 @@ _HEADS = ("MiB", "files", "sockets", "threads", "processes")
 _HELD = ("mib", "files", "sockets", "threads", "processes")
 _TABLES = {
     "learning": (
-        "Does it learn",
+        "Learning tests",
         "make test-learning",
-        ("task", "held-out before", "after", "time", "", "control, after", "and between", ""),
+        ("task", "held-out before", "after", "time", "", "control after", "control range", ""),
         _learning,
     ),
     "lora_learning": (
-        "Adapters and all weights of a real model",
+        "LoRA and full fine-tuning of a pretrained model",
         "python -m benchmarks.lora_learning",
         (
-            *("SmolLM2-135M-Instruct", "held-out before", "after", "steps", "time", "a push", "takes"),
-            *("export in archon / transformers, greedy", "sampled"),
+            *("SmolLM2-135M-Instruct", "held-out before", "after", "steps", "time", "push size", "push time"),
+            *("export reward, archon / transformers, greedy", "sampled"),
         ),
         _lora_learning,
     ),
     "rl_layouts": (
-        "In any layout",
+        "RL in each layout",
         "make test-rl-layouts",
-        ("layout", "held-out before", "after", "the demo's reward"),
+        ("layout", "held-out before", "after", "reaches the demo's reward"),
         _layouts,
     ),
     "async_layouts": (
-        "In any layout, with rollouts that run ahead",
+        "Asynchronous rollouts in each layout",
         "python -m benchmarks.async_layouts --record benchmarks/records/async_layouts.jsonl",
-        ("layout:staleness", "held-out before", "after", "stalest token", "overlap", "each prompt once", ""),
+        ("layout:staleness", "held-out before", "after", "maximum staleness", "overlap", "each prompt once", ""),
         _async_layouts,
     ),
     "soak_servers": (
-        "Does it last with servers",
+        "Endurance with servers",
         "python -m benchmarks.soak --record benchmarks/records/soak_servers.jsonl --servers 2",
-        ("256 episodes at once, on two servers", "steps", *_HEADS, ""),
+        ("256 concurrent episodes on two servers", "steps", *_HEADS, ""),
         _soak,
     ),
     "soak": (
-        "Does it last",
+        "Endurance",
         "make test-soak",
         ("asynchronous RL of an agent", "steps", *_HEADS, ""),
         _soak,
     ),
     "faults": (
-        "Does it survive",
+        "Injected faults",
         "make test-faults",
         (
-            *("two servers, two ranks", "times", "whole again after", "at most", "run resumed", "prompts", "missing"),
+            *("two servers, two ranks", "count", "median recovery", "slowest recovery", "run resumed", "prompts", "missing"),
             *("twice", "lost", "tokens", "largest Δ logprob", ""),
         ),
         _faults,
@@ -222,13 +222,13 @@ _TABLES = {
     "serve_load": (
         "A server under load",
         "make test-serve-load",
-        ("64 agents", "answers", "errors", "lost", "the bare generator's speed", *_HEADS, ""),
+        ("64 agents", "answers", "errors", "lost", "speed / bare generator", *_HEADS, ""),
         _serve_load,
     ),
     "plan_ranking": (
-        "The planner's order of layouts",
+        "Planner ranking of layouts",
         "make test-ranking",
-        ("four gloo ranks", "layouts, from the fastest", "Kendall's tau", "aim"),
+        ("four gloo ranks", "layouts, fastest first", "Kendall's tau", "aim"),
         _ranking,
     ),
 }

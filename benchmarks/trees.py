@@ -22,7 +22,7 @@ from benchmarks import harness, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 
-ARCHON, ALONE = "archon", "archon (each document by itself)"
+ARCHON, ALONE = "archon", "archon (no prefix sharing)"
 SAMPLES, PROMPT, ANSWER = 8, 384, 128
 TURNS, TRIES, TURN = 8, 2, 64
 EXPERTS = "26M-experts"
