@@ -1,6 +1,6 @@
-# Every target makes .venv when it is missing (see .ci/setup). Variables:
-#   PYTHON=python3.12    the interpreter that .venv is made with
-#   TORCH_INDEX=URL      where torch comes from, when pip's configured index does not have the wanted variant
+# Every target creates .venv if it is missing (see .ci/setup). Variables:
+#   PYTHON=python3.12    interpreter of .venv
+#   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
 
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
@@ -13,31 +13,31 @@ GPU_RECORD := benchmarks/records/gpu.jsonl
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
-	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
-	@echo "make demo-real  SmolLM2-135M-Instruct, a real pretrained model, learns two-digit sums, on the CPU"
+	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
+	@echo "make demo-real  SmolLM2-135M-Instruct, a pretrained model, learns two-digit sums, on the CPU"
 	@echo "make test       every test that takes less than 10 s"
-	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
-	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
-	@echo "make test-hosts  a run over two hosts, which are network namespaces; needs root"
-	@echo "make test-cuda-traced  what runs on CUDA, traced without a GPU, with the record; installs torch's CUDA build first, 5.5 GB"
-	@echo "make test-gpu   what runs on a GPU, with its gradients against the CPU's and the record; needs one"
-	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
+	@echo "make test-real  tests on SmolLM2-135M-Instruct, a pretrained model"
+	@echo "make test-vllm  RL with vLLM (CPU build) as rollout server; installs it first, 3.5 GB"
+	@echo "make test-hosts  a run over two network namespaces that act as hosts; needs root"
+	@echo "make test-cuda-traced  traces the CUDA code without a GPU and writes the record; installs torch's CUDA build first, 5.5 GB"
+	@echo "make test-gpu   compares GPU gradients with CPU gradients and writes the record; needs a GPU"
+	@echo "make test-real-gemma  parity tests on Gemma 3 270M, with the record; unpacks 1 GB first"
 	@echo "make test-all   every test"
-	@echo "make test-kill  all kill tests, with their record"
-	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
-	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with its record"
-	@echo "make test-ahead  rollouts that run ahead, in every layout and staleness, and what ends them"
-	@echo "make test-learning  small tasks and their controls: does each way of training learn, with the record"
-	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
-	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained once, on right tokens; needs root"
-	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
+	@echo "make test-kill  all kill tests, with the record"
+	@echo "make test-matrix  the gradient matrix, with the record and the table in parallel/README.md"
+	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with the record"
+	@echo "make test-ahead  asynchronous rollouts in every layout and staleness, including early ends"
+	@echo "make test-learning  does each training method learn? small tasks with controls, with the record"
+	@echo "make test-soak  30 minutes of asynchronous RL: does memory or anything else grow? with the record"
+	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained exactly once on the right tokens? needs root"
+	@echo "make test-serve-load  64 agents use one server for five minutes, with the record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
 	@echo "make lines      lines of each family, and its budget"
-	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
-	@echo "make upgrade-check  the newest torch, transformers and others in a scratch environment: what do they break, by symbol"
-	@echo "make lint       ruff, mypy, import directions, spelling, dead code"
-	@echo "make bench      the benchmarks side by side with their peers, with their records"
+	@echo "make test-mutants  mutation tests: does a test catch each planted mistake? with the record"
+	@echo "make upgrade-check  which symbols break with the newest torch, transformers and others? in a scratch environment"
+	@echo "make lint       ruff, mypy, import contracts, spelling, dead code"
+	@echo "make bench      the benchmarks next to their peers, with the records"
 
 setup:
 	@.ci/setup

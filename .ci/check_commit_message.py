@@ -4,7 +4,7 @@
 
     They add nothing to the gradient, yet cost a forward and a backward pass.
 
-The body says why; those of feat, fix and perf need one. Installed by `pre-commit install --hook-type commit-msg`; also
+The body says why; feat, fix and perf commits need one. Installed by `pre-commit install --hook-type commit-msg`; also
 `python .ci/check_commit_message.py FILE`.
 """
 
@@ -24,7 +24,7 @@ WRITTEN_BY_GIT = re.compile(r"(Merge|Revert|fixup!|squash!|amend!) ?\S")
 
 
 def problem(message: str) -> str | None:
-    """Returns what is wrong with a commit message, in one line; None where nothing is."""
+    """Return the error of a commit message in one line, or None."""
     lines = [line for line in message.splitlines() if not line.startswith("#")]
     while lines and not lines[0].strip():
         lines.pop(0)
@@ -35,7 +35,7 @@ def problem(message: str) -> str | None:
         return None
     match = SUBJECT.fullmatch(subject)
     if not match:
-        return f"{subject!r} is not `type(scope): what it does`"
+        return f"{subject!r} does not have the form `type(scope): description`"
     if match["type"] not in TYPES:
         return f"unknown type {match['type']!r}; one of {', '.join(TYPES)}"
     if match["scope"] is not None and match["scope"] not in SCOPES:
@@ -45,12 +45,12 @@ def problem(message: str) -> str | None:
     if subject.endswith("."):
         return "the subject ends with a full stop"
     if len(lines) > 1 and lines[1].strip():
-        return "an empty line stands between subject and body"
+        return "insert an empty line between subject and body"
     if match["type"] in NEEDS_A_BODY and not any(line.strip() for line in lines[2:]):
         return f"a commit of type {match['type']} needs a body that says why"
     return None
 
 
 if __name__ == "__main__":
-    if found := problem(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        sys.exit(f"commit message: {found}")
+    if error := problem(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        sys.exit(f"commit message: {error}")

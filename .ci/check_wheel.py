@@ -1,4 +1,4 @@
-"""Checks what a wheel holds: one top-level package, the type marker, and every module and recipe of the four rooms."""
+"""Check the content of a wheel: one top-level package, the type marker, every module and recipe."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def expected_files() -> set[str]:
-    """Returns every file git would publish under archon/ and the rooms it links to, by its place in the wheel."""
-    found = {"archon/py.typed"}
+    """Return the wheel path of every source file under archon/ and the packages that it links to."""
+    files = {"archon/py.typed"}
     for folder, place in {
         "archon": "archon",
-        **{room: f"archon/{room}" for room in ("models", "parallel", "rl")},
+        **{linked: f"archon/{linked}" for linked in ("models", "parallel", "rl")},
     }.items():
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".c", ".yaml", ".html", ".css", ".js"} and "__pycache__" not in path.parts:
-                found.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")
-    return found
+                files.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")
+    return files
 
 
 def check(wheel: Path) -> None:
-    """Raise `SystemExit` with what is wrong with `wheel`."""
+    """Raise `SystemExit` if files are missing from `wheel` or unexpected."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     packaged = {name for name in names if ".dist-info/" not in name}
@@ -31,9 +31,9 @@ def check(wheel: Path) -> None:
     if tops != {"archon"}:
         raise SystemExit(f"{wheel.name}: top-level packages {sorted(tops)}, expected only archon")
     if missing := sorted(expected_files() - packaged):
-        raise SystemExit(f"{wheel.name}: lacks {missing}")
+        raise SystemExit(f"{wheel.name}: missing files {missing}")
     if extra := sorted(packaged - expected_files()):
-        raise SystemExit(f"{wheel.name}: holds {extra}, which the rooms do not")
+        raise SystemExit(f"{wheel.name}: unexpected files {extra}")
     print(f"{wheel.name}: one top-level package, {len(packaged)} files")
 
 

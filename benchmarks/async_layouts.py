@@ -83,14 +83,14 @@ CONTROL = Case("d1", 2, control=True)
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """Returns the recipe's rows with the first digit as the answer, of pairs that differ by at least `APART`; no two
+    """Return the recipe's rows with the first digit as the answer, of pairs that differ by at least `APART`; no two
     numbers of `test` are in `train`."""
     pairs = [row for row in preferences.rows(split) if abs(int(row["chosen"]) - int(row["rejected"])) >= APART]
     return [{"prompt": row["prompt"], "answer": row["chosen"][0]} for row in pairs]
 
 
 def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Runs the recipe from the checkpoint `start` and says what it came to."""
+    """Run the recipe from the checkpoint `start` and says what it came to."""
     run_dir, processes = folder / case.name.replace(" ", "-").replace(",", ""), parse_layout(case.layout).world_size
     changes = [
         *(f"run_dir={run_dir}", f"actor.path={start}", "bootstrap=null"),
@@ -114,7 +114,7 @@ def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> di
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Returns what the records of a finished run say."""
+    """Return what the records of a finished run say."""
     rows = read_jsonl(run_dir / "metrics.jsonl")
     steps = [row for row in rows if row["step"]]
     rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
@@ -132,7 +132,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def is_as_expected(case: Case, found: dict[str, Any], synchronous: float, within: float) -> bool:
-    """Returns whether a run did what it should; `synchronous` is the reward that the synchronous run ended with."""
+    """Return whether a run did what it should; `synchronous` is the reward that the synchronous run ended with."""
     if found["code"] or not found["each_once"] or found["staleness_max"] > case.staleness:
         return False
     if case.control:
@@ -141,7 +141,7 @@ def is_as_expected(case: Case, found: dict[str, Any], synchronous: float, within
 
 
 def warmed_up(path: Path) -> Path:
-    """Returns `path`, where the recipe's first checkpoint was made."""
+    """Return `path`, where the recipe's first checkpoint was made."""
     command = [sys.executable, "-m", "archon", "bootstrap", "--config", str(BOOTSTRAP), f"path={path}"]
     code = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
     if code:
@@ -150,7 +150,7 @@ def warmed_up(path: Path) -> Path:
 
 
 def recorded(path: Path, of: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the lines of a record's finished runs by case. Raises BenchmarkError for those of another start or of
+    """Return the lines of a record's finished runs by case. Raises BenchmarkError for those of another start or of
     other changes."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for line in lines:

@@ -63,7 +63,11 @@ class Case(NamedTuple):
     aims: dict[str, str]
 
 
-NEXT_TO_TWO, NEXT_TO_ONE, DEFAULT = "with two background CPU loops", "with one background CPU loop", "alone, fixed thread count"
+NEXT_TO_TWO, NEXT_TO_ONE, DEFAULT = (
+    "with two background CPU loops",
+    "with one background CPU loop",
+    "alone, fixed thread count",
+)
 CASES = {
     "demo": Case(
         {ALONE: Side(0, {}), NEXT_TO_TWO: Side(2, {}), DEFAULT: Side(0, FIXED)},
@@ -75,7 +79,7 @@ CASES = {
 
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[None]:
-    """Lets that many processes compute for the time of the block."""
+    """Let that many processes compute for the time of the block."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
         yield
@@ -86,7 +90,7 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def command(case: str, folder: Path, steps: int) -> list[str]:
-    """Returns what is timed."""
+    """Return what is timed."""
     if case == "tests":
         return ["make", "test"]
     bootstrap = yaml.safe_load(BOOTSTRAP.read_text(encoding="utf-8"))
@@ -101,7 +105,7 @@ def command(case: str, folder: Path, steps: int) -> list[str]:
 
 
 def run(case: str, side: Side, steps: int) -> tuple[float, dict[str, float]]:
-    """Returns the wall time of one run, and what it has done. Raises BenchmarkError for one that fails."""
+    """Return the wall time of one run, and what it has done. Raises BenchmarkError for one that fails."""
     with tempfile.TemporaryDirectory() as folder, busy(side.loops):
         start = time.perf_counter()
         done = subprocess.run(
@@ -121,17 +125,17 @@ def run(case: str, side: Side, steps: int) -> tuple[float, dict[str, float]]:
 
 
 def count_passed(output: str) -> dict[str, float]:
-    """Returns how many tests passed, of pytest's output."""
+    """Return how many tests passed, of pytest's output."""
     return {"tests": float(re.findall(r"(\d+) passed", output)[-1])}
 
 
 def fine_tuned(output: str) -> float:
-    """Returns the last step of fine-tuning that a run's output shows, which is its last."""
+    """Return the last step of fine-tuning that a run's output shows, which is its last."""
     return float(re.findall(r"^sft (\d+)/", output, re.MULTILINE)[-1])
 
 
 def learned(folder: Path) -> dict[str, float]:
-    """Returns the steps and episodes of a run, and its last held-out reward."""
+    """Return the steps and episodes of a run, and its last held-out reward."""
     lines = read_jsonl(folder / METRICS_FILE)
     steps = [line for line in lines if EPISODES in line]
     rewards = [line["eval/reward"] for line in lines if "eval/reward" in line]
@@ -139,7 +143,7 @@ def learned(folder: Path) -> dict[str, float]:
 
 
 def compare(first: str, done: dict[str, dict[str, float]]) -> list[harness.NumericCheck]:
-    """Returns the checks of what the sides have done against the first. Raises DisagreementError where they differ."""
+    """Return the checks of what the sides have done against the first. Raises DisagreementError where they differ."""
     checks = []
     for what, ours in done[first].items():
         theirs = {side: facts[what] for side, facts in done.items() if side != first}
@@ -148,7 +152,7 @@ def compare(first: str, done: dict[str, dict[str, float]]) -> list[harness.Numer
 
 
 def measure(name: str, rounds: int, steps: int, keep: bool) -> None:
-    """Measures one case, its sides in turn."""
+    """Measure one case, its sides in turn."""
     case = CASES[name]
     record = harness.new_record("busy", name, os.cpu_count() or 1)
     record.setup = {"steps": steps} if name == "demo" else {}

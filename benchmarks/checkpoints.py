@@ -78,7 +78,7 @@ _COMMON = {
 
 
 def shape(name: str) -> dict[str, Any]:
-    """Returns all fields of the config that differ from transformers' defaults."""
+    """Return all fields of the config that differ from transformers' defaults."""
     return {**_COMMON, **SHAPES[name]}
 
 

@@ -27,7 +27,7 @@ class Row:
 
 
 def card_with_commands(card: str, rows: Sequence[Row]) -> str:
-    """Returns a card whose last table is of these commands."""
+    """Return a card whose last table is of these commands."""
     above = card.partition(HEADING)[0].rstrip("\n")
     if not rows:
         return f"{above}\n"
@@ -38,6 +38,6 @@ def card_with_commands(card: str, rows: Sequence[Row]) -> str:
 
 
 def recorded(record: Path = RECORD) -> list[Row]:
-    """Returns the rows of a record."""
+    """Return the rows of a record."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     return [Row(*(line[name] for name in Row.__dataclass_fields__)) for line in lines]

@@ -32,7 +32,7 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
 def checked_families() -> list[CheckedFamily]:
-    """Returns the model types of the built-in families, by the families' names; a composite one is with its decoder."""
+    """Return the model types of the built-in families, by the families' names; a composite one is with its decoder."""
     specs = {name: get_model_spec(name) for name in FAMILIES}
     types = {
         name: sorted({*spec.supported_model_types, *spec.model_args_class.composite_types})
@@ -42,19 +42,19 @@ def checked_families() -> list[CheckedFamily]:
 
 
 def described(family: CheckedFamily) -> tuple[str, str]:
-    """Returns the family's name for readers and what it is, from the first sentence of its file."""
+    """Return the family's name for readers and what it is, from the first sentence of its file."""
     name, _, what = family.description.partition(": ")
     return re.sub(r" \(.*", "", name), re.sub(r" \([^)]*arXiv[^)]*\)", "", what).rstrip(".")
 
 
 def card_of(family: CheckedFamily) -> dict[str, tuple[str, str]]:
-    """Returns what the family's card says of each contract; {} without a card."""
+    """Return what the family's card says of each contract; {} without a card."""
     path = CARDS / f"{family.model_type}.md"
     return read_card(path) if path.exists() else {}
 
 
 def support_table(families: Sequence[CheckedFamily]) -> str:
-    """Returns the table of the top-level README: what is proven of each family."""
+    """Return the table of the top-level README: what is proven of each family."""
     rows = [
         "| family | `model_type` | against transformers | greedy tokens | two ranks |",
         "| --- | --- | --- | --- | --- |",
@@ -70,7 +70,7 @@ def support_table(families: Sequence[CheckedFamily]) -> str:
 
 
 def zoo_table(families: Sequence[CheckedFamily]) -> str:
-    """Returns the table of models/README.md: what each family is."""
+    """Return the table of models/README.md: what each family is."""
     rows = ["| family | Hugging Face `model_type` | what it is | lines |", "| --- | --- | --- | --- |"]
     for family in families:
         name, what = described(family)
@@ -80,14 +80,14 @@ def zoo_table(families: Sequence[CheckedFamily]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Returns the READMEs with their tables as they should be, by path."""
+    """Return the READMEs with their tables as they should be, by path."""
     families = checked_families()
     tables = {ROOT / "README.md": support_table(families), ROOT / "models" / "README.md": zoo_table(families)}
     return {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
 
 
 def with_table(text: str, table: str) -> str:
-    """Returns a page with the table between its markers. Raises ValueError where it has none."""
+    """Return a page with the table between its markers. Raises ValueError where it has none."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -96,14 +96,14 @@ def with_table(text: str, table: str) -> str:
 
 
 def lines_report(families: Sequence[CheckedFamily]) -> tuple[str, bool]:
-    """Returns the lines of each family's file with its budget, and whether all keep to it."""
+    """Return the lines of each family's file with its budget, and whether all keep to it."""
     rows = {family.file.name: (family.lines, family.line_budget) for family in families}
     text = "\n".join(f"{file:<20} {lines:>4} of {budget}" for file, (lines, budget) in rows.items())
     return text, all(lines <= budget for lines, budget in rows.values())
 
 
 def record_line(family: CheckedFamily, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Returns the line of the record for a checked model type."""
+    """Return the line of the record for a checked model type."""
     contracts = {f.contract: {"passed": f.passed, "found": f.text, "seconds": round(f.seconds, 1)} for f in findings}
     kept = {"model_type": family.model_type, "family": family.spec.name, "reference": family.reference}
     return kept | {"contracts": contracts, "commit": commit(), "versions": versions()}

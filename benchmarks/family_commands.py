@@ -109,7 +109,7 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
 
 
 def hf_composite(config: Any) -> Any:
-    """Returns a fresh transformers model of text and images; archon computes its text and carries the rest."""
+    """Return a fresh transformers model of text and images; archon computes its text and carries the rest."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     vision: dict[str, Any] = {
@@ -282,7 +282,7 @@ COMMANDS: dict[str, Callable[[Subject], str]] = {
 
 
 def check_commands(family: CheckedFamily, only: Collection[str] = COMMANDS.keys()) -> Iterator[Row]:
-    """Yields the row of each command, or of those in `only`; one that fails does not keep the others from running."""
+    """Yield the row of each command, or of those in `only`; one that fails does not keep the others from running."""
     with tempfile.TemporaryDirectory() as work:
         subject = make_subject(family, Path(work))
         for name in only:

@@ -63,7 +63,7 @@ class Figure(NamedTuple):
 
 
 def figures(records: Sequence[Record], folder: Path = FOLDER) -> list[Figure]:
-    """Returns the figures for which there are records."""
+    """Return the figures for which there are records."""
     ratios, growth = bars(records), read_growth()
     found = [
         Figure(folder / "ratios.svg", "how many times as fast as each peer", ratios, paint_ratios),
@@ -73,7 +73,7 @@ def figures(records: Sequence[Record], folder: Path = FOLDER) -> list[Figure]:
 
 
 def bars(records: Sequence[Record]) -> list[tuple[str, float, float, float]]:
-    """Returns (what, ratio, smallest, largest of a round) of every ratio of speed to a peer that has an aim."""
+    """Return (what, ratio, smallest, largest of a round) of every ratio of speed to a peer that has an aim."""
     found = []
     for record in records:
         for name, ratio in record.ratios.items():
@@ -85,7 +85,7 @@ def bars(records: Sequence[Record]) -> list[tuple[str, float, float, float]]:
 
 
 def paint_ratios(found: Sequence[tuple[str, float, float, float]]) -> Any:
-    """Returns the figure of how many times as fast as each peer archon is, with the spread over rounds; see `bars`."""
+    """Return the figure of how many times as fast as each peer archon is, with the spread over rounds; see `bars`."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.26 * len(found)), layout="constrained")
@@ -99,7 +99,7 @@ def paint_ratios(found: Sequence[tuple[str, float, float, float]]) -> Any:
 
 
 def paint_growth(lines: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the figure of speed and memory over each axis that the lines of `read_growth` have."""
+    """Return the figure of speed and memory over each axis that the lines of `read_growth` have."""
     import matplotlib.pyplot as plt
 
     there = [name for name in AXES if any(line["axis"] == name for line in lines)]

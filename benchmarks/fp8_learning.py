@@ -53,7 +53,7 @@ STEPS, SEEDS, APART = 200, 3, 0.01
 
 
 def train(name: str, seed: int, steps: int, start: Path, folder: Path) -> dict[str, Any]:
-    """Returns the held-out losses of a run, and its seconds."""
+    """Return the held-out losses of a run, and its seconds."""
     warmup = yaml.safe_load((RECIPES / "arithmetic_bootstrap.yaml").read_text(encoding="utf-8"))["warmup"]
     demo = yaml.safe_load((RECIPES / "arithmetic_cpu.yaml").read_text(encoding="utf-8"))["actor"]
     scheduler = demo["scheduler"] | {"warmup_steps": min(demo["scheduler"]["warmup_steps"], steps // 4)}
@@ -89,7 +89,7 @@ def train(name: str, seed: int, steps: int, start: Path, folder: Path) -> dict[s
 
 
 def main() -> int:
-    """Makes every run. Returns the exit code."""
+    """Make every run. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, overwritten")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the order of rows")

@@ -174,7 +174,7 @@ def vllm(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Ge
 
 
 def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """Measures one case: checks that every side generates the same tokens, then times them."""
+    """Measure one case: checks that every side generates the same tokens, then times them."""
     total = sum(options["lengths"])
     what = f"{len(options['lengths'])} prompts, {total} new tokens, {options['dtype']}"
     say(f"generate.{case}: {options['model']}, {what}")

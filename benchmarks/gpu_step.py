@@ -46,7 +46,7 @@ class PredictedStep(NamedTuple):
 
 
 def predict_step(options: dict[str, Any]) -> PredictedStep:
-    """Returns the prediction of archon's eager step on one GPU, from the checkpoint's config alone."""
+    """Return the prediction of archon's eager step on one GPU, from the checkpoint's config alone."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout

@@ -93,7 +93,7 @@ AXES = {
 
 
 def measure(axis: str, value: int, threads: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields the line of each side at one point, those that cannot run it with the reason."""
+    """Yield the line of each side at one point, those that cannot run it with the reason."""
     point, peers = AXES[axis].point(value), AXES[axis].peers
     say(f"growth.{axis}: {value:,}")
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _line(axis: str, value: int, side: str) -> dict[str, Any]:
 
 
 def read_growth(path: Path = RECORD) -> list[dict[str, Any]]:
-    """Returns the newest line of each side at each point, in the order of the axes."""
+    """Return the newest line of each side at each point, in the order of the axes."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
     newest = {(line["axis"], line["value"], line["side"]): line for line in lines if line["axis"] in AXES}
     return sorted(newest.values(), key=lambda line: (list(AXES).index(line["axis"]), line["value"]))

@@ -176,7 +176,7 @@ class Sides:
             worker.close()
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Returns what a running side reported about itself."""
+        """Return what a running side reported about itself."""
         facts = self.workers[name].facts
         assert facts is not None
         return facts
@@ -283,7 +283,7 @@ def _requests(ranks: int) -> Iterator[str]:
 
 
 def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
-    """Returns the slowest rank's seconds, and the sum of memory by kind."""
+    """Return the slowest rank's seconds, and the sum of memory by kind."""
     from archon.parallel.control_plane import ControlPlane
 
     everyone = [json.loads(data) for data in ControlPlane.world().all_gather(json.dumps(measured).encode())]
@@ -295,7 +295,7 @@ def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the class of an error and the start of its message, on one line."""
+    """Return the class of an error and the start of its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -335,13 +335,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None
 
 
 def meets(value: float, aim: str) -> bool:
-    """Returns whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
+    """Return whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
     sign, bound = aim.split()
     return value >= float(bound) if sign == ">=" else value <= float(bound)
 
 
 def new_record(benchmark: str, case: str, threads: int, layout: str = "one process") -> Record:
-    """Returns a record of this command on this machine, still without numbers."""
+    """Return a record of this command on this machine, still without numbers."""
     command = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     return Record(
         benchmark=benchmark,
@@ -374,7 +374,7 @@ def finish(record: Record, keep: bool) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Returns an argument parser with what every benchmark takes."""
+    """Return an argument parser with what every benchmark takes."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
     made.add_argument("--rounds", type=int, default=5, help="timed runs of each side, alternating (default 5)")

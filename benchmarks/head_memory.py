@@ -60,7 +60,7 @@ def archon_head(dim: int, vocab: int) -> Any:
 
 
 def archon_sum(head: Any, hidden: Any, labels: Any) -> Any:
-    """Runs the fused loss with weights known in advance, so that the forward computes the gradient too."""
+    """Run the fused loss with weights known in advance, so that the forward computes the gradient too."""
     import torch
 
     return head(hidden, labels, entropy=False, weights=torch.full_like(hidden[:, 0], 1 / len(labels))).loss
@@ -72,12 +72,12 @@ def archon_per_token(head: Any, hidden: Any, labels: Any) -> Any:
 
 
 def archon_with_entropy(head: Any, hidden: Any, labels: Any) -> Any:
-    """Runs the same with entropies [T], without gradient."""
+    """Run the same with entropies [T], without gradient."""
     return -head(hidden, labels).logprobs.mean()
 
 
 def logits_loss(head: Any, hidden: Any, labels: Any) -> Any:
-    """Computes what Qwen3ForCausalLM does after its body: logits [1, T, V] and transformers' loss."""
+    """Compute what Qwen3ForCausalLM does after its body: logits [1, T, V] and transformers' loss."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     logits = head(hidden[None])

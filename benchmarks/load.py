@@ -79,7 +79,7 @@ def load_dcp(options: dict[str, Any]) -> Any:
 
 
 def load_nothing(options: dict[str, Any]) -> Any:
-    """Allocates the same model and touches each page, with as many threads as archon reads with."""
+    """Allocate the same model and touches each page, with as many threads as archon reads with."""
     from archon.checkpoint.hf_reader import READERS
     from archon.checkpoint.tensor_reader import prefault
 
@@ -104,7 +104,7 @@ def allocated(options: dict[str, Any]) -> Any:
 
 
 def bits(model: Any) -> Iterator[Any]:
-    """Returns every parameter's memory as integers."""
+    """Return every parameter's memory as integers."""
     import torch
 
     for parameter in model.parameters():
@@ -148,7 +148,7 @@ def digest(tensor: Any) -> str:
 
 
 def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """Measures one dtype: checks for equal weights, then measures anonymous memory and time."""
+    """Measure one dtype: checks for equal weights, then measures anonymous memory and time."""
     say(f"load.{dtype}: {options['model']} in {options['shards']} shards")
     record = harness.new_record("load", dtype, options["threads"])
     record.setup = {

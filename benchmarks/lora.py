@@ -102,7 +102,7 @@ def in_turn(side: str, options: dict[str, Any]) -> train_step.Step:
 
 
 def of_all(results: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean loss of several adapters, and the norm of all their gradients."""
+    """Return the mean loss of several adapters, and the norm of all their gradients."""
     loss = sum(result["loss"] for result in results) / len(results)
     return {"loss": loss, "grad_norm": math.hypot(*(result["grad_norm"] for result in results))}
 
@@ -129,7 +129,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool, profile
 
 
 def checkpoint_of(model: str, folder: Path) -> Path:
-    """Returns a checkpoint of one of `SHAPES`, made in `folder`, or that of the real model."""
+    """Return a checkpoint of one of `SHAPES`, made in `folder`, or that of the real model."""
     if model != REAL:
         return make_checkpoint(folder / "base", model)
     from tests.real_model import SMOLLM2

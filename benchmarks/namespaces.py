@@ -23,7 +23,7 @@ _NETNS = Path("/etc/netns")  # whose files `ip netns exec` puts in the place of 
 
 
 def missing() -> str | None:
-    """Returns why namespaces cannot be made here, or None where they can."""
+    """Return why namespaces cannot be made here, or None where they can."""
     if shutil.which("ip") is None:
         return "there is no `ip`; install iproute2"
     name = f"archon-{os.getpid()}-try"
@@ -41,7 +41,7 @@ class Host:
     name: str = ""
 
     def command(self, *arguments: str) -> list[str]:
-        """Returns the command that runs `arguments` on the host."""
+        """Return the command that runs `arguments` on the host."""
         return [*(["ip", "netns", "exec", self.name] if self.name else []), *arguments]
 
 
@@ -54,11 +54,11 @@ class Cable:
     interfaces: tuple[str, str]
 
     def pull(self) -> None:
-        """Cuts it: what the second host sends is lost, and connections stay as they are until somebody gives up."""
+        """Cut it: what the second host sends is lost, and connections stay as they are until somebody gives up."""
         self._set("down")
 
     def plug(self) -> None:
-        """Joins it again."""
+        """Join it again."""
         self._set("up")
 
     def _set(self, state: str) -> None:
@@ -82,7 +82,7 @@ class Network:
         self._stack.close()
 
     def host(self) -> Host:
-        """Returns a new host, whose loopback is up."""
+        """Return a new host, whose loopback is up."""
         host = Host(f"archon-{os.getpid()}-{next(self._hosts)}")
         _ip("netns", "add", host.name)
         self._stack.callback(_ip, "netns", "delete", host.name)
@@ -95,7 +95,7 @@ class Network:
         return host
 
     def join(self, one: Host, other: Host) -> Cable:
-        """Returns a new cable between two hosts, in a network of its own (10.64.0.0/10, by process and cable)."""
+        """Return a new cable between two hosts, in a network of its own (10.64.0.0/10, by process and cable)."""
         number, pid = next(self._cables), os.getpid()
         if number >= 64:
             raise BenchmarkError("a network has at most 64 cables")
@@ -116,7 +116,7 @@ class Network:
 
 
 def _remove(cable: Cable) -> None:
-    """Removes both ends of a cable."""
+    """Remove both ends of a cable."""
     _run(cable.hosts[0].command("ip", "link", "delete", cable.interfaces[0]))
 
 

@@ -48,7 +48,7 @@ def transformers_packed(model: Any, docs: list[Tensor]) -> Parts:
 
 
 def transformers_one_by_one(model: Any, docs: list[Tensor]) -> Parts:
-    """Runs a forward and backward per document and accumulates gradients."""
+    """Run a forward and backward per document and accumulates gradients."""
     total = sum(len(doc) - 1 for doc in docs)
 
     def parts() -> Iterator[Tensor]:

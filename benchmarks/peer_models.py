@@ -27,7 +27,7 @@ from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankCoor
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:
-    """Returns every tensor of a checkpoint, by Hugging Face name."""
+    """Return every tensor of a checkpoint, by Hugging Face name."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ def hf_tensors(path: str) -> dict[str, Tensor]:
 
 
 def hf_config(path: str) -> dict[str, Any]:
-    """Returns the checkpoint's config.json."""
+    """Return the checkpoint's config.json."""
     return json.loads((Path(path) / "config.json").read_text())
 
 
@@ -74,7 +74,7 @@ def fsdp2_model(path: str) -> Any:
 
 
 def mean_of_ranks(value: Tensor) -> float:
-    """Returns the mean of the ranks' numbers [], where there are several."""
+    """Return the mean of the ranks' numbers [], where there are several."""
     if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
         return float(value)
     torch.distributed.all_reduce(value)
@@ -82,7 +82,7 @@ def mean_of_ranks(value: Tensor) -> float:
 
 
 def whole_number(value: Tensor) -> float:
-    """Returns a number [] that may be spread over ranks."""
+    """Return a number [] that may be spread over ranks."""
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
@@ -154,7 +154,7 @@ def megatron_model(path: str) -> nn.Module:
 
 
 def megatron_on_a_cpu() -> None:
-    """Lets megatron-core run on a CPU.
+    """Let megatron-core run on a CPU.
 
     It asks CUDA for the device to allocate on, for the random state of dropout (which is 0 here) and, in a pipeline,
     for the last stage's copy of a tied embedding; all are answered for the CPU. Without Transformer Engine its router
@@ -171,7 +171,7 @@ def megatron_on_a_cpu() -> None:
 
 
 def megatron_rank(path: str, layout: MegatronLayout, rank: RankCoordinates) -> nn.Module:
-    """Returns the GPTModel of one rank, its vocabulary padded only as tp needs, with the weights of a checkpoint.
+    """Return the GPTModel of one rank, its vocabulary padded only as tp needs, with the weights of a checkpoint.
 
     Megatron's parallel state must be that of `layout` and `rank`.
     """
@@ -239,7 +239,7 @@ MODELS: dict[str, tuple[Callable[[str], nn.Module], str]] = {
 
 
 def peer_model(side: str, path: str) -> nn.Module:
-    """Returns the model of a side. Raises ModuleNotFoundError, with the install command, where the peer is missing."""
+    """Return the model of a side. Raises ModuleNotFoundError, with the install command, where the peer is missing."""
     make, installation = MODELS[side]
     try:
         return make(path)

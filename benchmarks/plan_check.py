@@ -104,7 +104,7 @@ UNPREDICTED = [
 
 
 def arguments(model: str) -> BaseModelArgs:
-    """Returns a model's sizes; a Llama's in the class of the family nearest to it."""
+    """Return a model's sizes; a Llama's in the class of the family nearest to it."""
     hf_config = read_hf_config(CONFIGS / model)
     if hf_config["model_type"] != "llama":
         return get_model_spec(hf_config["model_type"]).model_args_class.from_hf_config(hf_config)
@@ -138,7 +138,7 @@ def predicted(figure: Figure) -> tuple[float, str]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Returns each figure with its prediction, then those without."""
+    """Return each figure with its prediction, then those without."""
     found = []
     for figure in FIGURES:
         rate, how = predicted(figure)
@@ -148,7 +148,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "# The planner against published figures",
         "",
@@ -182,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def lines(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as the record."""
+    """Return the rows as the record."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

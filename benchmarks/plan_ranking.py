@@ -102,7 +102,7 @@ def kendall_tau(*groups: Sequence[tuple[float, float]]) -> float:
 
 
 def calibrated(ranks: int, folder: Path) -> Hardware:
-    """Returns what `archon plan --calibrate` measures on this many ranks of one thread each."""
+    """Return what `archon plan --calibrate` measures on this many ranks of one thread each."""
     file = folder / "here.yaml"
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "archon", "plan"]
     subprocess.run(
@@ -115,7 +115,7 @@ def calibrated(ranks: int, folder: Path) -> Hardware:
 
 
 def sweep_config(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
-    """Returns the sweep of a model's layouts, one step each; writes the model's configuration to `folder`."""
+    """Return the sweep of a model's layouts, one step each; writes the model's configuration to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(ranked.config)))
     return SweepConfig(
@@ -131,7 +131,7 @@ def sweep_config(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
 
 
 def predicted(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> dict[str, StepTime]:
-    """Returns the predicted seconds of a step by layout."""
+    """Return the predicted seconds of a step by layout."""
     sweep = sweep_config(ranked, sizes, folder)
     spec = get_model_spec(str(ranked.config["model_type"]))
     planner = Planner(spec, spec.model_args_class.from_hf_config(read_hf_config(folder)), hardware)
@@ -142,7 +142,7 @@ def predicted(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) ->
 
 
 def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Returns each layout with its measured and predicted seconds; a failed one has a `reason` and no `measured_s`."""
+    """Return each layout with its measured and predicted seconds; a failed one has a `reason` and no `measured_s`."""
     sweep = sweep_config(ranked, sizes, folder)
     times: dict[str, list[float]] = {layout: [] for layout in ranked.layouts}
     reasons: dict[str, str] = {}
@@ -170,7 +170,7 @@ def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the layouts of a model, fastest first."""
+    """Return the layouts of a model, fastest first."""
     lines = [f"{name}: Kendall's tau {kendall_tau(pairs(rows)):.2f} over {len(pairs(rows))} layouts"]
     lines.append(f"  {'layout':10} {'measured':>10} {'predicted':>10}   most of it")
     for row in sorted(rows, key=lambda row: row.get("measured_s", float("inf"))):

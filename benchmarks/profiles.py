@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of the profiler event `name`; "outside" for anything but an operator."""
+    """Return the kind of the profiler event `name`; "outside" for anything but an operator."""
     for kind, parts in KINDS.items():
         if any(part in name for part in parts):
             return kind

@@ -36,12 +36,12 @@ MAX_COPIES, MAX_DELTA, MAX_DIFFERENCE = 2.0, 0.2, 1e-3
 
 
 def vowels(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Returns the share of vowels in an answer: any two answers differ in it, so that every step has a gradient."""
+    """Return the share of vowels in an answer: any two answers differ in it, so that every step has a gradient."""
     return sum(letter in "aeiouAEIOU" for letter in completions) / max(len(completions), 1)
 
 
 def measure_pushes(url: str, checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
-    """Returns the seconds of every copy and push, and the largest |Δ logprob|."""
+    """Return the seconds of every copy and push, and the largest |Δ logprob|."""
     import torch
 
     from archon.checkpoint.hf_io import load_tokenizer
@@ -84,7 +84,7 @@ def measure_pushes(url: str, checkpoint: Path, folder: Path, rounds: int) -> dic
 
 
 def measure_deltas(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Returns the bytes of a checkpoint in bfloat16, and of what each RL step changed in it.
+    """Return the bytes of a checkpoint in bfloat16, and of what each RL step changed in it.
 
     The generator is in process: what changes is the trainer's doing.
     """
@@ -124,7 +124,7 @@ def measure_deltas(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def server_of(checkpoint: Path, url: str | None) -> Iterator[str]:
-    """Yields the URL of a server of the checkpoint, by default of one that ends afterwards."""
+    """Yield the URL of a server of the checkpoint, by default of one that ends afterwards."""
     if url is not None:
         yield url
         return

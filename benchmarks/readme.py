@@ -41,11 +41,11 @@ INTRODUCTION = f"""
 
 Every comparison is a ratio measured in one run on one machine. The two sides run in separate processes. Before timing, a
 check compares their results: loss and gradient norm, greedy tokens, weights or prompts. After a warm-up the sides run
-alternately. Figures are medians, with minimum and maximum in brackets. A ratio divides two medians; its brackets hold the
-smallest and the largest ratio of a single round. An aim is the project's own target. If a training step misses its aim,
-profiles of both sides show where the time goes. A peer that is not installed or fails is listed with the reason.
+alternately. Figures are medians, with minimum and maximum in brackets. A ratio divides two medians; its brackets hold
+the smallest and the largest ratio of a single round. An aim is the project's own target. If a training step misses its
+aim, profiles of both sides show where the time goes. A peer that is not installed or fails is listed with the reason.
 
-Compare ratios, not absolute CPU times, between machines. Ratios of float32 training also depend on the processor, because
+Compare ratios, not absolute CPU times, between machines. Ratios of float32 training also depend on the processor:
 archon multiplies matrices with oneDNN and its peers use MKL. oneDNN is 1.6 times as fast as MKL on the AMD EPYC of most
 records, which do not name the model, and hardly faster on family 25, model 17, which the growth figure was measured on.
 
@@ -83,13 +83,13 @@ def aim(value: Ratio) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
+    """Return a Markdown table."""
     lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def memory(value: Spread) -> str:
-    """Returns the memory of a side, by kind, in gigabytes."""
+    """Return the memory of a side, by kind, in gigabytes."""
     names = {"rss_peak": "RSS", "rss_above_start": "grew by", "allocated": "allocated", "reserved": "reserved"}
     return ", ".join(f"{names.get(kind, kind)} {size / 1e9:.2f} GB" for kind, size in value.memory_bytes.items())
 
@@ -104,7 +104,7 @@ def profile_table(record: Record) -> str:
 
 
 def section(record: Record) -> str:
-    """Returns one record in full."""
+    """Return one record in full."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     gpus = "".join(f", {gpu}" for gpu in record.machine.gpus)
     how = f"{record.threads} threads, {record.layout}"
@@ -133,7 +133,7 @@ def section(record: Record) -> str:
 
 
 def lines(records: Sequence[Record]) -> str:
-    """Records in short."""
+    """Record in short."""
     rows = [
         [
             record.case,
@@ -150,7 +150,7 @@ def lines(records: Sequence[Record]) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Returns one line for each ratio that has an aim."""
+    """Return one line for each ratio that has an aim."""
     rows = [
         [TITLES.get(record.benchmark, record.benchmark), record.case, name, ratio(value), aim(value)]
         for record in records
@@ -163,7 +163,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def readme(records: Sequence[Record]) -> str:
-    """Returns the whole of benchmarks/README.md."""
+    """Return the whole of benchmarks/README.md."""
     seen = [f"![{figure.what}]({figure.path.parent.name}/{figure.path.name})" for figure in figures(records)]
     parts = [TITLE, *seen, INTRODUCTION.strip(), "## Summary", summary(records)]
     for name, title in TITLES.items():
@@ -188,7 +188,7 @@ def with_summary(text: str, records: Sequence[Record]) -> str:
 
 
 def wanted(records: Sequence[Record]) -> dict[Path, str]:
-    """Returns the expected text of each file."""
+    """Return the expected text of each file."""
     files = {HERE / "README.md": readme(records)}
     top = HERE.parent / "README.md"
     if top.exists():

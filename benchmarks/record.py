@@ -59,7 +59,7 @@ class Record(StrictModel):
 
 
 def read_records() -> list[Record]:
-    """Returns all records, in the order of their file names."""
+    """Return all records, in the order of their file names."""
     return [
         Record.parse(json.loads(path.read_text(encoding="utf-8")), source=path.name)
         for path in sorted(FOLDER.glob("*.json"))

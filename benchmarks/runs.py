@@ -214,7 +214,15 @@ _TABLES = {
         "Injected faults",
         "make test-faults",
         (
-            *("two servers, two ranks", "count", "median recovery", "slowest recovery", "run resumed", "prompts", "missing"),
+            *(
+                "two servers, two ranks",
+                "count",
+                "median recovery",
+                "slowest recovery",
+                "run resumed",
+                "prompts",
+                "missing",
+            ),
             *("twice", "lost", "tokens", "largest Δ logprob", ""),
         ),
         _faults,

@@ -52,12 +52,12 @@ Conversations = list[list[tuple[list[int], int]]]
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Prepares one of the two client processes."""
+    """Prepare one of the two client processes."""
     return {"bare": bare, "agents": agents}[side](options)
 
 
 def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Measures the generator alone, loaded as the server loads it; makes the checkpoint first."""
+    """Measure the generator alone, loaded as the server loads it; makes the checkpoint first."""
     from archon.checkpoint.hf_io import load_model, load_tokenizer
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters, ModelRequest
@@ -101,7 +101,7 @@ class Round:
 
 
 def agents(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Runs the agents of a server."""
+    """Run the agents of a server."""
     import aiohttp
 
     loop = asyncio.new_event_loop()
@@ -231,7 +231,7 @@ class Server:
 
 
 def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Rounds until the agents have been served for so long; returns the outcome."""
+    """Round until the agents have been served for so long; returns the outcome."""
     made = {"threads": options.threads, "folder": str(folder), "model": options.model}
     rounds: list[dict[str, Any]] = []
     served = 0.0
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str
 
 
 def one_round(number: int, served: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line of the record: seconds, and processor time, which depends less on other programs."""
+    """Return a line of the record: seconds, and processor time, which depends less on other programs."""
     if not served["tokens"]:
         raise harness.BenchmarkError(f"no agent was answered: {served['errors'][0]}")
     row = {"round": number} | {name: served[name] for name in ("answers", "tokens", "lost", "errors")}

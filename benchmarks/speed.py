@@ -190,14 +190,14 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def compiled_graphs() -> int:
-    """Returns how many graphs this process has compiled."""
+    """Return how many graphs this process has compiled."""
     import torch
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def documents(kind: str, options: dict[str, Any]) -> list[Any]:
-    """Returns the batch: of `train_step`, or answers to shared prompts."""
+    """Return the batch: of `train_step`, or answers to shared prompts."""
     import torch
 
     made = train_step.documents(options)
@@ -208,7 +208,7 @@ def documents(kind: str, options: dict[str, Any]) -> list[Any]:
 
 
 def lengths_of(kind: str) -> list[int]:
-    """Returns the lengths of the documents of a training step, or of the answers to decode."""
+    """Return the lengths of the documents of a training step, or of the answers to decode."""
     return {
         "even": [512] * 4,
         "ragged": [*train_step.RAGGED_LENGTHS],
@@ -256,7 +256,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
 
 
 def first_seconds(side: str, options: dict[str, Any]) -> float:
-    """Returns the seconds of a side's first two steps, in a process of its own."""
+    """Return the seconds of a side's first two steps, in a process of its own."""
     worker = Worker("benchmarks.speed", side, options)
     try:
         if worker.facts is None:

@@ -15,7 +15,7 @@ TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[NumericCheck]:
-    """Compares every side's first two steps with `ours`. Raises DisagreementError where a side differs."""
+    """Compare every side's first two steps with `ours`. Raises DisagreementError where a side differs."""
     checks = []
     for what in ("loss", "grad_norm", "loss_after_one_step"):
         tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]

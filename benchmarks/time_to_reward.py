@@ -87,7 +87,7 @@ class Progress:
 
 
 def rl_config(options: dict[str, Any]) -> Any:
-    """Returns the recipe's run from the made checkpoint, on this benchmark's batch."""
+    """Return the recipe's run from the made checkpoint, on this benchmark's batch."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
 
@@ -154,7 +154,7 @@ def trl_rows(trainer: Any) -> list[dict[str, Any]]:
 
 
 def trl_prompt_ids(tokenizer: Any, row: dict[str, Any]) -> list[int]:
-    """Returns the ids TRL makes of a prompt."""
+    """Return the ids TRL makes of a prompt."""
     return tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
@@ -235,7 +235,7 @@ def first_time(curve: Curve, reward: float) -> float | None:
 
 
 def measure(options: dict[str, Any], seeds: int, keep: bool) -> None:
-    """Measures every seed, the sides in alternating order."""
+    """Measure every seed, the sides in alternating order."""
     record = harness.new_record("time_to_reward", "arithmetic", options["threads"])
     record.setup = {key: options[key] for key in ("budget", "every", "held_out")}
     record.setup |= {"prompts": PROMPTS, "samples": SAMPLES, "recipe": RECIPE.name, "curves": {}}

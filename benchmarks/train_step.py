@@ -48,7 +48,7 @@ Step = Callable[[], dict[str, float]]
 
 
 def documents(options: dict[str, Any]) -> list[Any]:
-    """Returns the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents.
+    """Return the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents.
 
     With the option `document` it is that one alone.
     """
@@ -71,7 +71,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Returns what `prepare` does of the function that takes a side's steps."""
+    """Return what `prepare` does of the function that takes a side's steps."""
     first, second = step(), step()
     facts = {"loss": first["loss"], "grad_norm": first["grad_norm"], "loss_after_one_step": second["loss"]}
 
@@ -82,7 +82,7 @@ def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]
 
 
 def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[str, Any] | None = None) -> Any:
-    """Returns the engine of archon's side, initialized; it trains adapters if the options have one, or `lora`."""
+    """Return the engine of archon's side, initialized; it trains adapters if the options have one, or `lora`."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -121,7 +121,7 @@ def archon_step(side: str, options: dict[str, Any]) -> Step:
 
 
 def peer_step(side: str, options: dict[str, Any]) -> Step:
-    """Returns a peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
+    """Return a peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
     import torch
 
     from archon.engine.optim import gradient_norm
@@ -177,7 +177,7 @@ def autocast_each(parts: Iterator[Any], autocast: Any) -> Iterator[Any]:
 def measure(
     case: str, options: dict[str, Any], aims: dict[str, str], rounds: int, keep: bool, profile: bool = False
 ) -> Record:
-    """Measures one CPU case: checks that losses and gradient norms agree, then times every side.
+    """Measure one CPU case: checks that losses and gradient norms agree, then times every side.
 
     Archon and the peers against which it misses an aim (with `profile`, all) are profiled at the end.
     """

@@ -54,7 +54,7 @@ CASES = {
 
 
 def documents(kind: str, vocab: int, scale: float, rank: int = 0) -> list[Any]:
-    """Returns a rank's int64 documents: samples of one prompt, turns with their histories, or some that share
+    """Return a rank's int64 documents: samples of one prompt, turns with their histories, or some that share
     nothing."""
     import torch
 
@@ -76,7 +76,7 @@ def documents(kind: str, vocab: int, scale: float, rank: int = 0) -> list[Any]:
 
 
 def own_documents(options: dict[str, Any]) -> list[Any]:
-    """Returns the documents of this rank: those of tensor-parallel ranks are the same."""
+    """Return the documents of this rank: those of tensor-parallel ranks are the same."""
     from benchmarks.peer_models import hf_config
 
     rank = int(os.environ["RANK"]) if options["ranks"] > 1 and options["layout"].startswith("d") else 0

@@ -26,18 +26,18 @@ while the worker computes: on two cores that leaves one thread, and half the spe
 
 
 def environment() -> Path:
-    """Returns the folder of vLLM's environment: `ARCHON_VLLM`, or where `.ci/setup_vllm` makes it."""
+    """Return the folder of vLLM's environment: `ARCHON_VLLM`, or where `.ci/setup_vllm` makes it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("ARCHON_VLLM") or cache / "archon" / f"vllm-{RELEASE}")
 
 
 def is_installed() -> bool:
-    """Returns whether `.ci/setup_vllm` has made the environment."""
+    """Return whether `.ci/setup_vllm` has made the environment."""
     return (environment() / ".archon-setup").exists()
 
 
 def python() -> Path | None:
-    """Returns the Python of vLLM's environment; None where `.ci/setup_vllm` has not made it."""
+    """Return the Python of vLLM's environment; None where `.ci/setup_vllm` has not made it."""
     return environment() / "bin" / "python" if is_installed() else None
 
 
@@ -72,7 +72,7 @@ def greedy_answers(
 
 
 def version() -> str:
-    """Returns the version of vLLM in this process's environment."""
+    """Return the version of vLLM in this process's environment."""
     import vllm
 
     return vllm.__version__

@@ -58,7 +58,7 @@ class Watch:
 
 
 def sample(pid: int) -> Sample | None:
-    """Returns what a process holds now; None where one of its processes ended while it was read."""
+    """Return what a process holds now; None where one of its processes ended while it was read."""
     try:
         children = descendants(pid)
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -90,7 +90,7 @@ def resident(pid: int) -> int:
 
 
 def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Returns the first and the last quarter after the warm-up, and whether these are alike."""
+    """Return the first and the last quarter after the warm-up, and whether these are alike."""
     settled = samples[len(samples) // 3 :]
     quarter = max(1, len(settled) // 4)
     then, now = (

@@ -68,7 +68,7 @@ class Reader(ast.NodeVisitor):
         self.scopes: list[dict[str, Known | None]] = [{}]
 
     def known(self, node: ast.AST) -> Known | None:
-        """Returns what an expression stands for; None for anything else than a library's symbol."""
+        """Return what an expression stands for; None for anything else than a library's symbol."""
         if isinstance(node, ast.Name):
             for scope in reversed(self.scopes):
                 if node.id in scope:
@@ -80,7 +80,7 @@ class Reader(ast.NodeVisitor):
         return None
 
     def method(self, node: ast.expr) -> str | None:
-        """Returns the symbol of a method of an annotated parameter; None for anything else."""
+        """Return the symbol of a method of an annotated parameter; None for anything else."""
         owner = self.known(node.value) if isinstance(node, ast.Attribute) else None
         return f"{owner.symbol}.{node.attr}" if owner is not None and owner.is_instance else None  # type: ignore
 
@@ -177,7 +177,7 @@ def assigned_names(function: FunctionNode) -> Iterator[str]:
 
 
 def call_form(node: ast.Call, *owner: str) -> str:
-    """Returns the form of a call as arguments: `_, dim=_` for `f(x, dim=0)`, and `self` before those of a method."""
+    """Return the form of a call as arguments: `_, dim=_` for `f(x, dim=0)`, and `self` before those of a method."""
     parts = [*owner]
     parts += ["*_" if isinstance(argument, ast.Starred) else "_" for argument in node.args]
     parts += sorted(f"{keyword.arg}=_" for keyword in node.keywords if keyword.arg is not None)
@@ -186,7 +186,7 @@ def call_form(node: ast.Call, *owner: str) -> str:
 
 
 def read_product(root: Path = ROOT) -> dict[str, Use]:
-    """Returns the uses of every symbol in the product's modules."""
+    """Return the uses of every symbol in the product's modules."""
     found: dict[str, Use] = defaultdict(Use)
     for room in ROOMS:
         for path in sorted((root / room).rglob("*.py")):
@@ -199,7 +199,7 @@ def read_product(root: Path = ROOT) -> dict[str, Use]:
 
 
 def render(found: dict[str, Use]) -> str:
-    """Returns the catalog as JSON, a line for each symbol."""
+    """Return the catalog as JSON, a line for each symbol."""
     lines = [
         f"  {json.dumps(symbol)}: {json.dumps({'modules': sorted(use.modules), 'calls': sorted(use.calls)})}"
         for symbol, use in sorted(found.items())
@@ -216,7 +216,7 @@ class Problem(NamedTuple):
 
 
 def resolve(symbol: str) -> Any:
-    """Returns what a dotted symbol names. Raises ImportError or AttributeError where there is nothing."""
+    """Return what a dotted symbol names. Raises ImportError or AttributeError where there is nothing."""
     first, *rest = symbol.split(".")
     found, path = importlib.import_module(first), first
     for name in rest:
@@ -226,7 +226,7 @@ def resolve(symbol: str) -> Any:
 
 
 def installed() -> dict[str, str]:
-    """Returns the version of each library that is installed, by its top-level module."""
+    """Return the version of each library that is installed, by its top-level module."""
     found = {}
     for module, package in LIBRARIES.items():
         try:
@@ -237,7 +237,7 @@ def installed() -> dict[str, str]:
 
 
 def problem_of(symbol: str, calls: list[str]) -> tuple[str | None, bool]:
-    """Returns (what is wrong with a symbol, or None; whether its calls could be compared with signatures)."""
+    """Return (what is wrong with a symbol, or None; whether its calls could be compared with signatures)."""
     try:
         target = resolve(symbol)
     except (ImportError, AttributeError) as error:
@@ -254,7 +254,7 @@ def problem_of(symbol: str, calls: list[str]) -> tuple[str | None, bool]:
 
 
 def unfit(signature: inspect.Signature, form: str) -> str | None:
-    """Returns why a call of a form does not bind to a signature; None where it does."""
+    """Return why a call of a form does not bind to a signature; None where it does."""
     call = ast.parse(f"f({form})", mode="eval").body
     assert isinstance(call, ast.Call)
     positional = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
@@ -268,7 +268,7 @@ def unfit(signature: inspect.Signature, form: str) -> str | None:
 
 
 def signatures(symbol: str, target: Any) -> list[inspect.Signature]:
-    """Returns the signatures that a function or class has, overloads included; none where nothing tells them."""
+    """Return the signatures that a function or class has, overloads included; none where nothing tells them."""
     try:
         return [inspect.signature(target)]
     except (TypeError, ValueError):
@@ -280,7 +280,7 @@ def signatures(symbol: str, target: Any) -> list[inspect.Signature]:
 
 @cache
 def stubs() -> dict[str, list[inspect.Signature]]:
-    """Returns the signatures in torch's stubs of what is defined in C++, by `function` or `Class.method`.
+    """Return the signatures in torch's stubs of what is defined in C++, by `function` or `Class.method`.
 
     Those of classes' constructors are without `self`.
     """
@@ -299,7 +299,7 @@ def stubs() -> dict[str, list[inspect.Signature]]:
 
 
 def stub_signature(node: ast.FunctionDef, skip: int = 0) -> inspect.Signature:
-    """Returns the signature of a function in a stub, without its first `skip` parameters."""
+    """Return the signature of a function in a stub, without its first `skip` parameters."""
     kinds, arguments = inspect.Parameter, node.args
     plain = [(a, kinds.POSITIONAL_ONLY) for a in arguments.posonlyargs]
     plain += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in arguments.args]
@@ -315,7 +315,7 @@ def stub_signature(node: ast.FunctionDef, skip: int = 0) -> inspect.Signature:
 
 
 def compare(catalog: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
-    """Returns the problems with the installed packages, and counts of what was compared."""
+    """Return the problems with the installed packages, and counts of what was compared."""
     versions = installed()
     symbols = {name: use for name, use in catalog.items() if name.split(".")[0] in versions}
     problems, existence_only = [], []

@@ -17,7 +17,7 @@ SAMPLE = int(os.environ.get("ARCHON_SLOW_SAMPLE", "1"))
 
 
 def left_out(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
-    """Returns the tests that a commit does not run: of each function it keeps about one of `sample`, at least one."""
+    """Return the tests that a commit does not run: of each function it keeps about one of `sample`, at least one."""
     functions = defaultdict[str, list[str]](list)
     for nodeid in nodeids:
         functions[nodeid.partition("[")[0]].append(nodeid)
@@ -35,5 +35,5 @@ def left_out(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
 
 @cache
 def this_commit() -> bytes:
-    """Returns the checkout's commit."""
+    """Return the checkout's commit."""
     return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent)

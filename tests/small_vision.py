@@ -76,7 +76,7 @@ RECIPES = {"qwen3_5": RECIPE, "qwen3_vl": RECIPE.model_copy(update={"alphabet": 
 
 
 def write_vision_model(folder: Path, model_type: str = "qwen3_5") -> Path:
-    """Writes a checkpoint with random weights, the same every time. Returns its folder."""
+    """Write a checkpoint with random weights, the same every time. Returns its folder."""
     config = BootstrapConfig(model_type=model_type, hf_config=VISION_MODELS[model_type], tokenizer=RECIPES[model_type])
     write_blank(config, folder / "blank")
     engine = ArchonEngine(EngineConfig(path=str(folder / "blank"), init_from_scratch=True, device="cpu"))

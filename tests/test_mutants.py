@@ -33,7 +33,7 @@ def parsed_python(text: str) -> str:
 
 
 def compiled_c(text: str) -> str:
-    """Returns the assembly; a text that is no program raises CalledProcessError."""
+    """Return the assembly; a text that is no program raises CalledProcessError."""
     command = ["cc", "-fopenmp", "-S", "-x", "c", "-o", "-", "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 

@@ -27,7 +27,7 @@ def run_code(
     cwd: Path | None = None,
     timeout: float = 280,
 ) -> subprocess.CompletedProcess[str]:
-    """Returns what `code` wrote and its exit code, as `python -c` would with `path` in front of sys.path."""
+    """Return what `code` wrote and its exit code, as `python -c` would with `path` in front of sys.path."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         variables = dict(os.environ) if environment is None else environment
@@ -43,7 +43,7 @@ def run_code(
 
 
 def run_archon(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Returns what `archon ARGUMENTS…` wrote and its exit code."""
+    """Return what `archon ARGUMENTS…` wrote and its exit code."""
     return run_code(f"from archon.cli import main; main({[*map(str, arguments)]!r})")
 
 
@@ -64,7 +64,7 @@ class Started:
         self._process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Returns the exit code. Raises `TimeoutError` where the process goes on."""
+        """Return the exit code. Raises `TimeoutError` where the process goes on."""
         self._process.join(timeout)
         if self._process.is_alive():
             raise TimeoutError(f"process {self.pid} goes on after {timeout:g} s")
@@ -73,7 +73,7 @@ class Started:
 
 @contextmanager
 def started_code(code: str) -> Iterator[Started]:
-    """Starts `code` in a process whose output is read while it runs, and which is killed at the end of the block."""
+    """Start `code` in a process whose output is read while it runs, and which is killed at the end of the block."""
     pipes = [os.pipe() for _ in range(2)]
     process = forkserver_context().Process(
         target=_start, args=(code, dict(os.environ), [DupFd(end) for _, end in pipes])

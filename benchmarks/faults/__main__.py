@@ -84,7 +84,7 @@ SIZES: dict[str, Any] = {
 def faults(
     folder: Path, events: int, staleness: int, seed: int = 0, kinds: Sequence[str] = ALL_KINDS
 ) -> Iterator[dict[str, Any]]:
-    """Yields that many events of a run, and its outcome; fewer where the run does not overcome one.
+    """Yield that many events of a run, and its outcome; fewer where the run does not overcome one.
 
     Args:
         folder: for the run, empty.
@@ -141,7 +141,7 @@ def faults(
 
 @contextmanager
 def small_disk(folder: Path, mib: int = 4) -> Iterator[Path]:
-    """Yields a file system of a few MiB, which needs root; where there is none, no disk is ever full."""
+    """Yield a file system of a few MiB, which needs root; where there is none, no disk is ever full."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True).returncode == 0

@@ -46,7 +46,7 @@ class Pace:
     slowdown: float
 
     def limit(self, kind: str, slowdown: float, served: float = 0.0) -> float:
-        """Returns the seconds after which a run that an event of this kind befell hangs.
+        """Return the seconds after which a run that an event of this kind befell hangs.
 
         These are the harm's own, the time-outs that it may cost, and what must be done again: where a rank was harmed,
         torchrun may start its ranks in vain, and then itself be started again. A server is started by this benchmark,
@@ -98,14 +98,14 @@ class Chaos:
         self._random, self._slowdown = random.Random(seed), slowdown
 
     def begin(self) -> Pace:
-        """Returns the pace of a run that nobody harms, once it has begun."""
+        """Return the pace of a run that nobody harms, once it has begun."""
         started = time.monotonic()
         begun = self._until_whole(lambda: time.monotonic() > started + BEGIN_SECONDS)
         whole = self._until_whole(lambda: time.monotonic() > started + BEGIN_SECONDS)
         return Pace(begun - started, (whole - begun) / 2, self._slowdown.since(started))
 
     def do(self, number: int, pace: Pace) -> dict[str, Any]:
-        """Returns the event, once it was done and overcome. Raises BenchmarkError where that takes too long."""
+        """Return the event, once it was done and overcome. Raises BenchmarkError where that takes too long."""
         kinds, starts = self._kinds, self._trainer.starts
         # Each kind once before any is drawn.
         kind = kinds[number] if number < len(kinds) else self._random.choice(kinds)
@@ -123,7 +123,7 @@ class Chaos:
         return event | {"slowdown": slower, "run_started_again": self._trainer.starts - starts}
 
     def _until_whole(self, passed: Callable[[], bool]) -> float:
-        """Waits for two further steps, with a push to every server in each, and starts a run again that has ended.
+        """Wait for two further steps, with a push to every server in each, and starts a run again that has ended.
         Returns when that was. Raises BenchmarkError where it is too late."""
         before = None
         while not passed():
@@ -161,7 +161,7 @@ class Chaos:
         return rank
 
     def _fill_disk(self, deadline: Deadline) -> None:
-        """Fills the folder of pushes until the run has said so."""
+        """Fill the folder of pushes until the run has said so."""
         said = self._trainer.output().count("No space left on device")
         filler = self._disk / "filler"
         try:

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def digits(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Returns the share of an answer's characters that are digits."""
+    """Return the share of an answer's characters that are digits."""
     return sum(character.isdigit() for character in completions) / max(1, len(completions))

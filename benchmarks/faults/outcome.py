@@ -16,7 +16,7 @@ WRONG_TOKEN = 1e-4
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Returns the prompts that the final weights were trained on, and the largest mistake of a step's logprobs.
+    """Return the prompts that the final weights were trained on, and the largest mistake of a step's logprobs.
 
     The steps are those that are left: a resumed run drops the records of those after its checkpoint, whose updates its
     weights do not have.
@@ -51,7 +51,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def is_good(found: dict[str, Any]) -> bool:
-    """Returns whether every prompt was trained once, or counted as lost, on tokens of the right weights.
+    """Return whether every prompt was trained once, or counted as lost, on tokens of the right weights.
 
     `found` is an outcome with the differences of its tokens, the `staleness` that was allowed, and what `failed`.
     """
@@ -63,7 +63,7 @@ def is_good(found: dict[str, Any]) -> bool:
 
 
 def last_checkpoint(folder: Path) -> tuple[int, set[int]]:
-    """Returns the step of the newest checkpoint, and the prompts that were trained, or lost, until then."""
+    """Return the step of the newest checkpoint, and the prompts that were trained, or lost, until then."""
     found = load_latest(folder)
     if found is None:
         return 0, set()

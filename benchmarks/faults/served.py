@@ -85,7 +85,7 @@ class Served:
         self.start_seconds = time.monotonic() - started
 
     def plan(self, kind: str, moment: str, which: int) -> None:
-        """Does harm of a kind to the next request of that moment, then sets `done`; `which` chooses among several."""
+        """Do harm of a kind to the next request of that moment, then sets `done`; `which` chooses among several."""
         self.done.clear()
         self._planned = kind, moment, which
 
@@ -104,7 +104,7 @@ class Served:
         self.process.stdout.close()
 
     async def serve(self) -> str:
-        """Starts the proxy on the running event loop. Returns its URL."""
+        """Start the proxy on the running event loop. Returns its URL."""
         self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -115,7 +115,7 @@ class Served:
         return f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
-        """Ends the proxy."""
+        """End the proxy."""
         await self._runner.cleanup()
         await self._client.close()
 
@@ -161,7 +161,7 @@ class Served:
 
 
 def _is_moment(request: web.Request, kind: str, moment: str) -> bool:
-    """Returns whether a request is of an answer, or of a push; of the latter, for a lie, one whose answer is read."""
+    """Return whether a request is of an answer, or of a push; of the latter, for a lie, one whose answer is read."""
     if moment == "answer":
         return request.path == f"{_ROUTES}/generate"
     if kind not in ("garbage", "version"):
@@ -171,7 +171,7 @@ def _is_moment(request: web.Request, kind: str, moment: str) -> bool:
 
 
 def _other_version(content: bytes, which: int) -> bytes:
-    """Returns a response whose versions were never pushed."""
+    """Return a response whose versions were never pushed."""
     body = json.loads(content)
     other = (-1, 10**6)[which % 2]
     if "versions" in body:
@@ -181,7 +181,7 @@ def _other_version(content: bytes, which: int) -> bytes:
 
 @contextmanager
 def proxies(servers: list[Served]) -> Iterator[list[str]]:
-    """Yields the URLs of the servers' proxies, on an event loop in a thread."""
+    """Yield the URLs of the servers' proxies, on an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -37,7 +37,7 @@ class Slowdown:
             self._seen.append((time.monotonic(), float(line)))
 
     def since(self, moment: float) -> float:
-        """Returns the mean of wall time over processor time since a moment of the monotonic clock; 1 on an idle
+        """Return the mean of wall time over processor time since a moment of the monotonic clock; 1 on an idle
         machine, and where nothing was measured since."""
         seen = [ratio for when, ratio in self._seen if when >= moment]
         return max(1.0, sum(seen) / len(seen)) if seen else 1.0

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def token_differences(run_dir: Path, blank: Path) -> dict[str, Any]:
-    """Returns the largest |Δ logprob| of a trained token from the weights of its version, as the checkpoint of that
+    """Return the largest |Δ logprob| of a trained token from the weights of its version, as the checkpoint of that
     step has them, over all that the run wrote down.
 
     Every step's checkpoint must be there; `blank` is the model that the run began with. `resolution` is the smallest
@@ -53,7 +53,7 @@ def _model(blank: Path) -> ArchonEngine:
 
 
 def _load(engine: ArchonEngine, checkpoints: Path, version: int) -> None:
-    """Gives the engine the weights after step `version`; after none, it has them."""
+    """Give the engine the weights after step `version`; after none, it has them."""
     if not version:
         return
     # A step that was trained again is saved under a further name.
@@ -64,7 +64,7 @@ def _load(engine: ArchonEngine, checkpoints: Path, version: int) -> None:
 
 
 def _given(rows: list[Row], version: int) -> Iterator[tuple[int, int, float]]:
-    """Yields (row, place in its answer, logprob) of each token of a version."""
+    """Yield (row, place in its answer, logprob) of each token of a version."""
     for number, row in enumerate(rows):
         versions = row.get("versions", [version] * len(row["tokens"]))
         for place, (own, logprob) in enumerate(zip(versions, row["logprobs"], strict=True)):
@@ -73,7 +73,7 @@ def _given(rows: list[Row], version: int) -> Iterator[tuple[int, int, float]]:
 
 
 def _documents(rows: list[Row], tokenizer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Returns prompts with their answers, [B, S], and where each answer begins."""
+    """Return prompts with their answers, [B, S], and where each answer begins."""
     prompts = [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows]
     whole = [
         [*prompt, *tokenizer.convert_tokens_to_ids(row["tokens"])] for prompt, row in zip(prompts, rows, strict=True)
@@ -92,7 +92,7 @@ def _differences(
     documents: tuple[dict[str, torch.Tensor], list[int]],
     given: list[tuple[int, int, float]],
 ) -> torch.Tensor:
-    """Returns |Δ logprob| of each given token."""
+    """Return |Δ logprob| of each given token."""
     batch, begins = documents
     scores = engine.forward_batch(batch)
     own = torch.stack([scores[row, begins[row] + place] for row, place, _ in given])

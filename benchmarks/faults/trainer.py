@@ -64,16 +64,16 @@ class Trainer:
         return sum(self.output().count(line) for line in _BEGINS)
 
     def output(self) -> str:
-        """Returns all that was printed so far."""
+        """Return all that was printed so far."""
         return self._log.read_text(errors="replace")
 
     def steps(self) -> list[dict[str, Any]]:
-        """Returns the records of the run's steps, without one that is being written."""
+        """Return the records of the run's steps, without one that is being written."""
         path = self._run_dir / METRICS_FILE
         return read_jsonl(path) if path.exists() else []
 
     def signal_rank(self, rank: int, number: signal.Signals) -> int:
-        """Sends a signal to a rank's process. Returns its id. Raises BenchmarkError where there is none."""
+        """Send a signal to a rank's process. Returns its id. Raises BenchmarkError where there is none."""
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until:
             for pid in _children(self._process.pid):
@@ -84,7 +84,7 @@ class Trainer:
         raise BenchmarkError(f"rank {rank} does not run: {self.output()[-2000:]}")
 
     def stop(self) -> int:
-        """Asks the run to save and to end. Returns the exit code of torchrun; raises BenchmarkError if it hangs."""
+        """Ask the run to save and to end. Returns the exit code of torchrun; raises BenchmarkError if it hangs."""
         self._process.terminate()
         try:
             return self._process.wait(END_SECONDS)
@@ -102,7 +102,7 @@ class Trainer:
 
 
 def _children(parent: int) -> list[int]:
-    """Returns the processes whose parent is `parent`."""
+    """Return the processes whose parent is `parent`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -62,12 +62,12 @@ class Task:
 
 
 def preferred_of(run_dir: Path) -> list[float]:
-    """Returns the held-out reward of the checkpoints that a run on pairs begins and ends with."""
+    """Return the held-out reward of the checkpoints that a run on pairs begins and ends with."""
     return [preferred_by(run_dir / name) for name in ("start", "export")]
 
 
 def preferred_by(checkpoint: Path) -> float:
-    """Returns the share of held-out prompts whose sampled answer is the one that is preferred."""
+    """Return the share of held-out prompts whose sampled answer is the one that is preferred."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
     from archon.rl.trainer import RLTrainer
@@ -138,7 +138,7 @@ TASKS = {
 
 
 def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bool) -> dict[str, Any]:
-    """Runs a task once, from nothing to its export, and returns the result."""
+    """Run a task once, from nothing to its export, and returns the result."""
     run_dir = folder / "run"
     started = time.monotonic()
 

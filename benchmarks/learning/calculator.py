@@ -40,7 +40,7 @@ class Calculator:
 
 
 def multiply(arguments: str) -> str:
-    """Runs the tool: JSON in, a product or "error" out."""
+    """Run the tool: JSON in, a product or "error" out."""
     try:
         given = json.loads(arguments)
         return str(int(given["a"]) * int(given["b"]))
@@ -78,7 +78,7 @@ def _conversation(a: int, b: int, rng: random.Random) -> dict[str, Any]:
 
 
 def _words() -> dict[str, str]:
-    """Returns a row that the tokenizer is trained on, with what is in every conversation."""
+    """Return a row that the tokenizer is trained on, with what is in every conversation."""
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     roles = "system\nuser\nassistant\n<tools></tools>\n<tool_response>\n</tool_response>"
     return {"prompt": f"{roles}\n{json.dumps(TOOL)}", "response": call}

@@ -22,7 +22,7 @@ SESSIONS, GROUPS = 8, 24
 
 
 async def rate_group(url: str, client: httpx.AsyncClient, name: str, row: dict[str, Any]) -> None:
-    """Runs the agent in the sessions of a group, and gives each its reward."""
+    """Run the agent in the sessions of a group, and gives each its reward."""
 
     async def rate_one() -> None:
         session = (await client.post(f"{url}/sessions", params={"group": name})).raise_for_status().json()
@@ -35,7 +35,7 @@ async def rate_group(url: str, client: httpx.AsyncClient, name: str, row: dict[s
 
 
 async def rate_until_it_ends(url: str) -> None:
-    """Keeps the server busy until it is gone."""
+    """Keep the server busy until it is gone."""
     tasks, numbers = rows("train"), count()
     gone = False
 

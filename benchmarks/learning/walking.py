@@ -26,7 +26,7 @@ class Walking:
         return str(task["prompt"])
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Applies a move. Invalid moves and moves beyond the ends do nothing."""
+        """Apply a move. Invalid moves and moves beyond the ends do nothing."""
         self._at = min(max(self._at + MOVES.get(action, 0), 0), len(LETTERS) - 1)
         there = self._at == self._to
         return f"{LETTERS[self._at]}>{LETTERS[self._to]}", float(there), there, {}
@@ -62,7 +62,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def _walk(task: dict[str, str], rng: random.Random) -> list[dict[str, str]]:
-    """Returns the next step of a player who takes the best step a third of the time, else a random one."""
+    """Return the next step of a player who takes the best step a third of the time, else a random one."""
     env = Walking()
     messages = [{"role": "user", "content": env.reset(task)}]
     while len(messages) < 2 * STEPS:

@@ -104,7 +104,7 @@ RUNS = {
 
 
 def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[str]) -> dict[str, Any]:
-    """Runs one of `RUNS` from the model to the export. Returns its line of the record."""
+    """Run one of `RUNS` from the model to the export. Returns its line of the record."""
     settings, run_dir = RUNS[name], folder / name
     shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier attempt
     call = [sys.executable, "-m", "archon", settings.command, "--config", str(settings.config)]
@@ -132,20 +132,20 @@ def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[st
 
 
 def reward_of(model: Path, export: Path | None, folder: Path) -> float:
-    """Returns the held-out reward of sampled answers of the model, or of a run's export."""
+    """Return the held-out reward of sampled answers of the model, or of a run's export."""
     with opened(model, export, folder) as trainer:
         return trainer.evaluate()["eval/reward"]
 
 
 def exported(name: str, model: Path, export: Path, folder: Path) -> dict[str, Any]:
-    """Returns what the answers of a run's export earn in archon and in transformers, see `compared`."""
+    """Return what the answers of a run's export earn in archon and in transformers, see `compared`."""
     with opened(model, export, folder, RUNS[name].config) as trainer:
         return compared(model, export, trainer)
 
 
 @contextmanager
 def opened(model: Path, export: Path | None, folder: Path, recipe: Path = SUMS) -> Iterator[RLTrainer]:
-    """Opens a trainer with the weights of the model or of an export, which is not trained."""
+    """Open a trainer with the weights of the model or of an export, which is not trained."""
     changes = [f"run_dir={folder / 'measured'}"]
     loras = export is not None and is_lora(export)
     changes += [f"actor.lora={{path: {export}}}" if loras else "actor.lora=null"]
@@ -155,7 +155,7 @@ def opened(model: Path, export: Path | None, folder: Path, recipe: Path = SUMS) 
 
 
 def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dict[str, Any]:
-    """Returns what the record says of a run's metrics.
+    """Return what the record says of a run's metrics.
 
     Args:
         rows: those of metrics.jsonl.
@@ -182,7 +182,7 @@ def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dic
 
 
 def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Returns what was expected of the runs that are there, and whether it is so."""
+    """Return what was expected of the runs that are there, and whether it is so."""
     done = {name: line for name, line in lines.items() if _ended(line)}
     found = {f"{name} did not end well": False for name in lines.keys() - done.keys()}
     loras = [line for name, line in done.items() if name.startswith("grpo-")]
@@ -219,7 +219,7 @@ def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 
 def _same_in_transformers(name: str, of: dict[str, Any]) -> dict[str, bool]:
-    """Returns whether an export's answers earn the same in both, sampled ones within three standard errors."""
+    """Return whether an export's answers earn the same in both, sampled ones within three standard errors."""
     greedy, sampled, error = of["greedy"], of["sampled"], 3 * standard_error(of)
     differing = f"{of['differing']} of {of['prompts']} answers differ"
     greedily = f"{greedy['archon']:.3f} greedily, in transformers {greedy['transformers']:.3f} ({differing})"
@@ -235,7 +235,7 @@ def _ended(line: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Makes the runs that are missing, one after the other, and the figure. Returns the exit code."""
+    """Make the runs that are missing, one after the other, and the figure. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines; every run appends its own")
     parser.add_argument("--only", nargs="+", default=[""], help=f"names, or beginnings of several: {' '.join(RUNS)}")
@@ -276,7 +276,7 @@ def main() -> int:
 
 
 def named(wanted: Sequence[str]) -> list[str]:
-    """Returns the runs of these names, and of a word that is no name those that begin with it."""
+    """Return the runs of these names, and of a word that is no name those that begin with it."""
     beginnings = tuple(word for word in wanted if word not in RUNS)
     return [name for name in RUNS if name in wanted or (beginnings and name.startswith(beginnings))]
 

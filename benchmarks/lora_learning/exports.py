@@ -20,12 +20,12 @@ BATCH = 50
 
 
 def is_lora(export: Path) -> bool:
-    """Returns whether it has adapters in PEFT's format, and not a whole checkpoint."""
+    """Return whether it has adapters in PEFT's format, and not a whole checkpoint."""
     return (export / "adapter_config.json").exists()
 
 
 def compared(model: Path, export: Path, trainer: RLTrainer) -> dict[str, Any]:
-    """Returns the mean rewards of greedy and of sampled answers to the held-out rows, one each, in archon and in
+    """Return the mean rewards of greedy and of sampled answers to the held-out rows, one each, in archon and in
     transformers, and how many greedy ones differ.
 
     Args:
@@ -47,13 +47,13 @@ def compared(model: Path, export: Path, trainer: RLTrainer) -> dict[str, Any]:
 
 
 def standard_error(found: dict[str, Any]) -> float:
-    """Returns that of the difference of the two means of sampled answers, whose rewards are nearly all 0 or 1."""
+    """Return that of the difference of the two means of sampled answers, whose rewards are nearly all 0 or 1."""
     share = sum(found["sampled"].values()) / 2
     return math.sqrt(2 * share * (1 - share) / found["prompts"])
 
 
 def of_archon(generator: Any, tokenizer: Any, rows: Rows, gconfig: GenerationHyperparameters) -> list[str]:
-    """Returns an answer to each row, from archon's generator."""
+    """Return an answer to each row, from archon's generator."""
     ended = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
     requests = [ModelRequest(encode_prompt(tokenizer, row), ended.new(seed=seed)) for seed, row in enumerate(rows)]
     tokens = [answer.output_tokens for answer in generator.generate(requests)]
@@ -61,7 +61,7 @@ def of_archon(generator: Any, tokenizer: Any, rows: Rows, gconfig: GenerationHyp
 
 
 def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyperparameters) -> list[str]:
-    """Returns an answer to each row, from transformers' generate: greedy, or sampled from all of the distribution."""
+    """Return an answer to each row, from transformers' generate: greedy, or sampled from all of the distribution."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
@@ -86,7 +86,7 @@ def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyp
 
 
 def _policy(model: Path, export: Path) -> Any:
-    """Returns the export as transformers, and for adapters PEFT, load it."""
+    """Return the export as transformers, and for adapters PEFT, load it."""
     from transformers import AutoModelForCausalLM
 
     if not is_lora(export):

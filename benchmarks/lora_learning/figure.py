@@ -10,7 +10,7 @@ COLORS = {"grpo": "tab:blue", "shuffled": "tab:gray", "full": "tab:orange"}
 
 
 def draw(lines: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Writes a PNG of the curves of all GRPO runs among the record's lines. Returns its path."""
+    """Write a PNG of the curves of all GRPO runs among the record's lines. Returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the newest line of each run, with what a later line alone says of its export."""
+    """Return the newest line of each run, with what a later line alone says of its export."""
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         found[line["run"]] = line if "code" in line else found.get(line["run"], {}) | {"exported": line["exported"]}
@@ -17,11 +17,11 @@ def newest(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def read_record(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns `newest` of a file."""
+    """Return `newest` of a file."""
     return newest(map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else []))
 
 
 def append(record: Path, line: dict[str, Any]) -> None:
-    """Adds a line to a record."""
+    """Add a line to a record."""
     with record.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

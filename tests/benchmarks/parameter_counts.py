@@ -6,7 +6,7 @@ from typing import Any
 
 
 def parameters_of(config: dict[str, Any]) -> int:
-    """Returns the parameters of a Qwen3, or of a Qwen3-MoE all of whose layers have experts."""
+    """Return the parameters of a Qwen3, or of a Qwen3-MoE all of whose layers have experts."""
     dim, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     attention = 2 * dim * head_dim * (heads + kv_heads) + 2 * head_dim

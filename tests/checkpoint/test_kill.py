@@ -76,7 +76,7 @@ def test_kill_inside_the_first_save(tmp_path: Path, point: str, uninterrupted: t
 
 
 def assert_kills_resume_bitwise(folder: Path, reference: tuple[str, float], kills: Kills, *base: str) -> None:
-    """Runs that end before they are killed are restarted and do not count."""
+    """Run that end before they are killed are restarted and do not count."""
     digest, seconds = reference
     chance, run, finished, latest = random.Random(3), 0, 0, -1
     while kills.done < kills.wanted or not finished:

@@ -43,7 +43,7 @@ class Outcome:
 
 @pytest.fixture
 def archon(capsys):
-    """Runs `archon ARGUMENTS…` in this process."""
+    """Run `archon ARGUMENTS…` in this process."""
 
     def run(*arguments) -> Outcome:
         capsys.readouterr()  # what the test itself has printed so far

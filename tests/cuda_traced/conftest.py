@@ -21,7 +21,7 @@ def _flash_attn() -> None:
 
 @pytest.fixture
 def traced(request: pytest.FixtureRequest) -> Callable[[str, str, str], None]:
-    """Says what a test traces: (family, attention backend, what of it). A row of the record, with whether it passed."""
+    """Say what a test traces: (family, attention backend, what of it). A row of the record, with whether it passed."""
 
     def say(family: str, backend: str, what: str) -> None:
         row = {"family": family, "backend": backend, "what": what}

@@ -11,7 +11,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def check_operands(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises AssertionError where a kernel would refuse its operands."""
+    """Raise AssertionError where a kernel would refuse its operands."""
     name = func.name()
     if name == "torch_attn::_varlen_attn":
         q, k, v, cu_q, cu_k, max_q, max_k = args[:7]

@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
 
 
 def family_config(family: str, *, rope_kind: str = "default", **fields: Any) -> dict[str, Any]:
-    """Returns a config.json of a family with these sizes and fields; the others are drawn."""
+    """Return a config.json of a family with these sizes and fields; the others are drawn."""
     args = get_model_spec(family, text_only=True).model_args_class
     names = frozenset({*args.hf_fields, *args.hf_windows.fields})
     sizes = {name: value for name, value in SIZES.items() if name in names}
@@ -52,7 +52,7 @@ def family_config(family: str, *, rope_kind: str = "default", **fields: Any) -> 
 
 
 def build(config: dict[str, Any], attn_type: str, dtype: torch.dtype = torch.bfloat16, **args: Any) -> BaseArchonModel:
-    """Returns the model of a config on the device, with weights of no value."""
+    """Return the model of a config on the device, with weights of no value."""
     spec = get_model_spec(config["model_type"], text_only="vision_config" not in config)
     with torch.device("meta"):
         model = spec.model_class(spec.model_args_class.from_hf_config(config, attn_type=attn_type, **args)).to(dtype)
@@ -63,7 +63,7 @@ def build(config: dict[str, Any], attn_type: str, dtype: torch.dtype = torch.bfl
 
 
 def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns copies of real tensors on the device."""
+    """Return copies of real tensors on the device."""
     return tuple(x.pin_memory().to(CUDA, non_blocking=True) for x in tensors)
 
 
@@ -82,5 +82,5 @@ class Pack:
         return PackedAttention(self.inputs[2], max(self.lengths), self.attn_type, self.lengths)
 
     def run(self, model: BaseArchonModel, **head: Any) -> Any:
-        """Returns what the model's forward returns."""
+        """Return what the model's forward returns."""
         return model(*self.inputs, max(self.lengths), self.attention, **head)

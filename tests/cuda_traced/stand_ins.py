@@ -24,7 +24,7 @@ def flash_attn_without_kernels() -> None:
 
 @contextmanager
 def one_gpu() -> Iterator[None]:
-    """Makes PyTorch see one GPU, whose streams and events do nothing, as those of the CPU."""
+    """Make PyTorch see one GPU, whose streams and events do nothing, as those of the CPU."""
     of_cpu = ("Event", "Stream", "StreamContext", "current_stream", "stream", "synchronize")
     own: dict[str, Any] = {name: getattr(torch.cpu, name) for name in of_cpu}
     own |= {
@@ -56,7 +56,7 @@ def one_process() -> Iterator[None]:
 
 
 def _name(kernel: Any) -> str:
-    """Returns the name of a kernel's function, around which are an autotuner and heuristics."""
+    """Return the name of a kernel's function, around which are an autotuner and heuristics."""
     while not hasattr(kernel, "__name__"):
         kernel = kernel.fn
     return str(kernel.__name__)
@@ -64,7 +64,7 @@ def _name(kernel: Any) -> str:
 
 @contextmanager
 def triton_without_launches() -> Iterator[list[str]]:
-    """Makes kernels of Triton do nothing when they are called. Yields the names of those that were.
+    """Make kernels of Triton do nothing when they are called. Yields the names of those that were.
 
     Raises MixedDevicesError for a tensor that is not on the GPU.
     """

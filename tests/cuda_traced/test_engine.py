@@ -70,7 +70,7 @@ def gradients_of_zeros(model: nn.Module) -> Any:
 def check_step(
     engine: ArchonEngine, trace: CudaTrace, batch: Any, loss_fn: Any, micro_batches: int = 2
 ) -> dict[str, float]:
-    """Takes a step, in which the host waits once. Returns its metrics."""
+    """Take a step, in which the host waits once. Returns its metrics."""
     trace.waits.clear()
     with mock.patch.object(Tensor, "backward", gradients_of_zeros(engine.model)):
         metrics = engine.train_batch(batch, loss_fn, loss_token_count)
@@ -119,7 +119,7 @@ def test_scores_and_evaluation(traced: Callable[..., None], tmp_path: Path, hf: 
 @pytest.mark.parametrize("backend", ["varlen", "flash", "sdpa"])
 @models
 def test_common_beginnings(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], backend: str) -> None:
-    """Runs of tokens that documents share, and trees of short documents, each computed once."""
+    """Run of tokens that documents share, and trees of short documents, each computed once."""
     traced(hf["model_type"], backend, "engine: step with shared prefixes")
     long, short = torch.arange(90) % 50, torch.arange(9)
     documents = [torch.cat([start, torch.arange(n) + 3 * n]) for start in (long, short) for n in (3, 9, 14, 20)]

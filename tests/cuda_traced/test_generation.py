@@ -28,7 +28,7 @@ REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
 
 
 def generate(config: dict[str, Any], attn_type: str = "auto", **options: Any) -> tuple[InProcessEngine, CudaTrace]:
-    """Answers requests of every kind of sampling with few pages, so that prompts come in chunks and answers share."""
+    """Answer requests of every kind of sampling with few pages, so that prompts come in chunks and answers share."""
     with one_gpu(), cuda_trace() as trace:
         model = build(config, attn_type).requires_grad_(False)
         engine = InProcessEngine.from_model(

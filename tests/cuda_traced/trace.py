@@ -109,14 +109,14 @@ class CudaTrace(TorchDispatchMode):
 
 
 def _is_async(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether a copy to the device is one that the host does not wait for."""
+    """Return whether a copy to the device is one that the host does not wait for."""
     if func.overloadpacket is aten.copy_:
         return bool(args[2:3] and args[2]) or bool(kwargs.get("non_blocking"))
     return func is not aten._to_copy.default or bool(kwargs.get("non_blocking"))
 
 
 def _read(func: Any, args: Any) -> Any:
-    """Returns what a function of `HOST_WAITS` is told: 1, or that there is nothing."""
+    """Return what a function of `HOST_WAITS` is told: 1, or that there is nothing."""
     if func is aten._local_scalar_dense.default:
         return 1.0 if args[0].is_floating_point() else 1
     if func is aten.nonzero.default:
@@ -125,7 +125,7 @@ def _read(func: Any, args: Any) -> Any:
 
 
 def caller() -> str:
-    """Returns the full name of the function of archon that runs, that of a method with its class."""
+    """Return the full name of the function of archon that runs, that of a method with its class."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -150,7 +150,7 @@ def _tolist(trace: CudaTrace) -> Any:
 
 @contextmanager
 def cuda_trace() -> Iterator[CudaTrace]:
-    """Traces what runs inside."""
+    """Trace what runs inside."""
     trace = CudaTrace()
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -160,7 +160,7 @@ def cuda_trace() -> Iterator[CudaTrace]:
 
 
 def require_on_cuda(result: Any) -> None:
-    """Raises AssertionError for a tensor of a result that is not on the device."""
+    """Raise AssertionError for a tensor of a result that is not on the device."""
     for x in tree_leaves(result):
         if isinstance(x, Tensor):
             assert x.device == CUDA, f"a result of shape {tuple(x.shape)} is on {x.device}"

@@ -106,7 +106,7 @@ def run(cases: list[Case], record: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Returns 1 where a case fails; its former line is then removed."""
+    """Return 1 where a case fails; its former line is then removed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--missing", action="store_true", help="keep the lines of cases that have not changed")
     missing = parser.parse_args().missing

@@ -24,7 +24,7 @@ EXPERTS = {
 
 
 def rewrite(base: str, folder: str, layout: str, experts: str) -> None:
-    """Reads the adapters in `folder` in a layout, and writes them to `folder`-`layout`."""
+    """Read the adapters in `folder` in a layout, and writes them to `folder`-`layout`."""
     lora = {"path": folder, "export_experts": experts}
     engine = ArchonEngine(EngineConfig.parse({"path": base, "device": "cpu", "layout": layout, "lora": lora}))
     engine.initialize()

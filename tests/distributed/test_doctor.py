@@ -128,7 +128,7 @@ def stall(path: str, folder: str) -> None:
 
 
 def warmed_up(path: str, folder: str) -> ArchonEngine:
-    """Returns an engine that has taken a step, so that later ones are fast, and is watched from now on."""
+    """Return an engine that has taken a step, so that later ones are fast, and is watched from now on."""
     engine = built(path, "d2", stall_s=120.0)
     engine.stall_watch.folder = Path(folder)
     step(engine, CrossEntropyLoss())
@@ -137,7 +137,7 @@ def warmed_up(path: str, folder: str) -> ArchonEngine:
 
 
 def sleep_between_steps(path: str, folder: str) -> list[str]:
-    """Returns the text of this rank's file after a sleep, another sleep, and a step in time."""
+    """Return the text of this rank's file after a sleep, another sleep, and a step in time."""
     engine, texts = warmed_up(path, folder), []
     for nap in (dawdle, dawdle, int):
         if dist.get_rank() == 1:

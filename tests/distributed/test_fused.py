@@ -62,7 +62,7 @@ def test_a_fused_checkpoint_is_loaded_and_exported_bitwise(
 def test_a_quantized_fused_checkpoint_is_dequantized_on_the_ranks(
     layout: str, stored: tuple[Path, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path, ranks: Callable[[int], Pool]
 ) -> None:
-    """Blocks of 5 rows and 7 columns, which no shard starts with."""
+    """Block of 5 rows and 7 columns, which no shard starts with."""
     _, state, _ = stored
     adapter = get_model_spec(MODELS["fused"]["model_type"]).state_dict_adapter_class(MODELS["fused"])
     quantized, expected = quantize({key: state[key] for key in adapter.hf_shapes()})

@@ -32,7 +32,7 @@ CASES = [
 
 
 def differences(folder: str, case: Case, bucket_bytes: int) -> tuple[list[str], int]:
-    """Names of weights that are not those of the checkpoint, and how many collectives it took to gather them all."""
+    """Name of weights that are not those of the checkpoint, and how many collectives it took to gather them all."""
     path = f"{folder}/checkpoint"
     engine = ArchonEngine(engine_config(case, path, case.layout))
     engine.initialize()

@@ -90,7 +90,7 @@ def test_ranks_with_unequal_micro_batches_evaluate_together(
 
 
 def undo(folder: str, case: Case) -> list[str]:
-    """Names that differ after train, remember, train, and back."""
+    """Name that differ after train, remember, train, and back."""
     engine = engine_of(case, folder)
     rows = rank_rows(engine)
     engine.train_batch(rows, loss_of(case), loss_token_count)
@@ -120,7 +120,7 @@ def test_a_tied_pipeline_takes_back_its_own_state(
 
 
 def train_on_many_shapes(folder: str, case: Case) -> tuple[int, bool]:
-    """Schedules alive after batches of several lengths, and whether one still holds a batch."""
+    """Schedule alive after batches of several lengths, and whether one still holds a batch."""
     engine = engine_of(case, folder)
     for seed in range(4):
         lengths = tuple(length + seed for length in LENGTHS)
@@ -187,7 +187,7 @@ MIXED, MIXED_TOKENS = (50, 3, 9, 3, 9, 3, 9, 3, 9), 50
 
 
 def router_counts(folder: str, case: Case) -> tuple[dict[str, list[float]], dict[str, Tensor], bool]:
-    """Returns how often each expert was chosen in a step, by layer; the biases after it; whether documents of a
+    """Return how often each expert was chosen in a step, by layer; the biases after it; whether documents of a
     micro-batch that is padded were reordered."""
     engine = engine_of(case, folder)
     rows = batch(MIXED, seed=3)

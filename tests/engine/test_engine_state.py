@@ -32,7 +32,7 @@ TRAINING: dict[str, Any] = {
 
 
 def train(engine: ArchonEngine, steps: range) -> list[dict[str, float]]:
-    """Steps on batches that draw on every random generator."""
+    """Step on batches that draw on every random generator."""
     history = []
     for step in steps:
         lengths = [n + random.randrange(3) + int(np.random.randint(3)) + int(torch.randint(3, ())) for n in LENGTHS]

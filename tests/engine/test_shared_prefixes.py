@@ -21,7 +21,7 @@ from tests.tolerances import INVARIANCE_FP64
 
 
 def answers(prompts: int = 4, per_prompt: int = 5) -> dict[str, Tensor]:
-    """Answers of uneven length to prompts of uneven length; the answers are trained."""
+    """Answer of uneven length to prompts of uneven length; the answers are trained."""
     generator = torch.Generator().manual_seed(5)
     docs, masks = [], []
     for index in range(prompts):

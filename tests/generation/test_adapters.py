@@ -53,7 +53,7 @@ def worst_difference(answers: list[ModelResponse], models: list[BaseArchonModel]
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_served_together_each_answer_is_that_of_its_adapter_alone(family: str, count: int) -> None:
-    """Ranks differ, prompts are the same for all adapters, and fewer slots than requests make them arrive in turn."""
+    """Rank differ, prompts are the same for all adapters, and fewer slots than requests make them arrive in turn."""
     model = make_model(torch.float64, family)
     loras = {f"a{seed}": random_lora(model, seed, rank=2 + seed % 3) for seed in range(count)}
     models = {None: model} | {name: merged(model, lora) for name, lora in loras.items()}

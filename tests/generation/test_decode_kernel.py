@@ -30,7 +30,7 @@ def _fresh_kernel() -> Iterator[None]:
 
 
 def filled(rows: PagedRows, page_size: int) -> tuple[PagedTensors, np.ndarray, Tensor]:
-    """Returns one layer's random pages, those of each sequence in random order, and queries in float32."""
+    """Return one layer's random pages, those of each sequence in random order, and queries in float32."""
     torch.manual_seed(0)
     counts = -(-LENGTHS // page_size)
     cache = PagedCache([rows], 2 * int(counts.sum()), page_size, torch.float32, "cpu")
@@ -44,7 +44,7 @@ def filled(rows: PagedRows, page_size: int) -> tuple[PagedTensors, np.ndarray, T
 
 
 def expected(q: Tensor, paged: PagedTensors, pages: np.ndarray, spec: AttentionSpec) -> Tensor:
-    """Returns attention in float64, sequence by sequence."""
+    """Return attention in float64, sequence by sequence."""
     outs = []
     for row, length in enumerate(LENGTHS):
         keys, values = (

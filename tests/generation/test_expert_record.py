@@ -58,7 +58,7 @@ def logprobs(model: BaseArchonModel, answer: ModelResponse, given: Tensor | None
 
 
 def answers_of(engine: InProcessEngine, *, together: int) -> list[ModelResponse]:
-    """Answers to prompts of many lengths, three of which are asked several times."""
+    """Answer to prompts of many lengths, three of which are asked several times."""
     wanted = [request(p, seed=i // 2, max_new_tokens=9) for p in prompts(3, 9, 1, 14, 6) for i in range(together)]
     return engine.generate(wanted)
 

@@ -114,7 +114,7 @@ def test_rows_beside_a_sequence_do_not_disturb_its_experts() -> None:
 
 
 def test_a_bfloat16_replica_follows_a_bfloat16_model() -> None:
-    """Scores and logprobs are float32 inside: what differs is the rounding of hidden states, not more."""
+    """Score and logprobs are float32 inside: what differs is the rounding of hidden states, not more."""
     engine = make_engine(make_model(), dtype=torch.bfloat16)
     model = make_model(torch.bfloat16)
     differences = []

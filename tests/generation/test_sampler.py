@@ -83,7 +83,7 @@ def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
 
 
 def test_a_token_of_probability_zero_is_never_drawn_at_the_edge_of_a_block() -> None:
-    """Blocks of 128 that begin and end with impossible tokens, and uniform numbers one rounding next to each edge."""
+    """Block of 128 that begin and end with impossible tokens, and uniform numbers one rounding next to each edge."""
     for _ in range(20):
         probs = torch.rand(9, 128, dtype=torch.float64) ** 6
         probs[:, 0] = probs[:, -1] = 0

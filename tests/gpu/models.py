@@ -18,7 +18,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def build(config: dict[str, Any], attn_type: str, device: torch.device, dtype: torch.dtype) -> BaseArchonModel:
-    """Returns the model of a config with weights that are the same everywhere, rounded to bfloat16."""
+    """Return the model of a config with weights that are the same everywhere, rounded to bfloat16."""
     torch.manual_seed(0)
     spec = get_model_spec(config["model_type"], text_only="vision_config" not in config)
     options = {"delta_rule": "fla"} if attn_type == "fla" else {}
@@ -45,7 +45,7 @@ class Pack:
         self.bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     def gradients(self, model: BaseArchonModel, attn_type: str, experts: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the loss and every gradient, in float64 on the CPU. `experts` [T, L, k] are replayed."""
+        """Return the loss and every gradient, in float64 on the CPU. `experts` [T, L, k] are replayed."""
         device = next(model.parameters()).device
         tokens, labels, weights, positions, bounds = (
             x.to(device) for x in (self.tokens, self.labels, self.weights, self.positions, self.bounds)
@@ -62,14 +62,14 @@ class Pack:
 
     @torch.no_grad()
     def experts(self, model: BaseArchonModel) -> Tensor | None:
-        """Returns the experts [T, L, k] that a model on the CPU chooses, or None of one without."""
+        """Return the experts [T, L, k] that a model on the CPU chooses, or None of one without."""
         model(self.tokens, self.positions, self.bounds, max(self.lengths))
         chosen = [stats.experts for stats in model.router_stats]
         return torch.stack([x for x in chosen if x is not None], 1) if chosen else None
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Returns |a - b| / |b| of all gradients as one vector."""
+    """Return |a - b| / |b| of all gradients as one vector."""
     assert found.keys() == wanted.keys()
     names = sorted(found.keys() - {"loss"})
     ours, theirs = (torch.cat([x[name].flatten() for name in names]) for x in (found, wanted))

@@ -16,6 +16,6 @@ collect_ignore_glob = [] if missing() is None else ["test_*.py"]
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    """Joins two hosts, which are gone after the test."""
+    """Join two hosts, which are gone after the test."""
     with Network() as network:
         yield network.join(network.host(), network.host())

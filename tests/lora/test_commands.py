@@ -18,7 +18,7 @@ __all__ = ["_tiny_checkpoint", "archon", "checkpoint", "dataset"]  # pytest find
 
 
 def peft_adapter(base: Path, folder: Path, **options: Any) -> Any:
-    """Writes an adapter that changes answers. Returns its model."""
+    """Write an adapter that changes answers. Returns its model."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     config = peft.LoraConfig(r=4, lora_alpha=24, target_modules="all-linear", init_lora_weights=False, **options)

@@ -124,7 +124,7 @@ def test_a_folder_of_pefts_is_merged_into_the_base_that_it_names(archon, run, tm
 
 
 def test_a_bfloat16_base_keeps_its_dtype_or_is_merged_in_a_wider_one(archon, run, tmp_path: Path) -> None:
-    """Sums are rounded once: where all weights are written as float32, not at all."""
+    """Sum are rounded once: where all weights are written as float32, not at all."""
     base, _, engine = run
     engine.save(tmp_path / "adapter", "peft")
     convert(base, tmp_path / "half", "hf", dtype=torch.bfloat16)

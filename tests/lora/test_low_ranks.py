@@ -42,7 +42,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def alone(layer: Linear, loras: MultiLoRALayer, x: Tensor, ids: Sequence[int]) -> Tensor:
-    """Returns the layer's output computed row by row, with the row's adapter as the layer's only one."""
+    """Return the layer's output computed row by row, with the row's adapter as the layer's only one."""
     rows = []
     for row, index in zip(x, ids, strict=True):
         layer.lora = None if index == NO_LORA else loras[[*RANKS][index]]  # type: ignore[assignment]

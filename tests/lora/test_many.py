@@ -67,7 +67,7 @@ def engine_of(base: str, lora: dict[str, Any], **options: Any) -> ArchonEngine:
 
 
 def alone(base: str, lora: dict[str, Any], **options: Any) -> ArchonEngine:
-    """Returns an engine with one adapter, which has the values of one of several."""
+    """Return an engine with one adapter, which has the values of one of several."""
     own = dict(lora)
     run = {key: own.pop(key) for key in ("optimizer", "scheduler") if key in own}
     total_steps = own.pop("total_steps", 10)

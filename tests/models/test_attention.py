@@ -52,7 +52,7 @@ def definition(
 def by_document(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], left: int, scale: float, causal: bool, soft_cap: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields each document's scores [H, S, S], -inf where a key is hidden, and values [S, H, D], as `definition`."""
+    """Yield each document's scores [H, S, S], -inf where a key is hidden, and values [S, H, D], as `definition`."""
     for q_, k_, v_ in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         k_, v_ = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_, v_))
         i, j = torch.arange(len(q_)).unsqueeze(1), torch.arange(len(q_))
@@ -384,7 +384,7 @@ def places(tensors: Iterable[Tensor]) -> list[int]:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Puts both kernels' references in their place; the places of the queries, keys and values they are given."""
+    """Put both kernels' references in their place; the places of the queries, keys and values they are given."""
     found: list[int] = []
 
     def noted(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

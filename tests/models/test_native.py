@@ -25,7 +25,7 @@ def _fresh_library() -> Iterator[None]:
 
 
 def part_of_joint(heads: int, features: int) -> Tensor:
-    """Returns heads [T, H, d] as a joint product of several projections has them."""
+    """Return heads [T, H, d] as a joint product of several projections has them."""
     return torch.randn(ROWS, 24 + heads * features)[:, 8:-16].unflatten(-1, (heads, features))
 
 

@@ -261,7 +261,7 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["packed", "prefixes", "gathered"])
 def test_gradients_of_narrow_sinks_are_rounded_once(way: str) -> None:
-    """Blocks of a long document and several documents add to the gradient of a sink before it is rounded."""
+    """Block of a long document and several documents add to the gradient of a sink before it is rounded."""
     tokens, lengths = torch.arange(400), (300, 40, 7, 53)
     if way == "prefixes":
         tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=150, seed=1)

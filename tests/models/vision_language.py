@@ -79,7 +79,7 @@ def vision_language_config(model_type: str = "qwen3_5", **text: Any) -> dict[str
 
 
 def write_vision_language(folder: Path, model_type: str = "qwen3_5", seed: int = 0, **text: Any) -> VisionLanguageModel:
-    """Writes a checkpoint in float32. Returns its model, in float64."""
+    """Write a checkpoint in float32. Returns its model, in float64."""
     folder.mkdir(parents=True, exist_ok=True)
     config = vision_language_config(model_type, **text)
     (folder / "config.json").write_text(json.dumps(config))

@@ -34,7 +34,7 @@ ENOUGH = 0.95
 
 
 def parsed() -> argparse.Namespace:
-    """Returns the options. Ends the process where they contradict each other."""
+    """Return the options. Ends the process where they contradict each other."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +55,7 @@ def parsed() -> argparse.Namespace:
 
 
 def chosen_by(mutants: Sequence[Mutant], only: Sequence[str] | None) -> list[Mutant]:
-    """Returns the mutants whose file or name holds one of the texts; all of them without any."""
+    """Return the mutants whose file or name holds one of the texts; all of them without any."""
     return [m for m in mutants if not only or any(part in f"{m.file} {m.name}" for part in only)]
 
 

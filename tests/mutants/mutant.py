@@ -32,7 +32,7 @@ class Mutant:
         return hashlib.sha256(edit.encode()).hexdigest()[:12]
 
     def applied(self, text: str) -> str:
-        """Returns the module with the mistake. Raises ValueError unless `snippet` is in `text` exactly once."""
+        """Return the module with the mistake. Raises ValueError unless `snippet` is in `text` exactly once."""
         found = text.count(self.snippet)
         if found != 1:
             raise ValueError(f"{self.name}: its snippet occurs {found} times in {self.file}, expected once")

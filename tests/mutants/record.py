@@ -15,19 +15,19 @@ Row = dict[str, Any]
 
 
 def row_of(mutant: Mutant, outcome: Outcome, commit: str) -> Row:
-    """Returns a mutant's row: whether its tests noticed it at `commit`, which of them, in how many seconds."""
+    """Return a mutant's row: whether its tests noticed it at `commit`, which of them, in how many seconds."""
     by = f"time-out after {outcome.seconds:.0f} s" if outcome.timed_out else outcome.failed
     found = {"mutant": mutant.name, "file": mutant.file, "patch": mutant.patch, "caught": outcome.caught, "by": by}
     return found | {"seconds": outcome.seconds, "commit": commit} | ({"error": outcome.error} if outcome.error else {})
 
 
 def is_of(row: Row, mutant: Mutant) -> bool:
-    """Returns whether a row was found with this very edit."""
+    """Return whether a row was found with this very edit."""
     return row["mutant"] == mutant.name and row.get("patch") == mutant.patch
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns how many mutants were caught, and which were not."""
+    """Return how many mutants were caught, and which were not."""
     caught = sum(row["caught"] for row in rows)
     survivors = [row["mutant"] for row in rows if not row["caught"]]
     share = round(caught / len(rows), 4) if rows else 0.0
@@ -55,7 +55,7 @@ class Record:
         return [self._rows[mutant.name] for mutant in self.catalog if mutant.name in self._rows]
 
     def missing(self) -> list[Mutant]:
-        """Returns the mutants without a row."""
+        """Return the mutants without a row."""
         return [mutant for mutant in self.catalog if mutant.name not in self._rows]
 
     def put(self, row: Row) -> None:

@@ -14,7 +14,7 @@ from archon.schema.errors import ConfigError
 
 
 async def ask(given: dict[str, Any], text: str) -> dict[str, Any]:
-    """Returns the model's answer to a message."""
+    """Return the model's answer to a message."""
     response = await given["http_client"].post(
         f"{given['base_url']}/chat/completions",
         json={"messages": [{"role": "user", "content": text}]},

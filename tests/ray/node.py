@@ -82,7 +82,7 @@ class RayNode:
             )
 
     def wait(self, seconds: float = 120) -> Self:
-        """Returns the node once it has started."""
+        """Return the node once it has started."""
         until = time.monotonic() + seconds
         while b"Ray runtime started" not in self.log.read_bytes():
             assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()
@@ -90,14 +90,14 @@ class RayNode:
         return self
 
     def processes(self) -> list[psutil.Process]:
-        """Returns what runs on the node: Ray's own processes and its workers."""
+        """Return what runs on the node: Ray's own processes and its workers."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def kill(self) -> None:
-        """Ends the node as a power cut would."""
+        """End the node as a power cut would."""
         for process in [*self.processes(), self.process]:
             try:
                 process.send_signal(signal.SIGKILL)
@@ -106,7 +106,7 @@ class RayNode:
         self.process.wait(30)
 
     def stop(self) -> None:
-        """Ends the node and whatever of it is left."""
+        """End the node and whatever of it is left."""
         left = self.processes()
         self.process.terminate()
         try:

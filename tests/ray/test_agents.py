@@ -35,7 +35,7 @@ def engine(tokenizer: Any) -> InProcessEngine:
 def run(
     engine: InProcessEngine, workflow: AgentWorkflow, episodes: int = 1
 ) -> list[tuple[dict[str, Any] | BaseException, EpisodeContext]]:
-    """Runs episodes one after another on one loop, and ends the workers."""
+    """Run episodes one after another on one loop, and ends the workers."""
 
     async def one(seed: int) -> tuple[dict[str, Any] | BaseException, EpisodeContext]:
         context = EpisodeContext(seed=seed)

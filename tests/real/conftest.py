@@ -29,7 +29,7 @@ def gemma3() -> Path:
 
 @pytest.fixture
 def write_figures(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Appends what a test has measured to the file ARCHON_REAL_RECORD, if that is set."""
+    """Append what a test has measured to the file ARCHON_REAL_RECORD, if that is set."""
 
     def write(**figures: object) -> None:
         if record := os.environ.get("ARCHON_REAL_RECORD"):

@@ -23,7 +23,7 @@ def checkpoint(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def twin(checkpoint: Path) -> Iterator[Callable[..., VLLMTwin]]:
-    """Starts twins, which end with the test."""
+    """Start twins, which end with the test."""
     started: list[VLLMTwin] = []
 
     def start(**settings: Any) -> VLLMTwin:

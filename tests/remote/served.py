@@ -64,7 +64,7 @@ class ServeProcess:
             )
 
     def wait(self) -> str:
-        """Returns its URL once it listens."""
+        """Return its URL once it listens."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"at (http://\S+)/v1", line)

@@ -70,7 +70,7 @@ def weights(checkpoint: Path) -> Weights:
 
 @pytest.fixture(scope="module")
 def connected(tokenizer: Any, weights: Weights) -> Callable[..., RemoteEngine]:
-    """Connects twins and pushes version 0."""
+    """Connect twins and pushes version 0."""
 
     def make(*servers: VLLMTwin, **settings: Any) -> RemoteEngine:
         urls = [server.url for server in servers]

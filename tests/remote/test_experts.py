@@ -33,7 +33,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(moe: Path, tmp_path: Path) -> Iterator[Served]:
-    """Starts a twin of vLLM and makes a trainer for a run on it that replays experts."""
+    """Start a twin of vLLM and makes a trainer for a run on it that replays experts."""
     started: list[VLLMTwin] = []
 
     def start(**settings: Any) -> tuple[VLLMTwin, RLTrainer]:

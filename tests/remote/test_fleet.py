@@ -20,7 +20,7 @@ from tests.remote.twin import VLLMTwin
 
 @pytest.fixture
 def fleet(tokenizer: Any, checkpoint: Path) -> Callable[..., tuple[RemoteEngine, Weights]]:
-    """Connects twins and pushes version 0."""
+    """Connect twins and pushes version 0."""
 
     def make(*servers: VLLMTwin) -> tuple[RemoteEngine, Weights]:
         weights = Weights(checkpoint)
@@ -99,7 +99,7 @@ class Elsewhere(ServerHandle):
         return None
 
     def stop(self) -> None:
-        """Does nothing: the test ends both."""
+        """Do nothing: the test ends both."""
 
 
 def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(

@@ -22,7 +22,7 @@ Serve = Callable[[int, float], str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts a server in a thread: of how many requests it waits for before it answers any, and after how many seconds
+    """Start a server in a thread: of how many requests it waits for before it answers any, and after how many seconds
     it closes a connection that nothing comes over."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -66,7 +66,7 @@ async def ask(http: Http, n: int) -> None:
 
 
 def calls_per_request(url: str, n: int) -> float:
-    """Returns how many functions are called for each of n requests at once, the second time."""
+    """Return how many functions are called for each of n requests at once, the second time."""
     calls = 0
 
     def count(frame: FrameType, event: str, value: Any) -> None:

@@ -24,7 +24,7 @@ from tests.tolerances import FIRST_RATIO_FP32
 
 @pytest.fixture
 def sglang(checkpoint: Path) -> Iterator[Callable[..., SGLangTwin]]:
-    """Starts twins, which end with the test."""
+    """Start twins, which end with the test."""
     started: list[SGLangTwin] = []
 
     def start(**settings: Any) -> SGLangTwin:

@@ -87,11 +87,11 @@ class VLLMTwin:
         return not self._may_sample.is_set()
 
     def generated(self) -> list[dict[str, Any]]:
-        """Returns the bodies of the requests for answers."""
+        """Return the bodies of the requests for answers."""
         return [body for path, body in self.requests if path == "/inference/v1/generate"]
 
     def stop(self) -> None:
-        """Ends the server at once; unfinished requests lose their connection."""
+        """End the server at once; unfinished requests lose their connection."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(30)
@@ -195,7 +195,7 @@ class VLLMTwin:
         return {}
 
     def _receive(self, info: dict[str, Any]) -> Any:
-        """Loads the weights that the trainer broadcasts, unless it is to fail after the first."""
+        """Load the weights that the trainer broadcasts, unless it is to fail after the first."""
         stream = receive_tensors(**info, rank=1, device=torch.device("cpu"))
         if "stream" in self.faults:
             next(stream)

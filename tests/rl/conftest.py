@@ -54,7 +54,7 @@ def rl_config(blank: Path, tmp_path: Path) -> Callable[..., RLConfig]:
 
 
 def fresh_checkpoint(blank: Path, path: Path) -> Path:
-    """Returns `path`, where the model of `blank` is saved with random weights."""
+    """Return `path`, where the model of `blank` is saved with random weights."""
     engine = ArchonEngine(EngineConfig(path=str(blank), init_from_scratch=True, optimizer=None, device="cpu"))
     engine.initialize()
     engine.save(path)

@@ -18,7 +18,7 @@ def constant(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any
 
 
 async def sample_index(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Runs in the workflow's own process, where the episode's context can be asked."""
+    """Run in the workflow's own process, where the episode's context can be asked."""
     from archon.rl import workflow_context
 
     index = workflow_context.get().sample_index

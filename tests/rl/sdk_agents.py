@@ -20,7 +20,7 @@ TEXTS: list[str] = []
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """Returns the questions; of the split `words` what the tokenizer is trained on."""
+    """Return the questions; of the split `words` what the tokenizer is trained on."""
     if split == "words":
         return [{"question": text, "place": "."} for text in TEXTS]
     return [{"question": f"How is the weather in {place}?", "place": place} for place in PLACES]
@@ -37,7 +37,7 @@ def weather(place: str) -> str:
 
 
 def score(data: dict[str, Any], answer: object) -> float:
-    """Returns 1 for the right weather, and a little more for every later sample, so that groups differ."""
+    """Return 1 for the right weather, and a little more for every later sample, so that groups differ."""
     return float(PLACES[data["answer"]] in str(answer)) + 0.01 * (workflow_context.get().sample_index or 0)
 
 

@@ -61,7 +61,7 @@ def bootstrap(tmp_path: Path) -> Callable[..., BootstrapConfig]:
 
 @pytest.fixture
 def archon() -> Callable[..., int]:
-    """Runs `archon ARGUMENTS…` in this process; gives its exit code."""
+    """Run `archon ARGUMENTS…` in this process; gives its exit code."""
 
     def run(*arguments: str | Path) -> int:
         with pytest.raises(SystemExit) as left:

@@ -36,7 +36,7 @@ BLOCKS = re.findall(r"<!-- test: (\S+) -->\n```(\w+)", GUIDE.read_text())
 
 @pytest.fixture
 def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Makes a module of a block of the guide; returns its name."""
+    """Make a module of a block of the guide; returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(block: str) -> str:

@@ -88,7 +88,7 @@ def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None
 
 
 def test_gate_limit_is_that_of_the_lowest_temperature_of_a_batch(rl_config: MakeConfig) -> None:
-    """Answers at a low temperature have larger rounding errors; 0 stands for the temperature of the run."""
+    """Answer at a low temperature have larger rounding errors; 0 stands for the temperature of the run."""
     trainer = RLTrainer(rl_config())
     for column, lowest in (([0.0, 0.5, 1.5], 0.5), ([0.0, 0.0, 1.5], 1.0)):
         batch = RolloutBatch({"temperatures": torch.tensor([column])})

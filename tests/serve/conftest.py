@@ -37,7 +37,7 @@ def engine(model: BaseArchonModel, tokenizer: Any) -> InProcessEngine:
 
 @pytest.fixture
 async def serve(engine: InProcessEngine, tokenizer: Any) -> AsyncIterator[Start]:
-    """Starts servers over the real generator, or the one that is given; returns (server, base URL)."""
+    """Start servers over the real generator, or the one that is given; returns (server, base URL)."""
     servers: list[AgentServer] = []
 
     async def start(over: Any = engine, **options: Any) -> tuple[AgentServer, str]:

@@ -51,7 +51,7 @@ def vision_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 async def post(vision_server: VisionServer) -> AsyncIterator[Any]:
-    """Posts to the server; returns the response."""
+    """Post to the server; returns the response."""
     server = vision_server.server()
     url = await server.start()
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:

@@ -58,7 +58,7 @@ def write_checkpoint(folder: Path) -> tuple[Any, Any]:
 
 
 def write_tasks(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Sums with two answers each to choose from, of which every other row has a likely wrong one, and sums to be
+    """Sum with two answers each to choose from, of which every other row has a likely wrong one, and sums to be
     answered, of which every other row wants what the model says."""
     rows = []
     for a, b in ((2, 3), (4, 3), (5, 1), (6, 2), (9, 7), (8, 8)):

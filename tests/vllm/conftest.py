@@ -55,7 +55,7 @@ def tokenizer(blank: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VLLMServer]]:
-    """Starts servers, which end with the session."""
+    """Start servers, which end with the session."""
     started: list[VLLMServer] = []
 
     def start(model: Path, *options: str, **settings: Any) -> VLLMServer:

@@ -63,7 +63,7 @@ class VLLMServer:
             )
 
     def wait(self) -> VLLMServer:
-        """Returns once the server answers; raises with the end of its log where it never does."""
+        """Return once the server answers; raises with the end of its log where it never does."""
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             try:

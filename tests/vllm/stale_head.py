@@ -11,5 +11,5 @@ class Extension(vllm_extension.Extension):
     """A base of vLLM's worker: its methods can be called by `/collective_rpc`."""
 
     def leave_head_stale(self, stale: bool) -> None:
-        """Chooses whether later reloads keep the old head of tied embeddings."""
+        """Choose whether later reloads keep the old head of tied embeddings."""
         vllm_extension.share_packed_embeddings = (lambda model: None) if stale else _REPAIR

@@ -173,7 +173,7 @@ def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, real_server: VLLMSe
 
 
 def twenty_steps(config: RLConfig, transport: Transport, push_limit: float = LOGPROB) -> list[dict[str, Any]]:
-    """Trains, and returns the records of `verified_steps`."""
+    """Train, and returns the records of `verified_steps`."""
     config.rollout.push = PushConfig(transport=transport)
     trainer = RLTrainer(config)
     trainer.train()
@@ -182,7 +182,7 @@ def twenty_steps(config: RLConfig, transport: Transport, push_limit: float = LOG
 
 
 def verified_steps(run_dir: Path, push_limit: float) -> list[dict[str, Any]]:
-    """Checks every step of a run and every push, and returns the steps' records."""
+    """Check every step of a run and every push, and returns the steps' records."""
     records = read_jsonl(run_dir / "metrics.jsonl")
     steps = [record for record in records if "push/difference" in record]
     for step in steps:
@@ -198,7 +198,7 @@ def verified_steps(run_dir: Path, push_limit: float) -> list[dict[str, Any]]:
 
 @contextmanager
 def stale_head(server: VLLMServer) -> Iterator[None]:
-    """Pushes within leave the old head of tied embeddings in place."""
+    """Push within leave the old head of tied embeddings in place."""
 
     def leave(stale: bool) -> None:
         Http(server.url).command("/collective_rpc", {"method": "leave_head_stale", "args": [stale]})

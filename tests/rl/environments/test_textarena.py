@@ -141,7 +141,7 @@ class Echo:
 
 
 def test_an_environment_of_ones_own_is_played_by_its_path(speaker: Any) -> None:
-    """Rewards of its steps are summed; one that raises costs its sample; each is closed."""
+    """Reward of its steps are summed; one that raises costs its sample; each is closed."""
     before = Echo.closed
     arguments = {"environment": f"{__name__}.Echo", "max_turns": 3, "system_prompt": "Be brief."}
     workflow = resolve_workflow(

@@ -31,7 +31,7 @@ def obey(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **
 
 
 def fail_until(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, log: str, right: int) -> float:
-    """Fails until it is called for the time number `right`; every call leaves a line in `log`."""
+    """Fail until it is called for the time number `right`; every call leaves a line in `log`."""
     with Path(log).open("a") as calls:
         calls.write("called\n")
     if len(Path(log).read_text().splitlines()) < right:

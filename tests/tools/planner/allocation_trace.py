@@ -132,7 +132,7 @@ def _watched(engine: ArchonEngine, tracker: StorageTracker) -> Iterator[None]:
 
 
 def trace_allocations(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> AllocationTrace:
-    """Returns the allocations of rank `rank` of `config.layout` in a step on `micro_batches` of `tokens` tokens each.
+    """Return the allocations of rank `rank` of `config.layout` in a step on `micro_batches` of `tokens` tokens each.
 
     Runs in a process of its own, in seconds, on fake tensors without memory. Shared prefixes are off.
     """

@@ -47,7 +47,7 @@ def test_the_record_says_what_was_measured_and_what_not() -> None:
 
 
 def test_the_planner_orders_layouts_as_their_steps_were_measured(tmp_path: Path) -> None:
-    """Steps on gloo ranks, timed by `make test-ranking`; what is predicted of them is what the planner says today."""
+    """Step on gloo ranks, timed by `make test-ranking`; what is predicted of them is what the planner says today."""
     head, *rows = map(json.loads, RECORD.read_text().splitlines())
     hardware = Hardware.model_validate(head["hardware"])
     for name, ranked in RANKED.items():

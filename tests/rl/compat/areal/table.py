@@ -14,14 +14,14 @@ BEGIN, END = "<!-- areal: begin -->", "<!-- areal: end -->"
 
 
 def row(name: Name) -> str:
-    """Returns a line of the table."""
+    """Return a line of the table."""
     written = f"`{name.home}`" if name.home else name.instead if "`" in name.instead else f"`{name.instead}`"
     cells = (f"`{name.name}`", name.status, "" if written == "``" else written, name.note)
     return "| " + " | ".join(cells) + " |"
 
 
 def table() -> str:
-    """Returns the tables of all modules."""
+    """Return the tables of all modules."""
     lines: list[str] = []
     modules: dict[str, list[Name]] = {}
     for name in NAMES:
@@ -33,7 +33,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Returns the page with the table of today."""
+    """Return the page with the table of today."""
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}"

@@ -17,7 +17,7 @@ ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 def write_judge(path: Path, answer: str) -> Path:
-    """Writes a Qwen3 whose next token depends on the last one only, and returns its folder.
+    """Write a Qwen3 whose next token depends on the last one only, and returns its folder.
 
     After the line break that ends every prompt it says `answer`, whose characters all differ, and the end of the turn.
     """

@@ -335,7 +335,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a configuration by the command line, and returns the records of its steps."""
+    """Run a configuration by the command line, and returns the records of its steps."""
 
     def run(text: str, name: str, *overrides: str, folder: str = "") -> list[dict[str, Any]]:
         names = {"MODEL": checkpoints / "model", "TASKS": checkpoints / "tasks", "JUDGE": checkpoints / "judge"}
