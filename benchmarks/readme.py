@@ -37,10 +37,10 @@ TITLES = {
 COMPACT = {"speed"}
 TITLE = "# Benchmarks"
 INTRODUCTION = f"""
-`python -m benchmarks.readme` writes this page from the files in `records/`; a test fails if they differ.
+`python -m benchmarks.readme` writes this page from `records/`; a test fails if they differ.
 
-Every comparison is a ratio measured in one run on one machine. The two sides run in separate processes. Before timing, a
-check compares their results: loss and gradient norm, greedy tokens, weights or prompts. After a warm-up the sides run
+Every comparison is a ratio measured in one run on one machine. The two sides run in separate processes. Before timing,
+a check compares their results: loss and gradient norm, greedy tokens, weights or prompts. After a warm-up the sides run
 alternately. Figures are medians, with minimum and maximum in brackets. A ratio divides two medians; its brackets hold
 the smallest and the largest ratio of a single round. An aim is the project's own target. If a training step misses its
 aim, profiles of both sides show where the time goes. A peer that is not installed or fails is listed with the reason.
