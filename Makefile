@@ -1,9 +1,11 @@
 # Every target creates .venv if it is missing (see .ci/setup). Variables:
 #   PYTHON=python3.12    interpreter of .venv
+#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 4, test-slow: 1)
 #   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
 
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
+PYTEST_SAMPLED = ARCHON_SAMPLE=$(SAMPLE) $(PYTEST)
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
@@ -15,7 +17,7 @@ GPU_RECORD := benchmarks/records/gpu.jsonl
 help:
 	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
 	@echo "make demo-real  SmolLM2-135M-Instruct, a pretrained model, learns two-digit sums, on the CPU"
-	@echo "make test       every test that takes less than 10 s"
+	@echo "make test       a sample of the tests that take less than 10 s; all of them with SAMPLE=1"
 	@echo "make test-real  tests on SmolLM2-135M-Instruct, a pretrained model"
 	@echo "make test-vllm  RL with vLLM (CPU build) as rollout server; installs it first, 3.5 GB"
 	@echo "make test-hosts  a run over two network namespaces that act as hosts; needs root"
@@ -49,11 +51,13 @@ demo-real: setup
 	.venv/bin/python -m tests.real_model
 	.venv/bin/archon rl --config rl/recipes/smollm2_sums.yaml
 
+test: SAMPLE ?= 4
 test: setup
-	$(PYTEST) -m "not slow and not real and not vllm and not netns and not cuda_traced"
+	$(PYTEST_SAMPLED) -m "not slow and not real and not vllm and not netns and not cuda_traced"
 
+test-slow: SAMPLE ?= 1
 test-slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST_SAMPLED) -m slow
 
 test-real: setup
 	.venv/bin/python -m tests.real_model

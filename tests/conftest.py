@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from archon.engine import forkserver
-from tests.slow_sample import SAMPLE, left_out, this_commit
+from tests.sampling import SAMPLE, current_commit, deselected
 
 # Once per worker, for all the processes that its tests start.
 forkserver.PRELOADED_MODULES += [
@@ -102,9 +102,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SAMPLE > 1:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        out = left_out((item.nodeid for item in slow), SAMPLE, this_commit())
-        config.hook.pytest_deselected(items=[item for item in slow if item.nodeid in out])
+        out = deselected((item.nodeid for item in items), SAMPLE, current_commit())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
     has_gpu, has_data = torch.cuda.is_available(), find_data() is not None
     for item in items:

@@ -1,6 +1,7 @@
-"""Which slow tests of a long parametrization a commit runs, where `ARCHON_SLOW_SAMPLE=N` asks for one of N.
+"""Sample the parameters of parametrized tests: `ARCHON_SAMPLE=N` runs about one of N.
 
-Each test function runs with some of its parameters, which the commit chooses: over N commits with about all of them.
+The commit chooses the sample, so that N commits together run about all parameters. Every test function runs with at least
+one of its parameters.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-SAMPLE = int(os.environ.get("ARCHON_SLOW_SAMPLE", "1"))
+SAMPLE = int(os.environ.get("ARCHON_SAMPLE", "1"))
 
 
-def left_out(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
-    """Return the tests that a commit does not run: of each function it keeps about one of `sample`, at least one."""
+def deselected(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
+    """Return the tests to deselect: all but about one of `sample` of each function's parameters, and at least one."""
     functions = defaultdict[str, list[str]](list)
     for nodeid in nodeids:
         functions[nodeid.partition("[")[0]].append(nodeid)
@@ -34,6 +35,6 @@ def left_out(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
 
 
 @cache
-def this_commit() -> bytes:
-    """Return the checkout's commit."""
+def current_commit() -> bytes:
+    """Return the hash of the checked-out commit."""
     return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent)
