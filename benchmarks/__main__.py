@@ -1,4 +1,4 @@
-"""Takes every measurement, one after the other, and writes the README from the records.
+"""Run every benchmark and write the README from the records.
 
 python -m benchmarks              # about two hours on 2 cores
 python -m benchmarks --quick      # small sizes, no records: does everything still run?
@@ -19,7 +19,7 @@ ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "tree
 
 
 def main() -> int:
-    """Run each benchmark in a process of its own; one that fails does not end the others. Exit code 1 if any failed."""
+    """Run each benchmark in its own process, continue after failures, and return 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes; writes nothing")
     parser.add_argument("--only", nargs="+", choices=ORDER, default=ORDER, help="these only")

@@ -1,21 +1,23 @@
-"""A small task with rollouts on two servers that run ahead of the training, in several layouts: does each run learn
-what the synchronous run learns, with no token too old and no prompt twice?
+"""Train a small task with asynchronous rollouts on two servers, in several layouts and stalenesses.
 
     python -m benchmarks.async_layouts --record benchmarks/records/async_layouts.jsonl
     python -m benchmarks.async_layouts --record trial.jsonl --within 1 d2:2 -- total_steps=4 evaluation.max_prompts=20
 
-A case is LAYOUT:STALENESS. First come the synchronous run in one process, without servers, and the control, which runs
-ahead with its rewards shuffled over the batch; all begin with the same warmed-up checkpoint. A line of the record is
-one run: held-out reward of sampled answers before and after, the largest staleness of a trained token, whether any
-prompt was trained twice or lost, and whether it did what is expected: it ends within 0.02 of the synchronous run, or
-better; the control within 0.1 of where it began, or below. The command ends with 1 where one did not.
+Each asynchronous run must learn as well as the synchronous run, train on no token that is too stale, and train on no
+prompt twice. A case is LAYOUT:STALENESS. Two reference runs come first: the synchronous run in one process without
+servers, and a control with asynchronous rollouts whose rewards are shuffled over the batch. All runs start from the
+same warmed-up checkpoint.
 
-The task, the first digit of the larger of two numbers that are far apart, is learned until little is left to learn,
-with tokens of eight versions before too. So runs differ by what is wrong with them and not by how far they came: of
-two answers to each of 454 held-out prompts 0.02 are 18.
+A line of the record is one run: held-out reward of sampled answers before and after, the largest staleness of a trained
+token, whether a prompt was trained twice or lost, and whether the run met its expectation. A run must end at most 0.02
+below the synchronous run; the control must end at most 0.1 above its start. The exit code is 1 if a run fails.
 
-A run that is in the record already, from the same checkpoint and with the same changes, is not run again unless it
-failed: a command that was interrupted goes on where it was.
+The task (the first digit of the larger of two numbers that are far apart) is learned almost completely, even from
+tokens that are eight versions old. Final rewards therefore differ because of mistakes, not because of progress: with
+two answers to each of 454 held-out prompts, a difference of 0.02 is 18 answers.
+
+A run that is already in the record with the same checkpoint and overrides is skipped unless it failed, so that an
+interrupted command can be repeated.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ CHANGES = (
     *(f"{section}.{key}" for section in ("train_data", "eval_data") for key in (f"path={ROWS}", "response_key=answer")),
     *(f"rollout.prompts_per_step={PROMPTS_PER_STEP}", f"rollout.dump_groups={PROMPTS_PER_STEP}"),
 )
-"""Of the recipe. Whole answers take several times as many steps, more from tokens of old versions: what is learned last
-is not to mix the digits of the two. Every group is trained on, also where all its answers are right."""
+"""Overrides of the recipe.
+
+Whole answers take several times as many steps, and more with stale tokens: the model learns last not to mix the digits
+of the two numbers. Every group is trained on, even if all its answers are right.
+"""
 CASES = tuple(f"{layout}:{staleness}" for layout, staleness in product(("d2", "t2", "p2", "d2t2"), (0, 2, 8)))
 
 
@@ -90,7 +95,7 @@ def rows(split: str) -> list[dict[str, str]]:
 
 
 def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run the recipe from the checkpoint `start` and says what it came to."""
+    """Run the recipe from the checkpoint `start` and return its record line."""
     run_dir, processes = folder / case.name.replace(" ", "-").replace(",", ""), parse_layout(case.layout).world_size
     changes = [
         *(f"run_dir={run_dir}", f"actor.path={start}", "bootstrap=null"),
@@ -114,7 +119,7 @@ def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> di
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Return what the records of a finished run say."""
+    """Read the outcome of a finished run from its records."""
     rows = read_jsonl(run_dir / "metrics.jsonl")
     steps = [row for row in rows if row["step"]]
     rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
@@ -132,7 +137,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def is_as_expected(case: Case, found: dict[str, Any], synchronous: float, within: float) -> bool:
-    """Return whether a run did what it should; `synchronous` is the reward that the synchronous run ended with."""
+    """Return whether a run met its expectation; `synchronous` is the synchronous run's final reward."""
     if found["code"] or not found["each_once"] or found["staleness_max"] > case.staleness:
         return False
     if case.control:
@@ -150,8 +155,11 @@ def warmed_up(path: Path) -> Path:
 
 
 def recorded(path: Path, of: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the lines of a record's finished runs by case. Raises BenchmarkError for those of another start or of
-    other changes."""
+    """Return the finished runs of a record by case.
+
+    Raises:
+        BenchmarkError: the record has runs from another checkpoint or with other overrides.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for line in lines:
         if (found := {name: line[name] for name in of}) != of:

@@ -1,14 +1,14 @@
-"""The demo and the tests on a machine that has other work: how much longer do they take?
+"""Measure how much longer the demo and the tests take on a busy machine.
 
-The demo is `archon rl --config rl/recipes/arithmetic_cpu.yaml`, ended after 30 steps: the start is made, fine-tuned,
-reinforced, evaluated and exported. Fine-tuning has a fixed number of steps: the demo's own ends at a reward, and with
-other threads, which round otherwise, sooner or later. In turn: alone, next to two processes that compute without end,
-and alone with the threads that torch takes by itself, than which `archon.engine.threads` must not be slower.
+The demo is `archon rl --config rl/recipes/arithmetic_cpu.yaml`, stopped after 30 steps: bootstrap, fine-tuning, RL,
+evaluation and export. Fine-tuning runs a fixed number of steps here, because the demo's reward threshold would stop it
+at a different step with another thread count, which changes rounding. The demo runs alone, with two background CPU
+loops, and alone with torch's default thread count, which `archon.engine.threads` must at least match.
 
-The tests are those of `make test`, alone and next to one such process, once each: about an hour.
+The tests are those of `make test`, alone and with one background CPU loop, once each: about an hour.
 
-All sides must have done the same: as many steps of both kinds with as many episodes, and a held-out reward that is
-close, or as many tests that passed.
+All sides must do the same work: equal numbers of steps and episodes and a similar held-out reward, or equal numbers of
+passed tests.
 
     python -m benchmarks.busy
     python -m benchmarks.busy --case tests --rounds 1
@@ -39,14 +39,14 @@ RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
 BOOTSTRAP = RECIPE.with_name("arithmetic_bootstrap.yaml")
 ALONE = "alone"
 FIXED = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-"""The threads that torch takes by itself, which then stay as many."""
+"""torch's default thread count, held fixed."""
 
 
 WARMUP_STEPS = 240
-"""Of fine-tuning: the demo's own took 230 and 250."""
+"""Fine-tuning steps; with its reward threshold the demo took 230 and 250."""
 REWARD, EPISODES = "held-out reward", "rollout/episodes"
 REWARDS_APART = 0.25
-"""Of what a run has learned in 30 steps: rounding, which other threads change, leads to other samples."""
+"""Tolerance of the final reward: another thread count changes rounding and therefore the samples."""
 
 
 class Side(NamedTuple):
@@ -57,7 +57,7 @@ class Side(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Its sides, and of what others the first one's seconds are compared with: the aim of their ratio."""
+    """One measurement: its sides and the aims of their ratios."""
 
     sides: dict[str, Side]
     aims: dict[str, str]
@@ -90,7 +90,7 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def command(case: str, folder: Path, steps: int) -> list[str]:
-    """Return what is timed."""
+    """Return the command of the case."""
     if case == "tests":
         return ["make", "test"]
     bootstrap = yaml.safe_load(BOOTSTRAP.read_text(encoding="utf-8"))
@@ -105,7 +105,11 @@ def command(case: str, folder: Path, steps: int) -> list[str]:
 
 
 def run(case: str, side: Side, steps: int) -> tuple[float, dict[str, float]]:
-    """Return the wall time of one run, and what it has done. Raises BenchmarkError for one that fails."""
+    """Return the wall time and the results of one run.
+
+    Raises:
+        BenchmarkError: the run failed.
+    """
     with tempfile.TemporaryDirectory() as folder, busy(side.loops):
         start = time.perf_counter()
         done = subprocess.run(
@@ -143,7 +147,11 @@ def learned(folder: Path) -> dict[str, float]:
 
 
 def compare(first: str, done: dict[str, dict[str, float]]) -> list[harness.NumericCheck]:
-    """Return the checks of what the sides have done against the first. Raises DisagreementError where they differ."""
+    """Compare the results of all sides with the first.
+
+    Raises:
+        DisagreementError: they differ.
+    """
     checks = []
     for what, ours in done[first].items():
         theirs = {side: facts[what] for side, facts in done.items() if side != first}

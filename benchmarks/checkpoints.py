@@ -1,5 +1,4 @@
-"""Real Hugging Face checkpoints of Qwen3 and Qwen3-MoE with random weights, made by transformers, for every side to
-load, and adapters by PEFT."""
+"""Hugging Face checkpoints of Qwen3 and Qwen3-MoE with random weights, and PEFT LoRAs for them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 # Fields of config.json by the name used in records. `26M` is the model of the CPU figures; the others have the shapes
 # of the released Qwen3 models, `30B-A3B-8L` with 8 of its 48 layers; `2.43GB` is a model that is 2.43 GB in bfloat16.
-# In `26M-experts` a token uses 2 of 8 networks that are half as wide as that of `26M`.
+# In `26M-experts` a token uses 2 of 8 experts, each half as wide as the feed-forward of `26M`.
 SHAPES: dict[str, dict[str, Any]] = {
     "26M": {
         "hidden_size": 512,
@@ -71,7 +70,7 @@ _COMMON = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    # No token ends an answer: the lengths of a benchmark are its own.
+    # No end-of-text token: each benchmark sets its answer lengths.
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -92,10 +91,11 @@ def make_checkpoint(
     seed: int = 0,
     shards: int = 1,
 ) -> Path:
-    """Write the model `name` of `SHAPES` with random weights into `folder` and return it; `fields` replace its own.
+    """Write the model `name` of `SHAPES` with random weights into `folder` and return it; `fields` override its config.
 
-    Embeddings are normal(0, 0.02) as before pre-training. Norms are spread around 1, and the matrices of the layers are
-    large enough for the layers to matter: with 0.02 throughout, a tied model repeats its last token for ever.
+    Embeddings are normal(0, 0.02) as before pre-training. Norms vary around 1, and the layer matrices are large enough
+    to
+    matter: with 0.02 everywhere, a tied model repeats its last token forever.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -123,9 +123,9 @@ def make_checkpoint(
 
 
 def make_lora(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Path:
-    """Write an adapter of all linear layers, in PEFT's format, into `folder` and return it.
+    """Write a LoRA of all linear layers in PEFT's format into `folder` and return it.
 
-    Its b is small and random in place of 0, so that both parts of the adapter have a gradient from the first step on.
+    B is small and random instead of 0, so that A also has a gradient from the first step.
     """
     import torch
     from peft import LoraConfig, get_peft_model

@@ -1,4 +1,4 @@
-"""What the commands did with each family: the rows of `benchmarks.family_commands`, their record, and their table."""
+"""Rows, record and table of `benchmarks.family_commands`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from archon.tools.bench.origin import ROOT
 from archon.tools.check.card import MARKS
 
 RECORD = ROOT / "benchmarks" / "records" / "family_commands.jsonl"
-# The heading of the commands on a card; what stands above it is what the family's contracts found.
+# Heading of the command table on a card, below the table of contracts.
 HEADING = "| command |  | found |"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one command did with one model type."""
+    """Result of one command with one model type."""
 
     model_type: str
     command: str
@@ -27,7 +27,7 @@ class Row:
 
 
 def card_with_commands(card: str, rows: Sequence[Row]) -> str:
-    """Return a card whose last table is of these commands."""
+    """Return the card with its last table replaced by these commands."""
     above = card.partition(HEADING)[0].rstrip("\n")
     if not rows:
         return f"{above}\n"

@@ -1,12 +1,12 @@
-"""Every contract of every built-in family, with a card for each, and the tables of families in the READMEs.
+"""Check every contract of every built-in family, and write the cards and the tables of families in the READMEs.
 
     python -m benchmarks.families --record benchmarks/records/families.jsonl     # all, in full: half an hour on 2 cores
     python -m benchmarks.families --record benchmarks/records/families.jsonl --only llama
     python -m benchmarks.families --tables                                       # only the tables, from specs and cards
     python -m benchmarks.families --lines                                        # lines of each file, and its budget
 
-A line of the record is one model type: what each contract found, and in how many seconds; with `--only`, the others'
-lines stay. The command ends with 1 where a contract is broken or a file is too long.
+A line of the record is one model type with the result and the seconds of each contract; `--only` keeps the other lines.
+The exit code is 1 if a contract is broken or a file is too long.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def checked_families() -> list[CheckedFamily]:
 
 
 def described(family: CheckedFamily) -> tuple[str, str]:
-    """Return the family's name for readers and what it is, from the first sentence of its file."""
+    """Return the display name and the description of a family, from the first sentence of its file."""
     name, _, what = family.description.partition(": ")
     return re.sub(r" \(.*", "", name), re.sub(r" \([^)]*arXiv[^)]*\)", "", what).rstrip(".")
 
 
 def card_of(family: CheckedFamily) -> dict[str, tuple[str, str]]:
-    """Return what the family's card says of each contract; {} without a card."""
+    """Return the result of each contract on the card of a family; {} without a card."""
     path = CARDS / f"{family.model_type}.md"
     return read_card(path) if path.exists() else {}
 
 
 def support_table(families: Sequence[CheckedFamily]) -> str:
-    """Return the table of the top-level README: what is proven of each family."""
+    """Return the family table of the top-level README: the proven properties."""
     rows = [
         "| family | `model_type` | against transformers | greedy tokens | two ranks |",
         "| --- | --- | --- | --- | --- |",
@@ -70,7 +70,7 @@ def support_table(families: Sequence[CheckedFamily]) -> str:
 
 
 def zoo_table(families: Sequence[CheckedFamily]) -> str:
-    """Return the table of models/README.md: what each family is."""
+    """Return the family table of models/README.md: the descriptions."""
     rows = ["| family | Hugging Face `model_type` | what it is | lines |", "| --- | --- | --- | --- |"]
     for family in families:
         name, what = described(family)
@@ -87,7 +87,11 @@ def pages() -> dict[Path, str]:
 
 
 def with_table(text: str, table: str) -> str:
-    """Return a page with the table between its markers. Raises ValueError where it has none."""
+    """Return a page with the table between its markers.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

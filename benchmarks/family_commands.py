@@ -1,10 +1,10 @@
-"""Every command of archon on a small checkpoint of every family, written by transformers.
+"""Run every archon command on a small transformers checkpoint of every family.
 
     python -m benchmarks.family_commands --record benchmarks/records/family_commands.jsonl     # ten minutes on 2 cores
     python -m benchmarks.family_commands --record benchmarks/records/family_commands.jsonl --only llama
 
-A line of the record is one command on one model type: what it did, or why it failed; with `--only`, the others' lines
-stay. The same rows stand on the families' cards. The command ends with 1 where one failed.
+A line of the record is one command with one model type: its result or its failure; `--only` keeps the other lines. The
+cards of the families show the same rows. The exit code is 1 if a command failed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint of a family, the data to train it on, and what transformers answers with it.
+    """A checkpoint of a family, its training data, and transformers' answer.
 
     Attributes:
-        folder: the checkpoint, with a tokenizer of one token a character.
-        work: an empty folder for what commands write.
-        parameters: how many the model has.
+        folder: the checkpoint, with a character tokenizer.
+        work: an empty directory for command outputs.
+        parameters: number of parameters.
         answer: transformers' greedy answer to `PROMPT`, as text.
-        served: the same, ended by the first end-of-text token.
+        served: the same answer up to the first end-of-text token.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ class Subject:
 
 
 def make_subject(family: CheckedFamily, work: Path) -> Subject:
-    """Write a checkpoint of random weights by transformers' own `save_pretrained`."""
+    """Write a checkpoint with random weights by `save_pretrained` of transformers."""
     assert family.reference is not None, family.model_type
     tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet="0123456789+= ", chat_template="plain"))
     fields = get_model_spec(family.model_type).model_args_class.hf_fields.keys()
@@ -109,7 +109,7 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
 
 
 def hf_composite(config: Any) -> Any:
-    """Return a fresh transformers model of text and images; archon computes its text and carries the rest."""
+    """Return a fresh transformers vision-language model; archon computes its text and passes the rest through."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     vision: dict[str, Any] = {
@@ -125,9 +125,10 @@ def hf_composite(config: Any) -> Any:
 
 
 def run(*arguments: object, refusal: bool = False) -> str:
-    """Run `archon ARGUMENTS…` in this process. Returns what it printed; with `refusal`, its one line of refusal.
+    """Run `archon ARGUMENTS…` in this process and return its output, or its one-line refusal with `refusal`.
 
-    Raises ContractError where it ends otherwise.
+    Raises:
+        ContractError: the command ended otherwise.
     """
     out, errors, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -222,7 +223,7 @@ def rl(subject: Subject) -> str:
 
 
 def trained(subject: Subject, folder: Path) -> str:
-    """Check the metrics and the export of a run. Returns what was found."""
+    """Check the metrics and the export of a run, and return a summary."""
     steps = [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line or "actor/loss" in line]
     require(len(steps) == STEPS, f"{len(steps)} steps in its metrics, expected {STEPS}")
     losses = [line.get("loss", line.get("actor/loss")) for line in steps]
@@ -256,7 +257,7 @@ def to_megatron(subject: Subject) -> str:
 
 
 def returned(subject: Subject, kind: str) -> str:
-    """Convert back to Hugging Face and compare. Returns what was found."""
+    """Convert back to Hugging Face, compare, and return a summary."""
     target = subject.work / f"from_{kind}"
     run("convert", subject.work / kind, target, "--to", "hf", "--like", subject.folder)
     before, after = folder_tensors(subject.folder), folder_tensors(target)
@@ -282,7 +283,7 @@ COMMANDS: dict[str, Callable[[Subject], str]] = {
 
 
 def check_commands(family: CheckedFamily, only: Collection[str] = COMMANDS.keys()) -> Iterator[Row]:
-    """Yield the row of each command, or of those in `only`; one that fails does not keep the others from running."""
+    """Yield the row of each command, or of those in `only`, and continue after failures."""
     with tempfile.TemporaryDirectory() as work:
         subject = make_subject(family, Path(work))
         for name in only:
@@ -297,7 +298,7 @@ def check_commands(family: CheckedFamily, only: Collection[str] = COMMANDS.keys(
 
 
 def sweep(families: Sequence[CheckedFamily], record: Path) -> bool:
-    """Run the commands of the families; write the record and their cards. Returns whether none failed."""
+    """Run the commands of the families, write record and cards, and return whether all passed."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     held = True
     for family in families:

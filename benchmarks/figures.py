@@ -1,8 +1,8 @@
-"""Draws the figures at the head of benchmarks/README.md from the records.
+"""Draw the figures at the top of benchmarks/README.md from the records.
 
     python -m benchmarks.readme      # writes them too
 
-An SVG file holds the digest of what it was drawn from, by which a test notices one that is out of date.
+An SVG file holds the digest of its data, so that a test can detect an outdated file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.growth import AXES, read_growth
 from benchmarks.record import Record
 
 FOLDER = Path(__file__).resolve().parent / "figures"
-# Of the benchmarks whose ratios are drawn, those in which more is faster.
+# Benchmarks with ratios of speed.
 RATIOS = ("train_step", "lora", "generate", "time_to_reward")
 COLORS = {"archon": "tab:blue", "transformers": "tab:orange", "torchtitan": "tab:green", "megatron-core": "tab:red"}
 
@@ -26,10 +26,10 @@ class Figure(NamedTuple):
     """A figure.
 
     Attributes:
-        path: its SVG file.
-        what: it shows, in words.
-        data: from which it is drawn, as JSON would have it.
-        paint: draws the data.
+        path: SVG file.
+        what: caption.
+        data: JSON-compatible input data.
+        paint: function that draws the data.
     """
 
     path: Path
@@ -73,7 +73,7 @@ def figures(records: Sequence[Record], folder: Path = FOLDER) -> list[Figure]:
 
 
 def bars(records: Sequence[Record]) -> list[tuple[str, float, float, float]]:
-    """Return (what, ratio, smallest, largest of a round) of every ratio of speed to a peer that has an aim."""
+    """Return (label, ratio, smallest round, largest round) of every speed ratio to a peer that has an aim."""
     found = []
     for record in records:
         for name, ratio in record.ratios.items():

@@ -1,18 +1,19 @@
-"""Does a model learn with 8-bit products what it learns in bfloat16? SFT of the arithmetic demo's model for 200 steps.
+"""Compare learning with FP8 matmuls and with bfloat16: SFT of the arithmetic demo's model for 200 steps.
 
     python -m benchmarks.fp8_learning                       # every run, and the record
     python -m benchmarks.fp8_learning --seeds 1 --steps 20 --record trial.jsonl
 
-It begins where the demo's reinforcement does, with the demo's optimizer and schedule: from fresh weights the loss still
-falls steeply after 200 steps, so that it tells how soon something was learned, and not how well. A seed is an order of
-rows. A line of the record is one run: the held-out loss before and after, and how far that after is from bfloat16's
-(`apart`). The loss of a run in 8 bits is computed in 8 bits; `in_bfloat16` is that of its weights without them, as they
-are exported and served, and `learned_apart` how far that is. bfloat16 is run a second time with its rows in smaller
-micro-batches, which differs by rounding alone: so far apart are equal runs. 8 bits are in all four blocks, and in the
-two between the first and the last. Products are emulated on a CPU.
+Runs start from the checkpoint on which the demo starts RL, with the demo's optimizer and schedule. From fresh weights
+the loss would still fall steeply after 200 steps, and would measure how soon a model learns instead of how well. A seed
+is an order of rows.
 
-The last lines have the mean of `apart`, positive whichever is larger, over the seeds; it is to be at most 1 %.
-The command ends with 1 where one is further.
+A line of the record is one run: the held-out loss before and after, and the relative difference of the final loss from
+bfloat16 (`apart`). An FP8 run computes this loss in FP8; `in_bfloat16` is the loss of its weights in bfloat16, as
+exported, and `learned_apart` its difference. A second bfloat16 run with smaller micro-batches differs by rounding only
+and shows the noise. FP8 is applied to all four blocks, or to the two inner blocks. A CPU emulates FP8 matmuls.
+
+The last lines give the mean of |`apart`| over the seeds; the aim is at most 1 %. The exit code is 1 if a recipe misses
+it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Greedy generation, side by side: archon's in-process engine against transformers' `generate` and continuous batching,
-and against vLLM's build for CPUs.
+"""Greedy generation, side by side with transformers (`generate` and continuous batching) and vLLM's CPU build.
 
-The Qwen3 of 26 million parameters in float32. Even: 32 prompts, 128 new tokens each. Ragged: 128 prompts, answers of 16
-to 256 tokens, at most 32 at once. Every answer's length is forced, so that all sides do the same work; prompts are of
-one length, which spares transformers its padding. `generate` takes the ragged prompts 32 at a time, in their order, and
-ends a batch when its longest answer ends; of its static and its dynamic cache only the faster is timed. vLLM lives in
-an environment of its own, which `.ci/setup_vllm` makes; its side is the offline `LLM`.
+A Qwen3 of 26 million parameters in float32. Even: 32 prompts, 128 new tokens each. Ragged: 128 prompts, answers of 16
+to 256 tokens, at most 32 at once. Answer lengths are forced, so that all sides do the same work. All prompts have one
+length, so that transformers needs no padding. `generate` receives the ragged prompts in batches of 32; a batch ends
+with its longest answer. Of its static and dynamic cache, only the faster one is timed. vLLM has a separate environment
+(`.ci/setup_vllm`) and runs as the offline `LLM`.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --case ragged --quick
@@ -67,7 +66,7 @@ def make_prompts(options: dict[str, Any]) -> list[list[int]]:
 
 
 def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
-    """`InProcessEngine.generate` with as many slots as the others have rows."""
+    """`InProcessEngine.generate` with as many slots as the other sides have rows."""
     import torch
 
     from archon import load_model
@@ -89,7 +88,7 @@ def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> 
 
 
 def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
-    """`generate`, batch by batch; a row is done at its own length, a batch when all its rows are."""
+    """`generate`, batch by batch; a row ends at its length, a batch with its last row."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -169,7 +168,7 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
 
 
 def vllm(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
-    """vLLM's offline `LLM`, which admits as many requests at once as the others have rows."""
+    """vLLM's offline `LLM` with the same number of concurrent requests as the other sides."""
     return vllm_side.greedy_answers(options["checkpoint"], prompts, options["lengths"], options["slots"])
 
 

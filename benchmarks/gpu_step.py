@@ -27,7 +27,7 @@ class GpuCase(NamedTuple):
     recompute: str = "none"
 
 
-# The memory of transformers' logits limits the documents, that of archon's masters and moments the layers of 30B-A3B.
+# The logits of transformers limit the documents; archon's master weights and moments limit the layers of 30B-A3B.
 CASES = {
     "0.6B": GpuCase("0.6B", 8),
     "1.7B": GpuCase("1.7B", 4),
@@ -84,7 +84,7 @@ def record_prediction(record: Record, found: PredictedStep, seconds: dict[str, l
 
 
 def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
-    """Measure one GPU case, the sides one after the other, since the masters and moments of two do not fit at once."""
+    """Measure one GPU case, one side after the other, because the optimizer states of two do not fit at once."""
     from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 
     tokens, config = sum(options["lengths"]), shape(options["model"])

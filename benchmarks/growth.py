@@ -1,10 +1,10 @@
-"""How the cost of a training step grows as the work grows, side by side with the peers that can do it.
+"""Measure how the cost of a training step grows, side by side with the peers that support it.
 
-One axis at a time: tokens of a step, length of its one document, vocabulary, experts, processes. A point is a model and
-a batch of its own, on which every side must have computed the same loss and gradient norm before it is timed; speed is
-in tokens per second, memory the peak of the side's processes.
+One axis at a time: tokens per step, document length, vocabulary, experts, processes. Each point has its own model and
+batch. Before timing, every side must compute the same loss and gradient norm. Speed is in tokens per second; memory is
+the peak of the side's processes.
 
-    python -m benchmarks.growth                     # every point that the record lacks, about 40 minutes on 2 cores
+    python -m benchmarks.growth                     # every point missing from the record, about 40 minutes on 2 cores
     python -m benchmarks.growth --axis context
     python -m benchmarks.growth --quick             # the smallest two points of each axis, without a record
 """
@@ -27,7 +27,7 @@ from benchmarks.step_check import compare
 
 RECORD = FOLDER / "growth.jsonl"
 DENSE = ("transformers", "torchtitan", "megatron-core")
-# One layer, whose attention is what grows: with 131,072 tokens it is nine tenths of the work.
+# One layer, so that attention dominates: nine tenths of the work at 131,072 tokens.
 LONG = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 LONG |= {"intermediate_size": 352, "vocab_size": 512, "max_position_embeddings": 1 << 17}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 352, "norm_topk_prob": True}
@@ -35,7 +35,7 @@ EXPERTS |= {"num_hidden_layers": 4}
 
 
 LONGEST = 1 << 17
-"""Tokens of a document whose step takes minutes: it is timed once."""
+"""Document length from which a step takes minutes and is timed only once."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Point:
     """A step.
 
     Attributes:
-        lengths: of its documents.
-        fields: of the model's config, where they are not those of 26M.
-        ranks: processes, each of one thread or more.
+        lengths: document lengths, in tokens.
+        fields: overrides of the 26M config.
+        ranks: number of processes, each with at least one thread.
     """
 
     lengths: tuple[int, ...]
@@ -55,13 +55,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows.
+    """A growth axis.
 
     Attributes:
-        label: of the values.
-        values: from small to large.
-        point: the step of a value.
-        peers: the sides next to archon.
+        label: label of the values.
+        values: values in ascending order.
+        point: maps a value to its step.
+        peers: sides next to archon.
     """
 
     label: str
@@ -93,7 +93,7 @@ AXES = {
 
 
 def measure(axis: str, value: int, threads: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the line of each side at one point, those that cannot run it with the reason."""
+    """Yield the record line of each side at one point, with the reason if a side cannot run it."""
     point, peers = AXES[axis].point(value), AXES[axis].peers
     say(f"growth.{axis}: {value:,}")
     with tempfile.TemporaryDirectory() as folder:

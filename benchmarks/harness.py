@@ -1,8 +1,8 @@
-"""Shared by all benchmarks: sides in processes of their own, alternating runs, and records.
+"""Shared parts of all benchmarks: sides in separate processes, alternating runs, and records.
 
-Each side (archon, or a peer) has a worker process, so that memory is measured per side and one library's patches do not
-affect another. All workers are started first, and the parent lets them run in turn. The parent imports neither torch
-nor transformers.
+Each side (archon or a peer) has a worker process, so that memory is measured per side and one library's patches do not
+affect another. The parent starts all workers first and then runs them alternately. It imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class DisagreementError(BenchmarkError):
 
 
 class Worker:
-    """A side in a process of its own, driven by lines of JSON.
+    """A side in a worker process, controlled by JSON lines.
 
     Args:
-        module: the benchmark, as `benchmarks.train_step`; it is run with `--worker SIDE`.
+        module: benchmark module, for example `benchmarks.train_step`; it runs with `--worker SIDE`.
         side: name of the side.
-        options: JSON-compatible options of `prepare`. With `ranks` above 1 the side is that many processes under
-            torchrun, which share `threads`. `pythons` has the Python of each side that lives in another environment;
-            there neither the benchmark nor `archon` may import what that environment lacks.
+        options: JSON-compatible options of `prepare`. With `ranks` above 1, the side runs that many torchrun processes,
+            which share `threads`. `pythons` maps sides to the Python of another environment; in such an environment,
+            neither the benchmark nor `archon` may import packages that it lacks.
 
     After the constructor exactly one of `facts` (results to check) and `missing` (why the side cannot run) is set.
     """
@@ -153,8 +153,8 @@ class Sides:
 
     Args:
         module: the benchmark.
-        names: the sides. Those named archon… must run, the others may be missing.
-        options: for all of them.
+        names: the sides. Sides named archon… must run; others may be missing.
+        options: options of all sides.
     """
 
     def __init__(self, module: str, names: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Sides:
             worker.close()
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Return what a running side reported about itself."""
+        """Return the facts that a running side reported."""
         facts = self.workers[name].facts
         assert facts is not None
         return facts
@@ -221,11 +221,11 @@ class Sides:
 def serve(
     prepare: Callable[[str, dict[str, Any]], tuple[dict[str, Any], Callable[..., dict[str, Any]]]], side: str
 ) -> None:
-    """Run in the worker: read options, prepare the side, then run it once per line of the standard input.
+    """Run in the worker: read options, prepare the side, then run it once per input line.
 
     `prepare(side, options)` returns facts for the parent's checks, and a function that does one run and returns further
-    results besides seconds and memory. If these contain seconds, they replace those of the call. Of several ranks, rank
-    0 answers with the slowest rank's seconds and the sum of the ranks' memory.
+    results besides seconds and memory. Returned seconds replace the measured ones. With several ranks, rank 0 answers
+    with the slowest rank's seconds and the sum of the ranks' memory.
     """
     from archon.tools.bench.memory_meter import MemoryMeter, trim_free_memory
 
@@ -243,7 +243,7 @@ def serve(
     def fail(error: Exception) -> None:
         answer({"error": one_line(error)})
         if ranks > 1:
-            os._exit(1)  # at once: the other ranks may be waiting in a collective, and torchrun ends them
+            os._exit(1)  # immediately: other ranks may wait in a collective, and torchrun stops them
 
     try:
         facts, run = prepare(side, options)
@@ -326,7 +326,7 @@ def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[NumericC
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None) -> Ratio:
-    """Ratio of the medians; min and max are those of the single rounds."""
+    """Ratio of the medians; min and max are ratios of single rounds."""
     rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
     value = statistics.median(ours) / statistics.median(theirs)
     return Ratio(
@@ -353,7 +353,7 @@ def new_record(benchmark: str, case: str, threads: int, layout: str = "one proce
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print and flush a line."""
     print(text, flush=True)
 
 
@@ -374,7 +374,7 @@ def finish(record: Record, keep: bool) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser with what every benchmark takes."""
+    """Return an argument parser with the options of every benchmark."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
     made.add_argument("--rounds", type=int, default=5, help="timed runs of each side, alternating (default 5)")

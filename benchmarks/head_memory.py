@@ -1,10 +1,10 @@
-"""The language-model head, side by side: log-probabilities of 8,192 tokens over 151,936 words, and their backward.
+"""The language-model head, side by side: log-probabilities of 8,192 tokens over a vocabulary of 151,936, and backward.
 
-archon's head in chunks, as a sum (its fused weighted loss) and per token, against the logits that transformers' causal
-language models make and the loss they take of them. The body of the model is left out: hidden states [T, 512] come in,
-the gradients of hidden states and weight go out. Memory is what the process grew by.
+archon's chunked head, as a sum (fused weighted loss) and per token, against the logits and the loss of transformers'
+causal language models. Inputs are hidden states [T, 512]; outputs are the gradients of hidden states and weight. Memory
+is the growth of the process.
 
-    python -m benchmarks.head_memory                  # transformers takes 15 GB above its start
+    python -m benchmarks.head_memory                  # transformers needs 15 GB
     python -m benchmarks.head_memory --tokens 2048
 """
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """Make inputs and weight from a seed, and do one pass, whose loss and gradients the parent compares."""
+    """Make inputs and weight from a seed and run one pass; the parent compares its loss and gradients."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def archon_head(dim: int, vocab: int) -> Any:
-    """archon's head module, by itself."""
+    """archon's head module alone."""
     from archon.models.layers.head import LMHead
 
     return LMHead(dim, vocab)
@@ -77,7 +77,7 @@ def archon_with_entropy(head: Any, hidden: Any, labels: Any) -> Any:
 
 
 def logits_loss(head: Any, hidden: Any, labels: Any) -> Any:
-    """Compute what Qwen3ForCausalLM does after its body: logits [1, T, V] and transformers' loss."""
+    """Compute transformers' logits [1, T, V] and loss, like Qwen3ForCausalLM after its decoder."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     logits = head(hidden[None])

@@ -1,9 +1,9 @@
-"""Training steps of a small Qwen3 in several layouts: `archon bench`, called from Python.
+"""Time training steps of a small Qwen3 in several layouts with `archon bench`, called from Python.
 
     python -m benchmarks.layouts --record benchmarks/records/layouts/26M.json
     python -m benchmarks.layouts d1 d2 t2 p2 --tokens 4096 --record layouts.json
 
-The same on a model of one's own: `archon bench MODEL d1 d2 --seq 1024`.
+For another model: `archon bench MODEL d1 d2 --seq 1024`.
 """
 
 from __future__ import annotations

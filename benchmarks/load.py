@@ -1,10 +1,10 @@
-"""Loading a checkpoint, side by side: 2.43 GB of bfloat16 in four shards, its pages warm in the cache.
+"""Load a checkpoint, side by side: 2.43 GB of bfloat16 in four shards, with a warm page cache.
 
-`archon.load_model` against transformers' `from_pretrained` and torch.distributed.checkpoint's Hugging Face reader, as
-it is and into float32. Every side builds its model and then touches every byte of it, since transformers maps the file
-and lets the first use pay: `trained` reads and writes each, as the first optimizer step does; `read` only reads, as
-inference does. Anonymous memory beyond the model is watched from outside in a run of its own. One side more reads
-nothing: it only has the kernel provide the model's memory, as archon does, below which no copy of the weights can go.
+`archon.load_model` against transformers' `from_pretrained` and torch.distributed.checkpoint's Hugging Face reader, in
+bfloat16 and into float32. Every side builds its model and touches every byte, because transformers maps the file and
+defers the cost to the first use. `trained` reads and writes each byte, like the first optimizer step; `read` only
+reads, like inference. Another run watches anonymous memory above the model size from outside. An extra side reads no
+file and only allocates the model's memory: the lower bound of any loader that copies weights.
 
     python -m benchmarks.load
     python -m benchmarks.load --case float32 --quick
@@ -119,7 +119,7 @@ def read_all(model: Any) -> None:
 
 
 def write_all(model: Any) -> None:
-    """Read and write every byte, none changed: memory that is shared with a file has to become the model's own."""
+    """Read and rewrite every byte unchanged, so that file-backed memory becomes private."""
     for integers in bits(model):
         integers.add_(0)
 
@@ -191,7 +191,7 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
 
 
 def anonymous_beyond(worker: harness.Worker, facts: dict[str, Any]) -> list[float]:
-    """Gigabytes of anonymous memory above the model size's own at the peak of a load, three times."""
+    """Measure gigabytes of anonymous memory above the model size at the peak of a load, three times."""
     return [(worker.run_watched(touch="read")["anonymous_peak_bytes"] - facts["model_bytes"]) / 1e9 for _ in range(3)]
 
 

@@ -1,11 +1,15 @@
-"""Training of low-rank adapters, side by side with PEFT on transformers: the same checkpoint, adapters and documents.
+"""LoRA training, side by side with PEFT on transformers: the same checkpoint, LoRAs and documents.
 
-Adapters of rank 16 on all linear layers. One adapter: of a Qwen3 of 26 million parameters on 16 ragged documents (3,580
-tokens), on a base in float32 and in bfloat16, and of SmolLM2-135M-Instruct on 8 of them at half their length. Eight
-adapters of the former, each on a document of its own, of 20 tokens or of 10 on average: in one batch, and one after the
-other. A step is forward, cross-entropy, backward, clipping and AdamW of each adapter. Memory is the peak of a process,
-libraries and weights included. A push is what a generator is sent after a step, in its dtype: the adapter, in place of
-all weights.
+LoRAs have rank 16 on all linear layers. The cases are:
+
+- one LoRA of a Qwen3 of 26 million parameters, 16 ragged documents (3,580 tokens), base in float32 and in bfloat16;
+- one LoRA of SmolLM2-135M-Instruct, 8 of these documents at half length;
+- eight LoRAs of the small Qwen3, one document of 20 or 10 tokens on average for each, in one batch and one LoRA at a
+  time.
+
+A step is forward, cross-entropy, backward, clipping and AdamW of each LoRA. Memory is the peak of a process, including
+libraries and weights. Pushed bytes are the weights that a generator receives after a step, in its dtype: the LoRA
+instead of all weights.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --case ragged --quick --profile
@@ -69,19 +73,19 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     lora: dict[str, Any] = {f"a{index}": {"path": path} for index, path in enumerate(options["loras"])}
     engine = train_step.archon_engine(options, lora={"loras": lora} if many else lora["a0"])
     facts, run = train_step.prepared(all_at_once(engine, options) if many else one(engine, options))
-    width = getattr(torch, options["dtype"]).itemsize  # of the generator, in whose dtype weights are sent
+    width = getattr(torch, options["dtype"]).itemsize  # of the generator, which receives weights in its dtype
     weights = engine.lora_weights(), engine.base_weights()
     sizes = (width * sum(x.numel() for _, x in tensors) for tensors in weights)
     return facts | dict(zip(("lora_bytes", "base_bytes"), sizes, strict=True)), run
 
 
 def one(engine: Any, options: dict[str, Any]) -> train_step.Step:
-    """Take a step of the one adapter on all documents."""
+    """Train the LoRA on all documents for one step."""
     return train_step.step_of(engine, train_step.documents(options))
 
 
 def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
-    """Take a step of every adapter, each on the document of its index, in one batch."""
+    """Train every LoRA on the document of its index for one step, in one batch."""
     import torch
 
     names = [f"a{index}" for index in range(len(options["loras"]))]
@@ -95,14 +99,14 @@ def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
 
 
 def in_turn(side: str, options: dict[str, Any]) -> train_step.Step:
-    """Take a step of every adapter, each on the document of its index, by a model of its own."""
+    """Train every LoRA on the document of its index for one step, each with a separate model."""
     make = train_step.archon_step if side.startswith("archon") else train_step.peer_step
     steps = [make(side, options | {"lora": path, "document": index}) for index, path in enumerate(options["loras"])]
     return lambda: of_all([step() for step in steps])
 
 
 def of_all(results: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean loss of several adapters, and the norm of all their gradients."""
+    """Return the mean loss of several LoRAs and the norm of all their gradients."""
     loss = sum(result["loss"] for result in results) / len(results)
     return {"loss": loss, "grad_norm": math.hypot(*(result["grad_norm"] for result in results))}
 
@@ -129,7 +133,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool, profile
 
 
 def checkpoint_of(model: str, folder: Path) -> Path:
-    """Return a checkpoint of one of `SHAPES`, made in `folder`, or that of the real model."""
+    """Return a checkpoint of one of `SHAPES`, made in `folder`, or the path of the pretrained model."""
     if model != REAL:
         return make_checkpoint(folder / "base", model)
     from tests.real_model import SMOLLM2
@@ -138,7 +142,7 @@ def checkpoint_of(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Parse the arguments, make checkpoint and adapters, measure."""
+    """Parse the arguments, make checkpoint and LoRAs, measure."""
     parser = harness.parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="one case only")
     parser.add_argument("--profile", action="store_true", help="profile also where no aim is missed")

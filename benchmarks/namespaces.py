@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces of Linux, and cables between them that can be pulled.
+"""Hosts on one machine: Linux network namespaces, joined by virtual cables that can be unplugged.
 
-Each host has loopback and an address per cable, and shares all else (files, memory, users) with this machine. Needs
-root and `ip` of iproute2; `missing` says what is not there.
+Each host has loopback and one address per cable; files, memory and users are shared with this machine. Needs root and
+`ip` of iproute2; `missing` names what is absent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Self
 
 from benchmarks.harness import BenchmarkError
 
-_NETNS = Path("/etc/netns")  # whose files `ip netns exec` puts in the place of those in /etc
+_NETNS = Path("/etc/netns")  # `ip netns exec` replaces files in /etc by those in this directory
 
 
 def missing() -> str | None:
@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace; without a name, that of this process."""
+    """A network namespace; without a name, the namespace of this process."""
 
     name: str = ""
 
@@ -47,14 +47,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Cable:
-    """Joins two hosts; `addresses` are theirs on it, in the order in which they were joined."""
+    """A cable between two hosts; `addresses` are their addresses in joining order."""
 
     hosts: tuple[Host, Host]
     addresses: tuple[str, str]
     interfaces: tuple[str, str]
 
     def pull(self) -> None:
-        """Cut it: what the second host sends is lost, and connections stay as they are until somebody gives up."""
+        """Unplug the cable: packets of the second host are lost, and connections stay open until a peer gives up."""
         self._set("down")
 
     def plug(self) -> None:
@@ -62,7 +62,7 @@ class Cable:
         self._set("up")
 
     def _set(self, state: str) -> None:
-        # At the first end alone: the other one loses its carrier, as by a pulled cable, and keeps address and route.
+        # Only at the first end: the other end loses its carrier, like an unplugged cable, and keeps address and route.
         _run(self.hosts[0].command("ip", "link", "set", self.interfaces[0], state))
 
 
@@ -82,11 +82,11 @@ class Network:
         self._stack.close()
 
     def host(self) -> Host:
-        """Return a new host, whose loopback is up."""
+        """Return a new host with loopback up."""
         host = Host(f"archon-{os.getpid()}-{next(self._hosts)}")
         _ip("netns", "add", host.name)
         self._stack.callback(_ip, "netns", "delete", host.name)
-        # No name server can be reached: one that refuses at once is better than waiting for those of this machine.
+        # No name server is reachable: immediate refusal is better than a time-out with this machine's servers.
         folder = _NETNS / host.name
         folder.mkdir(parents=True)
         self._stack.callback(shutil.rmtree, folder)
@@ -95,7 +95,7 @@ class Network:
         return host
 
     def join(self, one: Host, other: Host) -> Cable:
-        """Return a new cable between two hosts, in a network of its own (10.64.0.0/10, by process and cable)."""
+        """Return a new cable between two hosts, in a separate subnet of 10.64.0.0/10, chosen by process and cable."""
         number, pid = next(self._cables), os.getpid()
         if number >= 64:
             raise BenchmarkError("a network has at most 64 cables")

@@ -59,8 +59,10 @@ def transformers_one_by_one(model: Any, docs: list[Tensor]) -> Parts:
 
 
 def transformers_share(model: Any, docs: list[Tensor]) -> Parts:
-    """`transformers_padded` of a rank's own documents, divided by the tokens of all. FSDP takes the mean of
-    the ranks' gradients, so the mean of these losses is the batch's."""
+    """`transformers_padded` on the documents of a rank, divided by the token count of all ranks.
+
+    FSDP averages gradients over ranks, so the mean of these losses is the loss of the batch.
+    """
     ids, mask = padded(docs)
     labels = ids.masked_fill(mask == 0, -100)
     given = {} if bool(mask.all()) else {"attention_mask": mask}
@@ -87,7 +89,7 @@ def torchtitan_even(model: Any, docs: list[Tensor]) -> Parts:
 
 
 def megatron_even(model: Any, docs: list[Tensor]) -> Parts:
-    """GPTModel's own loss of each token, averaged over those that predict."""
+    """GPTModel's loss per token, averaged over tokens with a target."""
     ids = torch.stack(docs)
     labels, loss_mask = F.pad(ids[:, 1:], (0, 1)), F.pad(torch.ones_like(ids[:, 1:]), (0, 1)).float()
     positions = torch.arange(ids.shape[1]).expand_as(ids)

@@ -1,7 +1,7 @@
-"""The peers' models with the weights of a Hugging Face checkpoint, for one process or as one rank of several.
+"""Models of the peers with the weights of a Hugging Face checkpoint, for one process or one of several ranks.
 
-Each function loads `path` and returns the module; what has to be changed for a CPU is said and done here and nowhere
-else. Each runs in a process of its own (see `benchmarks.harness`), so that its changes stay there.
+Each function loads `path` and returns the module. All changes that a peer needs on a CPU are here, with reasons. Each
+side runs in its own process (see `benchmarks.harness`), so that its patches stay there.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ def transformers_model(path: str, *, device: str = "cpu", dtype: str = "float32"
 
 
 def peft_model(path: str, adapter: str, dtype: str) -> Any:
-    """transformers' model in `dtype` with an adapter in PEFT's format, to be trained in float32."""
+    """transformers' model in `dtype` with a LoRA in PEFT's format, trained in float32."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(transformers_model(path, dtype=dtype), adapter, is_trainable=True)
 
 
 def fsdp2_model(path: str) -> Any:
-    """transformers' model under PyTorch's FSDP2, on all ranks that torchrun has started: each layer is sharded,
-    then what is left; gloo as PyTorch sets it up."""
+    """transformers' model under FSDP2 on all torchrun ranks, sharded by layer, with PyTorch's default gloo."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -87,10 +86,10 @@ def whole_number(value: Tensor) -> float:
 
 
 def torchtitan_model(path: str) -> nn.Module:
-    """torchtitan's Qwen3 with its default fused QKV, and its own SDPA module as inner attention.
+    """torchtitan's Qwen3 with its default fused QKV, and torchtitan's SDPA module as inner attention.
 
-    Its language models offer FlexAttention and `varlen_attn`, neither of which has a backward on a CPU, so its
-    `ScaledDotProductAttention` takes their place: causal, without document masks.
+    torchtitan offers FlexAttention and `varlen_attn` for language models. Neither has a backward on a CPU, so
+    `ScaledDotProductAttention` replaces them: causal, without document masks.
     """
     # Triton kernels of its expert parallelism are compiled on import; a dense model calls none, and a CPU build of
     # torch brings no Triton.
@@ -134,16 +133,14 @@ def torchtitan_model(path: str) -> nn.Module:
     model = model_config.build()
     model.init_states()
     adapter = qwen3.Qwen3StateDictAdapter(model_config, None)
-    # Its check of the RoPE kind reads the assets folder, which is not given: the frequencies are set above.
+    # Its RoPE check reads the assets directory, which does not exist here; the frequencies are set above.
     adapter._validate_hf_rope_config = lambda *_: None
     model.load_state_dict(adapter.from_hf(hf_tensors(path)))
     return model
 
 
 def megatron_model(path: str) -> nn.Module:
-    """megatron-core's GPTModel with its local layer spec, on one CPU process, fusions off; its weights are moved by
-    archon's own converter.
-    """
+    """megatron-core's GPTModel, local layer spec, one CPU process, no fusions; archon converts the weights."""
     from megatron.core import parallel_state
 
     megatron_on_a_cpu()
@@ -171,9 +168,9 @@ def megatron_on_a_cpu() -> None:
 
 
 def megatron_rank(path: str, layout: MegatronLayout, rank: RankCoordinates) -> nn.Module:
-    """Return the GPTModel of one rank, its vocabulary padded only as tp needs, with the weights of a checkpoint.
+    """Return the GPTModel of one rank with the weights of a checkpoint; the vocabulary is padded only as tp needs.
 
-    Megatron's parallel state must be that of `layout` and `rank`.
+    Megatron's parallel state must match `layout` and `rank`.
     """
     import torch.nn.functional as F
     from megatron.core.models.gpt import GPTModel
@@ -212,7 +209,7 @@ def causal_mask(length: int) -> Tensor:
 
 
 class _EmptyModule(types.ModuleType):
-    """A module whose every name is a function that must not be called."""
+    """A module with a function for every name; calling one is an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -230,7 +227,7 @@ def _installed(name: str) -> bool:
     return find_spec(name) is not None
 
 
-# By side: what makes its model, and how the peer is installed.
+# For each side: its model function, and how to install it.
 MODELS: dict[str, tuple[Callable[[str], nn.Module], str]] = {
     "transformers (FSDP2)": (fsdp2_model, "pip install -e ."),
     "torchtitan": (torchtitan_model, "pip install -e '.[bench]' and pip install --no-deps torchtitan"),

@@ -1,9 +1,9 @@
-"""The same model, weights and batch in every peer, on one process and on two ranks.
+"""Train the same model, weights and batch with every peer, on one process and on two ranks.
 
-    python -m benchmarks.peers            # trains each alongside archon: the even cases of benchmarks.train_step
-    python -m benchmarks.peers --quick    # small, to see which are installed and compute what archon does
+    python -m benchmarks.peers            # the even cases of benchmarks.train_step
+    python -m benchmarks.peers --quick    # small sizes: which peers are installed and agree with archon?
 
-The losses are compared before anything is timed, and a peer that is not installed is reported.
+Losses are compared before timing. A missing peer is reported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The planner's seconds against the figures that others have published: a record and a table of it.
+"""Compare the planner's seconds with published figures, and write a record and a table.
 
     python -m benchmarks.plan_check    # predicts, writes records/plan_check.jsonl and the table in PLANNER.md
 
-A test fails where the two do not say what the planner says now.
+A test fails if record or table differ from today's predictions.
 
-Where the source tells neither layout nor recompute nor micro-batch, its recipe was tuned, and is compared with the best
-that the planner finds for as many GPUs. One figure sets the H100's `gemm_efficiency`; the others are predicted.
+If a source gives no layout, recomputation policy or micro-batch size, its recipe was tuned; it is compared with the
+planner's best layout for as many GPUs. One figure calibrates the H100's `gemm_efficiency`; the others are predicted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD, TABLE = HERE / "records" / "plan_check.jsonl", HERE / "PLANNER.md"
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"
 FULL, OPS = {"mode": "full"}, {"mode": "selective", "selective": "op"}
 WITHIN = 0.25
-# Of a step on each GPU, where the planner chooses.
+# Options per GPU and step, if the planner chooses.
 DOCUMENTS = 16
 
 
@@ -42,8 +42,10 @@ UNFUSED = "experts one after the other in Python, and no overlap: not the work t
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure, tokens a second of one H100. Without a layout the planner's best is taken; `told` is what the
-    source says of the run. `missed` explains a prediction that is not within 25 %."""
+    """A published figure: tokens per second of one H100.
+
+    Without a layout the planner's best is used. `told` describes the run; `missed` explains an error above 25 %.
+    """
 
     system: str
     model: str
@@ -119,7 +121,7 @@ def arguments(model: str) -> BaseModelArgs:
 
 
 def predicted(figure: Figure) -> tuple[float, str]:
-    """Tokens a second of one GPU, and the way it was found for."""
+    """Return tokens per second of one GPU and the layout."""
     args, hardware = arguments(figure.model), read_hardware("h100-80gb")
     spec = get_model_spec("qwen3_moe" if args.sizes.experts else "qwen3" if args.qk_norm else "qwen2")
     planner = Planner(spec, args, hardware)
@@ -138,7 +140,7 @@ def predicted(figure: Figure) -> tuple[float, str]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Return each figure with its prediction, then those without."""
+    """Return each figure with its prediction, then those without a prediction."""
     found = []
     for figure in FIGURES:
         rate, how = predicted(figure)

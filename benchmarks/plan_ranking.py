@@ -1,11 +1,11 @@
-"""The planner's ranking of layouts against measured steps, on gloo ranks of this machine.
+"""Compare the planner's ranking of layouts with measured steps, on gloo ranks of this machine.
 
     python -m benchmarks.plan_ranking      # make test-ranking: a small Qwen3 and MoE; records/plan_ranking.jsonl
     python -m benchmarks.plan_ranking dense --rounds 1 --record trial.jsonl
 
-What calibrates the planner is `archon plan --calibrate`: products, copies, collectives and a plain pass of another
-model, no layout's step. Each model's layouts are then measured in turn, a whole sweep a round, and predicted. Kendall's
-tau is that of pairs within a model; exit code 1 below 0.6, or where a layout was not measured.
+`archon plan --calibrate` calibrates the planner with matmuls, copies, collectives and a plain pass of another model,
+not with steps of these layouts. Each round times all layouts of a model once. Kendall's tau counts pairs within a
+model. The exit code is 1 if tau is below 0.6 or a layout was not measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _EXPERTS: dict[str, Any] = {
 
 
 class Ranked(NamedTuple):
-    """A model and the layouts that are ranked; the first is the one whose loss the others must compute."""
+    """A model and its ranked layouts; all must compute the loss of the first."""
 
     config: Mapping[str, Any]
     layouts: Sequence[str]
@@ -81,7 +81,7 @@ RANKED = {
 
 
 class Sizes(NamedTuple):
-    """Of a step: tokens over all ranks, of a document, of a micro-batch at most; timed steps of a point in a round."""
+    """Step sizes: tokens over all ranks, per document, per micro-batch at most; timed steps per point and round."""
 
     tokens: int = 2048
     seq: int = 128
@@ -90,8 +90,7 @@ class Sizes(NamedTuple):
 
 
 def kendall_tau(*groups: Sequence[tuple[float, float]]) -> float:
-    """Concordant less discordant pairs over all pairs (Kendall 1938, tau a), those within a group; not a number
-    where there are none."""
+    """Kendall's tau a (Kendall 1938) over pairs within a group; NaN without pairs."""
     score = count = 0
     for group in groups:
         for (a, b), (c, d) in combinations(group, 2):
@@ -102,7 +101,7 @@ def kendall_tau(*groups: Sequence[tuple[float, float]]) -> float:
 
 
 def calibrated(ranks: int, folder: Path) -> Hardware:
-    """Return what `archon plan --calibrate` measures on this many ranks of one thread each."""
+    """Return the measurements of `archon plan --calibrate` on this many ranks with one thread each."""
     file = folder / "here.yaml"
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "archon", "plan"]
     subprocess.run(
@@ -185,7 +184,7 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def record_lines(head: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """First what was measured with and the taus, then a line a layout."""
+    """Return the calibration and the taus, then one line per layout."""
     taus = {name: kendall_tau(pairs(rows)) for name, rows in found.items()}
     first = dict(head) | {"machine": head["machine"].model_dump()}
     first |= {"tau": kendall_tau(*map(pairs, found.values())), "tau_of_models": taus}

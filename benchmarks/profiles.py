@@ -1,4 +1,4 @@
-"""Where a step's time goes, by kind of operator: what a record shows where a side misses its aim."""
+"""Breakdown of a step's time by kind of operator, recorded if a side misses its aim."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def kind_of(name: str) -> str:
 
 
 def operator_seconds(step: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of one call of `step` on a CPU by kind; they add up to the call under the profiler.
+    """Measure seconds of one call of `step` on a CPU by kind; they sum to the profiled duration.
 
-    The thread that trains is looked at: a collective is what it spends starting it and waiting for it. What is
-    between operators (Python, autograd's own work) is `outside operators`.
+    Only the training thread counts: a collective costs the time of its start and its wait. Time between operators
+    (Python, autograd) is `outside operators`.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,15 +1,15 @@
-"""A push of SmolLM2-135M-Instruct to a real vLLM next to a plain copy of its file, and how much of it RL changes.
+"""Time pushes of SmolLM2-135M-Instruct to vLLM against plain file copies, and measure how many weights RL changes.
 
-Copies and pushes take turns, each push of weights that all differ from those before. A push is everything until the
-server's logprobs were found to be the trainer's. Then RL steps at 1e-6, after each of which the checkpoint in bfloat16
-is compared with the one before, as `rollout.push.transport: delta` does.
+Copies and pushes alternate; every push changes all weights. A push ends when the server's logprobs match the trainer's.
+RL steps at 1e-6 follow; after each step the bfloat16 checkpoint is compared with the previous one, like
+`rollout.push.transport: delta`.
 
     .ci/setup_vllm
     python -m benchmarks.pushes --record benchmarks/records/pushes.jsonl
-    python -m benchmarks.pushes --url http://127.0.0.1:8000    # of a server that runs, see "RL with vLLM"
+    python -m benchmarks.pushes --url http://127.0.0.1:8000    # with a running server, see "RL with vLLM"
 
-The command ends with 1 where a push of a checkpoint is written in more than twice the time of a copy, a delta is more
-than a fifth of a checkpoint, or a push differs by more than 1e-3.
+The exit code is 1 if writing a pushed checkpoint takes more than twice the time of a copy, a delta exceeds a fifth of a
+checkpoint, or logprobs differ by more than 1e-3.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ def measure_pushes(url: str, checkpoint: Path, folder: Path, rounds: int) -> dic
 
 
 def measure_deltas(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Return the bytes of a checkpoint in bfloat16, and of what each RL step changed in it.
-
-    The generator is in process: what changes is the trainer's doing.
-    """
+    """Return the bytes of a bfloat16 checkpoint, and those changed by each RL step with the in-process generator."""
     import torch
 
     from archon.remote.delta import DELTA_FILE, write_delta
@@ -152,7 +149,7 @@ def main() -> None:
         found |= measure_pushes(url, checkpoint, Path(folder), options.rounds)
     with tempfile.TemporaryDirectory() as folder:
         found |= measure_deltas(checkpoint, Path(folder))
-    # Medians of ratios within a round: what else runs on the machine changes from round to round.
+    # Medians of ratios within a round, because the background load changes between rounds.
     copies = found["seconds"]["copy"]
     for name in ("disk_written", "disk", "gloo"):
         ratios = [push / copy for push, copy in zip(found["seconds"][name], copies, strict=True)]

@@ -179,7 +179,11 @@ def readme(records: Sequence[Record]) -> str:
 
 
 def with_summary(text: str, records: Sequence[Record]) -> str:
-    """`text` with the summary between the markers. Raises ValueError where it has none."""
+    """Return `text` with the summary between the markers.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

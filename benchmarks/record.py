@@ -1,4 +1,4 @@
-"""The record of a measurement: a JSON file that says what was run, where, and how the numbers spread."""
+"""JSON record of a measurement: the command, the machine, and the spread of the figures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Record(StrictModel):
 
     @property
     def path(self) -> Path:
-        """Its file, one a case: a new record replaces the old one, whose history is git's."""
+        """Path of the record, one per case; a new record replaces the old one."""
         return FOLDER / f"{self.benchmark}.{self.case}.json"
 
     def write(self) -> Path:

@@ -1,10 +1,10 @@
-"""The arithmetic recipe in several layouts, each a run of its own under torchrun: does every one learn to add?
+"""Run the arithmetic recipe in several layouts under torchrun and check that each learns to add.
 
     python -m benchmarks.rl_layouts --record benchmarks/records/rl_layouts.jsonl
     python -m benchmarks.rl_layouts --record trial.jsonl --aim 0 d2t2 -- total_steps=3 bootstrap=mine.yaml
 
 A line of the record is one layout: processes, seconds, exit code, held-out reward before and after, and whether it
-reached the aim. The command ends with 1 where one did not.
+reached the aim. The exit code is 1 if a layout missed it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {"d2t2": (), "d2p2": (), "d2c2": (), "d2e2
 
 
 def train(layout: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run the recipe in `layout` and say what it came to."""
+    """Run the recipe in `layout` and return its record line."""
     run_dir, processes = folder / layout, parse_layout(layout).world_size
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "archon"]
     bootstrap = folder / f"{layout}.yaml"

@@ -1,19 +1,18 @@
-"""`archon serve` under agents: is every answer kept, does anything grow, and what does HTTP cost?
+"""Load `archon serve` with agents: no answer is lost, nothing grows, and HTTP costs little.
 
     python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
     python -m benchmarks.serve_load --record trial.jsonl --seconds 30
 
-64 agents at a time, half of them streaming, each in a session of its own: it opens it, asks three turns, rewards
-every answer, exports, compares, closes. In turn with them the bare generator, in a process like the server's, answers
-the very prompts that the agents had, as many at a time, with as many tokens. Five minutes of agents take ten in all. A
-line of the record is one such round, the last the outcome; the command ends with 1 where something failed, was lost,
-grew (see `benchmarks.watch`) or missed its limit.
+64 concurrent agents, half of them streaming. Each opens a session, asks three turns, rewards every answer, exports,
+compares and closes. The bare generator alternates with them in a similar process: it answers the same prompts with the
+same concurrency and answer lengths. Five minutes of agents take ten in total. A line of the record is one such round,
+the last line the outcome. The exit code is 1 if a request failed, an answer was lost, a resource grew (see
+`benchmarks.watch`) or a limit was missed.
 
-The model is the Qwen3 of 26 million parameters (hidden size 512, 8 layers) in float32, with a byte-level tokenizer:
-about the smallest that anybody would train an agent with on a CPU, so that the server's share is seen and not hidden
-behind the model's. Answers have 32 to 96 tokens, as a step of a small agent has.
-Generator and server have one thread each (`--threads`): the agents are a third process and need the other core, as they
-would where they are used.
+The model is the Qwen3 of 26 million parameters (hidden size 512, 8 layers) in float32 with a byte-level tokenizer. It
+is close to the smallest useful agent model on a CPU, so that the server's overhead is visible next to the model's time.
+Answers have 32 to 96 tokens, like steps of a small agent. Generator and server have one thread each (`--threads`); the
+agents are a third process on the other core.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MEDIANS = ("served_tokens_per_second", "bare_tokens_per_second", "ratio", "cpu_r
 
 Run = Callable[..., dict[str, Any]]
 Conversations = list[list[tuple[list[int], int]]]
-"""Of each agent: the prompt, in tokens, and the number of tokens of the answer, of each of its turns."""
+"""For each turn of an agent: prompt length and answer length in tokens."""
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
@@ -91,7 +90,7 @@ def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
 
 @dataclass
 class Round:
-    """What came of one session of every agent."""
+    """Results of one session of every agent."""
 
     conversations: Conversations
     tokens: int = 0
@@ -199,7 +198,7 @@ def cpu_seconds(pid: int | str = "self") -> float:
 
 
 class Server:
-    """`archon serve` as a user starts it; what its process holds."""
+    """`archon serve`, started by its command, and the resources of its process."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         command = [sys.executable, "-m", "archon", "serve", str(folder), "--port", "0", f"max_slots={AGENTS}"]
@@ -224,7 +223,7 @@ class Server:
             self.process.wait()
 
     def end(self) -> str:
-        """Interrupt it; returns what went wrong in it, nothing where nothing did."""
+        """Interrupt it and return its errors, or an empty string."""
         self.process.send_signal(signal.SIGINT)
         code, said = self.process.wait(timeout=30), self.complaints.read_text()
         return f"exit code {code}: {said[-2000:]}" if code or "Traceback" in said else ""
@@ -242,7 +241,7 @@ def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str
             generator.run(conversations=last["conversations"])
             with Watch(server.process.pid) as watch:
                 while served < options.seconds:
-                    # Each goes first as often as the other; the bare generator with the prompts of the round before.
+                    # Both sides go first equally often; the bare generator gets the prompts of the previous round.
                     bare_first = len(rounds) % 2 == 1
                     alone = generator.run(conversations=last["conversations"]) if bare_first else None
                     had = cpu_seconds(server.process.pid)
@@ -271,7 +270,7 @@ def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str
 
 
 def one_round(number: int, served: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of the record: seconds, and processor time, which depends less on other programs."""
+    """Return a record line: wall seconds, and CPU seconds, which depend less on other programs."""
     if not served["tokens"]:
         raise harness.BenchmarkError(f"no agent was answered: {served['errors'][0]}")
     row = {"round": number} | {name: served[name] for name in ("answers", "tokens", "lost", "errors")}

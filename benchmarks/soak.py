@@ -1,19 +1,19 @@
-"""Half an hour of asynchronous RL, watched from outside: does anything grow, and is anything left behind?
+"""Run asynchronous RL for half an hour and watch from outside for growth and leftovers.
 
-The calculator agent of `benchmarks.learning` asks the model over HTTP while the trainer updates it, with checkpoints
-and evaluations between. Every few seconds the memory of the run and of its children, its open files and sockets,
-threads and child processes are read from /proc. Then it is interrupted, as by Ctrl-C.
+The calculator agent of `benchmarks.learning` calls the model over HTTP while the trainer updates it, with checkpoints
+and evaluations. Every few seconds memory, open files, sockets, threads and child processes of the run and its children
+are read from /proc. At the end the run is interrupted like by Ctrl-C.
 
     python -m benchmarks.soak --record benchmarks/records/soak.jsonl
     python -m benchmarks.soak --record trial.jsonl --minutes 2
     python -m benchmarks.soak --record benchmarks/records/soak_servers.jsonl --servers 2
 
-With `--servers`, 256 episodes run at once, and their answers come from that many servers, which the run starts and
-ends; what they hold is counted with it.
+With `--servers`, 256 episodes run concurrently on that many servers, which the run starts and stops; their resources
+count too.
 
-The policy hardly learns, so that the last step has as much to do as the first. What may grow, `benchmarks.watch` says.
-Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of
-compiled code. The command ends with 1 where it is otherwise.
+The policy hardly learns, so that the last step has as much work as the first. `benchmarks.watch` defines the allowed
+growth. After the end no process may remain, and the temporary directory may hold only PyTorch's cache of compiled code.
+The exit code is 1 otherwise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COMPILED = "torchinductor_"
 
 
 def soak(folder: Path, seconds: float, servers: int, start: Path | None = None) -> dict[str, Any]:
-    """Run, watch, interrupt; returns what came of it."""
+    """Run, watch, interrupt, and return the outcome."""
     run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
     changes = [*CHANGES, *([f"actor.path={start}", "bootstrap=null"] if start else [])]

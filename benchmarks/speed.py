@@ -34,8 +34,10 @@ TOLERANCE = step_check.TOLERANCE["float32"]
 
 
 class Case(NamedTuple):
-    """`other` is the label of the changed side. `change` changes this process, before and after the model is built.
-    `steps` is the number of steps of a run."""
+    """`other` labels the changed side. `change` modifies this process before and after the model is built.
+
+    `steps` is the number of steps per run.
+    """
 
     other: str
     kind: str
@@ -256,7 +258,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
 
 
 def first_seconds(side: str, options: dict[str, Any]) -> float:
-    """Return the seconds of a side's first two steps, in a process of its own."""
+    """Return the seconds of the first two steps of a side, in a separate process."""
     worker = Worker("benchmarks.speed", side, options)
     try:
         if worker.facts is None:

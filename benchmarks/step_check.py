@@ -10,12 +10,16 @@ from benchmarks import harness
 
 # float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-# After one AdamW step, whose sign near a zero gradient is decided by rounding.
+# After one AdamW step: rounding decides its sign near a zero gradient.
 TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[NumericCheck]:
-    """Compare every side's first two steps with `ours`. Raises DisagreementError where a side differs."""
+    """Compare the first two steps of every side with `ours`.
+
+    Raises:
+        DisagreementError: a side differs.
+    """
     checks = []
     for what in ("loss", "grad_norm", "loss_after_one_step"):
         tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]

@@ -1,12 +1,12 @@
-"""How soon the reward comes: archon's GRPO against TRL's, from the same checkpoint, on the same task and batch.
+"""Time to reward: archon's GRPO against TRL's, from the same checkpoint, on the same task and batch.
 
-Two-digit addition, answers scored by exact match, 32 prompts × 8 samples a step. A Qwen3 of 0.9 million parameters is
-made and fine-tuned once; then, seed after seed, each side trains from it in a process of its own, in alternating order.
-The reward is that of one sampled answer to each of 1,000 held-out prompts, measured for both sides by the same
-evaluator with the same random streams; its time does not count. TRL runs at the best of the settings tried for it:
-learning rate 5e-5, beta2 0.99; archon with what its recipe says, but for the KL term, which TRL's default has not.
+Two-digit addition with exact-match rewards, 32 prompts × 8 samples per step. A Qwen3 of 0.9 million parameters is
+fine-tuned once. For each seed, both sides train from it in separate processes, in alternating order. One evaluator
+scores both sides with one sampled answer to each of 1,000 held-out prompts and the same random streams; its time does
+not count. TRL runs with the best settings found for it (learning rate 5e-5, beta2 0.99). archon runs its recipe without
+the KL term, which TRL also leaves out by default.
 
-TRL trains for its budget; what it reaches at best is what archon is timed to, within six tenths of that budget.
+TRL trains for its time budget. archon is timed to TRL's best reward, and must reach it within six tenths of the budget.
 
     python -m benchmarks.time_to_reward
     python -m benchmarks.time_to_reward --quick
@@ -34,7 +34,7 @@ Curve = list[dict[str, float]]
 
 
 class Clock:
-    """Seconds of training: what is between `start` and now, evaluations left out."""
+    """Seconds of training since `start`, without evaluations."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -114,7 +114,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
     logging.disable(logging.WARNING)
     trainer = RLTrainer(rl_config(options))
-    # The worker's life is that of the run, so nothing closes what is opened here before the process ends.
+    # The worker's lifetime is the run's, so resources stay open until the process ends.
     opened = trainer.opened()
     opened.__enter__()
     run = {ARCHON: archon_run, TRL: trl_run}[side](trainer, options)
@@ -165,10 +165,10 @@ def exact_match(completions: Sequence[list[dict[str, str]]], answer: Sequence[st
 
 
 def trl_run(evaluator: Any, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """GRPOTrainer with its defaults, but for what the task and a CPU need and what is known to be best for it.
+    """GRPOTrainer with its defaults, except for what the task, a CPU and its best known settings need.
 
-    Gradient checkpointing and mixed precision, on by default, would only cost it time here. `evaluator` is a trainer of
-    archon that never trains: TRL's weights are pushed to its generator to be evaluated.
+    Gradient checkpointing and mixed precision, on by default, would only slow it down here. `evaluator` is an archon
+    trainer that never trains: it receives TRL's weights and evaluates them.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -230,7 +230,7 @@ def trl_run(evaluator: Any, options: dict[str, Any]) -> Callable[[], dict[str, A
 
 
 def first_time(curve: Curve, reward: float) -> float | None:
-    """Seconds of training at the first evaluation of at least `reward`; None if there was none."""
+    """Seconds of training at the first evaluation of at least `reward`, or None."""
     return next((point["seconds"] for point in curve if point["reward"] >= reward), None)
 
 
@@ -263,7 +263,7 @@ def measure(options: dict[str, Any], seeds: int, keep: bool) -> None:
 
 
 def summarize(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
-    """Rates, rewards and, where both sides ran, how much sooner archon reached what TRL reached."""
+    """Return rates, rewards and, if both sides ran, how much sooner archon reached TRL's best reward."""
     for side, runs in results.items():
         if not runs:
             continue

@@ -28,10 +28,10 @@ from benchmarks.profiles import operator_seconds
 from benchmarks.record import Record
 from benchmarks.step_check import compare
 
-RAGGED_LENGTHS = (241, 24, 512, 94, 307, 160, 47, 448, 186, 73, 352, 117, 213, 391, 139, 276)  # 3,580 in all
+RAGGED_LENGTHS = (241, 24, 512, 94, 307, 160, 47, 448, 186, 73, 352, 117, 213, 391, 139, 276)  # 3,580 in total
 EVEN_AIMS = {"transformers": ">= 1.05", "torchtitan": ">= 1.05", "megatron-core": ">= 1.5"}
 FSDP2 = "transformers (FSDP2)"
-# What is aimed for against transformers on one process is aimed for on two.
+# Two ranks have the same aim against transformers as one process.
 TWO_RANKS_AIMS = {FSDP2: EVEN_AIMS["transformers"]}
 RAGGED_AIMS = {
     "transformers (padded)": ">= 2.5",
@@ -39,7 +39,7 @@ RAGGED_AIMS = {
     "transformers (one document at a time)": ">= 1.15",
 }
 CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RANKS_AIMS}
-# Tokens of archon's micro-batches on a CPU: a rank's whole even batch; of the ragged one what stays cached.
+# Tokens per micro-batch on a CPU: the whole even batch of a rank, or as much of the ragged one as fits the cache.
 CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
 # The optimizer of every side. Without weight decay, since the sides decay different parameters by default.
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -66,12 +66,12 @@ def documents(options: dict[str, Any]) -> list[Any]:
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Load the checkpoint into a side and take its first two steps, whose losses the parent compares."""
+    """Load the checkpoint into a side and take its first two steps; the parent compares their losses."""
     return prepared((archon_step if side.startswith("archon") else peer_step)(side, options))
 
 
 def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Return what `prepare` does of the function that takes a side's steps."""
+    """Prepare a side from the function that takes its steps."""
     first, second = step(), step()
     facts = {"loss": first["loss"], "grad_norm": first["grad_norm"], "loss_after_one_step": second["loss"]}
 
@@ -82,7 +82,7 @@ def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]
 
 
 def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[str, Any] | None = None) -> Any:
-    """Return the engine of archon's side, initialized; it trains adapters if the options have one, or `lora`."""
+    """Return archon's initialized engine; it trains LoRAs if the options have one, or `lora`."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -121,7 +121,7 @@ def archon_step(side: str, options: dict[str, Any]) -> Step:
 
 
 def peer_step(side: str, options: dict[str, Any]) -> Step:
-    """Return a peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
+    """Return a peer's forward in the loop of every side: fused AdamW and clipping to norm 1."""
     import torch
 
     from archon.engine.optim import gradient_norm
@@ -195,9 +195,13 @@ def measure(
 def time_sides(
     record: Record, module: str, options: dict[str, Any], aims: dict[str, str], rounds: int, profile: bool
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """Compare the sides' first steps, time the later ones, and put all into the record.
+    """Compare the first steps of all sides, time the later ones, and fill the record.
 
-    `module` is the benchmark whose workers the sides are. Returns the runs and the facts of each side.
+    Args:
+        module: the benchmark that defines the sides.
+
+    Returns:
+        The runs and the facts of each side.
     """
     tokens = sum(options["lengths"])
     with Sides(module, ["archon", *aims], options) as sides:
@@ -218,7 +222,7 @@ def time_sides(
 
 
 def main(doc: str | None = __doc__, cases: Sequence[str] = ()) -> None:
-    """Parse, make the checkpoint, measure. Without `--case` all of `cases`: by default those of a CPU, or of a GPU."""
+    """Parse, make the checkpoint, measure; without `--case`, all CPU cases, or all GPU cases on a GPU."""
     parser = harness.parser(doc)
     parser.add_argument("--case", choices=[*CPU_CASES, *gpu_step.CASES], help="one case only")
     parser.add_argument("--profile", action="store_true", help="on a CPU: profile also where no aim is missed")

@@ -1,9 +1,14 @@
-"""A training step on documents that begin alike: with common beginnings computed once, and each document by itself.
+"""A training step on documents that share prefixes, with and without prefix sharing.
 
-A Qwen3 of 26 million parameters in float32, or one with experts: 8 samples of 128 tokens to a prompt of 384 tokens, in
-one process, on two ranks (each with a prompt of its own, or with half of the heads), with experts, with adapters and
-compiled; an agent's history of 8 turns, each tried twice; and documents that share nothing. Both sides must compute the
-same first. Tokens per second are of all documents, whatever is computed of them.
+A Qwen3 of 26 million parameters in float32, or one with experts. The batches are:
+
+- `samples`: 8 samples of 128 tokens for a prompt of 384 tokens, in one process, on two ranks (a prompt for each rank,
+  or half of the heads), with experts, with LoRA, and compiled;
+- `history`: the history of an agent with 8 turns, each tried twice;
+- `nothing`: documents without shared prefixes.
+
+Both sides must compute the same result first. Tokens per second count all documents, whether computed once or
+repeatedly.
 
     python -m benchmarks.trees
     python -m benchmarks.trees --case samples-d2 --quick
@@ -29,7 +34,7 @@ EXPERTS = "26M-experts"
 
 
 class Case(NamedTuple):
-    """`kind` is that of `documents`; `layout` has as many ranks as its degree."""
+    """A batch kind of `documents`, and a layout whose degree is the number of ranks."""
 
     kind: str
     aim: str
@@ -76,7 +81,7 @@ def documents(kind: str, vocab: int, scale: float, rank: int = 0) -> list[Any]:
 
 
 def own_documents(options: dict[str, Any]) -> list[Any]:
-    """Return the documents of this rank: those of tensor-parallel ranks are the same."""
+    """Return the documents of this rank; tensor-parallel ranks have the same ones."""
     from benchmarks.peer_models import hf_config
 
     rank = int(os.environ["RANK"]) if options["ranks"] > 1 and options["layout"].startswith("d") else 0
@@ -84,7 +89,7 @@ def own_documents(options: dict[str, Any]) -> list[Any]:
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Load the checkpoint and take the first two steps, whose losses the parent compares."""
+    """Load the checkpoint and take the first two steps; the parent compares their losses."""
     from archon import ArchonEngine, EngineConfig
 
     engine = ArchonEngine(

@@ -1,6 +1,6 @@
-"""vLLM's build for CPUs as a side of a benchmark: its own environment, and its offline `LLM`.
+"""vLLM's CPU build as a side of a benchmark: a separate environment and the offline `LLM`.
 
-Imported in that environment too, so without what it lacks.
+That environment imports this module too, so it may use only packages that vLLM installs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ ENVIRONMENT = {
 """For vLLM on a machine without a GPU or a network."""
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""For the offline `LLM`. With processes of its own, its default, vLLM keeps one core for the engine, which spins there
-while the worker computes: on two cores that leaves one thread, and half the speed."""
+"""Options of the offline `LLM`.
+
+By default vLLM starts an engine process that spins on one core while the worker computes: on two cores that leaves one
+thread, and half the speed.
+"""
 
 
 def environment() -> Path:
@@ -44,9 +47,10 @@ def python() -> Path | None:
 def greedy_answers(
     path: str, prompts: Sequence[list[int]], lengths: Sequence[int], slots: int
 ) -> Callable[[], list[list[int]]]:
-    """Load a checkpoint in float32. Returns a function whose greedy answers to the prompts have these lengths.
+    """Load a checkpoint in float32 and return a function that answers prompts greedily with these lengths.
 
-    Raises ModuleNotFoundError, with the install command, where vLLM is missing.
+    Raises:
+        ModuleNotFoundError: vLLM is missing; the message has the install command.
     """
     os.environ |= ENVIRONMENT | IN_PROCESS
     try:

@@ -1,10 +1,9 @@
-"""A process watched from outside, by /proc: does what it holds grow?
+"""Watch a process from outside through /proc: do its resources grow?
 
-The first third of the samples is warm-up. Of the rest, the first and the last quarter are compared: the least memory,
-to which a process comes back whenever it gives its free pages back, may grow by 3 %; the least number seen of open
-files, of threads and of child processes, which change with what is being done, may not grow at all. Of sockets, of
-which clients open as many as they use at once, the median may grow by a tenth: one that every hundredth request left
-behind would be far more within minutes.
+The first third of the samples is warm-up. The first and the last quarter of the remaining samples are compared. The
+minimum of memory may grow by 3 %; a process returns to it whenever it frees pages. The minimum of open files, threads
+and child processes, which vary with the work, may not grow. The median of sockets may grow by a tenth, because clients
+open as many as they use at once; a leak of one per hundred requests would exceed that within minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SEEN: dict[str, tuple[Callable[[Iterable[float]], float], float]] = {
     "processes": (min, 1.0),
     "sockets": (statistics.median, 1.1),
 }
-"""What of a quarter's samples is compared, and how many times as much it may become."""
+"""Statistic of each quarter, and its allowed growth factor."""
 
 Sample = dict[str, float]
 
@@ -58,7 +57,7 @@ class Watch:
 
 
 def sample(pid: int) -> Sample | None:
-    """Return what a process holds now; None where one of its processes ended while it was read."""
+    """Return the current resources of a process; None if one of its processes ended meanwhile."""
     try:
         children = descendants(pid)
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -74,7 +73,7 @@ def sample(pid: int) -> Sample | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Child processes, and theirs."""
+    """Child processes, recursively."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
@@ -83,14 +82,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Private and shared memory of a process, in bytes; what several share counts once for them all. Pages of files,
-    such as code, are left out: a process's part of them changes as others come and go that map the same files."""
+    """Private and shared memory of a process, in bytes; memory shared within the group counts once.
+
+    File pages, such as code, do not count: their share changes when other processes map the same files.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the first and the last quarter after the warm-up, and whether these are alike."""
+    """Return the first and the last quarter after warm-up, and whether they are alike."""
     settled = samples[len(samples) // 3 :]
     quarter = max(1, len(settled) // 4)
     then, now = (

@@ -1,1 +1,1 @@
-"""Faults of a run of RL on inference servers: real processes, harm that is done to them, and what was then trained."""
+"""Fault injection into RL on inference servers with real processes, and a check of the trained tokens."""

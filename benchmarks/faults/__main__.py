@@ -1,36 +1,37 @@
-"""Runs of RL whose servers and ranks are killed, stopped, cut off and lied to: is each prompt trained once, on right
-tokens?
+"""Run RL while servers and ranks are killed, stopped, disconnected or given wrong answers.
 
     python -m benchmarks.faults --record benchmarks/records/faults.jsonl
     python -m benchmarks.faults ahead --record trial.jsonl --events 12
 
-Two processes of `archon serve` answer a tiny Qwen3, each behind a proxy that does the harm at a chosen moment: while
-an answer is sampled, or while weights are loaded. Two ranks under torchrun train it, with a checkpoint after each step,
-in a network namespace of their own with a cable to each proxy. Of two such runs the first is synchronous, and the
-answers of the second are sampled up to two versions ahead. Events are drawn, one after another once the fleet is
-whole again, which two further steps with a push to both servers show:
+The question: is every prompt trained exactly once, on tokens of the right weights?
 
-- `kill`: SIGKILL of a server, which is started again on its port, with the weights that it first had;
+Two `archon serve` processes serve a tiny Qwen3. Each sits behind a proxy that injects a fault at a chosen moment: while
+an answer is sampled, or while weights are loaded. Two torchrun ranks train the model and save a checkpoint after each
+step. They run in a separate network namespace with a virtual cable to each proxy. The first run is synchronous; the
+second samples up to two versions ahead. Events are drawn one after another. The next event starts when two further
+steps with a push to both servers have shown that the fleet has recovered.
+
+- `kill`: SIGKILL of a server, which restarts on its port with its initial weights;
 - `stop`: SIGSTOP of a server for longer than the time-out;
-- `drop`: the connection is cut in the middle of a request, which the server may still have carried out;
-- `garbage`: the answer is not JSON, cut short, has tokens that there are not, or logprobs that are no numbers;
+- `drop`: the connection breaks in the middle of a request, which the server may still execute;
+- `garbage`: the answer is not JSON, truncated, or has impossible tokens or non-finite logprobs;
 - `version`: the answer names weights that were never pushed;
-- `cut`: the cable to a server is pulled for 10 s;
-- `rank`: SIGKILL of rank 1: torchrun starts both ranks anew, from the last checkpoint;
-- `controller`: the same of rank 0, which pushes, records and saves;
+- `cut`: the cable to a server is unplugged for 10 s;
+- `rank`: SIGKILL of rank 1; torchrun restarts both ranks from the last checkpoint;
+- `controller`: SIGKILL of rank 0, which pushes, records and saves;
 - `pause`: SIGSTOP of a rank for longer than the time-out;
-- `disk`: the folder of pushes is full while one is written, which ends the run with a line; it is resumed.
+- `disk`: the push directory is full during a write, which ends the run with an error; the run is resumed.
 
-torchrun gives up after some restarts, and is then started again, as a user would. `cut` needs root and `ip`, and `disk`
-root; the outcome names what was left out. A line of the record is an event with the seconds until the fleet was whole
-again and those that it was given, the last of a run is its outcome. An event may take the harm's own time and two
-time-outs, besides the starts and steps that it costs, which are measured before the first event (`pace`), and longer
-as far as the machine is slower than it was then, by a process that computes next to the run (`slowdown`).
+When torchrun gives up after several restarts, the benchmark starts it again, as a user would. `cut` needs root and
+`ip`, `disk` needs root; the outcome names the events that were left out.
 
-In the end every token that was trained on is scored with the weights of the version that it names, by the checkpoint
-of that step. The command ends with 1 where a prompt was trained twice or never by what the final weights contain, a
-token was older than allowed or its logprob was not that of its version's weights, or anything took longer than it may.
-An interrupted command leaves the lines of what it has seen; the next one makes the runs that have not passed.
+A line of the record is an event with its recovery time and its limit; the last line of a run is its outcome. The limit
+of an event adds the duration of the fault, two time-outs, and the restarts and steps that it costs. These are measured
+before the first event (`pace`) and scaled by how much slower the machine has become (`slowdown`).
+
+At the end, the checkpoint of each step scores every token that was trained with the weights of that version. The exit
+code is 1 if the final weights contain a prompt twice or not at all, a token was too stale, a logprob does not belong to
+its version, or a limit was exceeded. An interrupted command keeps its lines; the next one runs what has not passed.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ SIZES: dict[str, Any] = {
 def faults(
     folder: Path, events: int, staleness: int, seed: int = 0, kinds: Sequence[str] = ALL_KINDS
 ) -> Iterator[dict[str, Any]]:
-    """Yield that many events of a run, and its outcome; fewer where the run does not overcome one.
+    """Yield that many events of a run, then its outcome; fewer events if the run does not recover.
 
     Args:
-        folder: for the run, empty.
-        events: each of `kinds` once before any is drawn.
-        staleness: how many versions the run may be ahead.
-        seed: of what is drawn.
-        kinds: of the events; those that cannot be had here are left out.
+        folder: empty directory for the run.
+        events: number of events; each of `kinds` comes once before any is drawn again.
+        staleness: maximum number of versions ahead.
+        seed: seed of the draws.
+        kinds: event kinds; unavailable ones are left out.
     """
     os.environ.setdefault(KEY, "faults")
     blank, model, run_dir = folder / "blank", folder / "model", folder / "run"
@@ -141,7 +142,7 @@ def faults(
 
 @contextmanager
 def small_disk(folder: Path, mib: int = 4) -> Iterator[Path]:
-    """Yield a file system of a few MiB, which needs root; where there is none, no disk is ever full."""
+    """Yield a file system of a few MiB, which needs root, or None."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True).returncode == 0
@@ -205,7 +206,7 @@ def main() -> None:
                         passed.add(name)
                     if "outcome" in found:
                         line |= {"passed": name in passed} | made
-                    # At once, so that an interrupted command leaves what it has seen.
+                    # Immediately, so that an interrupted command keeps its lines.
                     record.write(json.dumps(line) + "\n")
                     record.flush()
                     say(json.dumps(line))

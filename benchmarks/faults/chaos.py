@@ -27,13 +27,13 @@ BEGIN_SECONDS = 600.0
 LONGEST_WAIT = 0.7
 """Before a rank is harmed: about a step, so that it may be at any point of one."""
 TIMES_SLOWER = 3.0
-"""What a start or a step may take, of what it took while nothing was harmed, on a machine as busy as then."""
+"""Limit of a start or a step, as a multiple of its time without faults on an equally busy machine."""
 POLL_SECONDS = 0.1
 _HARM = {"stop": STOPPED_SECONDS, "pause": STOPPED_SECONDS, "cut": CUT_SECONDS}
 _TIME_OUTS = 2
 """One for the request under way, and one for the next push to a server that is still out."""
 _STEPS = 5
-"""Of an event: the one under way, the one that it costs, one that leaves a server out, and two that are whole."""
+"""Steps of an event: the current one, the lost one, one without the server, and two with the whole fleet."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Pace:
     slowdown: float
 
     def limit(self, kind: str, slowdown: float, served: float = 0.0) -> float:
-        """Return the seconds after which a run that an event of this kind befell hangs.
+        """Return the seconds after which a run counts as hung after an event of this kind.
 
-        These are the harm's own, the time-outs that it may cost, and what must be done again: where a rank was harmed,
-        torchrun may start its ranks in vain, and then itself be started again. A server is started by this benchmark,
-        whose `served` seconds for it are not the run's. `slowdown` is that during the event.
+        The limit adds the duration of the fault, its time-outs, and the repeated work. After a fault of a rank,
+        torchrun may fail to restart its ranks and must then itself be restarted. This benchmark starts servers itself,
+        so their start time `served` is not charged to the run. `slowdown` is the slowdown of the machine during the
+        event.
         """
         starts = 2 * self.run if kind in (*OF_RANKS, "disk") else 0.0
         work = TIMES_SLOWER * (starts + _STEPS * self.step) * max(1.0, slowdown / self.slowdown)
@@ -74,7 +75,7 @@ class Deadline:
 
     @property
     def limit(self) -> float:
-        """Returns those that it may take."""
+        """Return the limits of the events."""
         return self.pace.limit(self.kind, self.slowdown.since(self.started), self.served)
 
     @property
@@ -130,7 +131,7 @@ class Chaos:
             self._trainer.keep()
             last = self._trainer.steps()[-2:]
             step = last[-1]["step"] if last else 0
-            before = step if before is None else min(before, step)  # a resumed run drops those after its checkpoint
+            before = step if before is None else min(before, step)  # a resumed run drops the steps after its checkpoint
             if step >= before + 2 and all(record.get("push/servers") == len(self._servers) for record in last):
                 return time.monotonic()
             time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a run trained, by its records and its last checkpoint: each prompt once, on tokens of the right weights?"""
+"""Check the records and the last checkpoint of a run: each prompt once, on tokens of the right weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from archon.checkpoint.native import load_latest
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 WRONG = 1e-5
-"""Mean |Δ logprob| of a synchronous step that tells tokens of other weights."""
+"""Mean |Δ logprob| of a synchronous step that reveals tokens of other weights."""
 WRONG_TOKEN = 1e-4
-"""|Δ logprob| of a token from the weights of its version that tells other weights; rounding is below a tenth of it."""
+"""|Δ logprob| of a token that reveals other weights; rounding is below a tenth of it."""
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Return the prompts that the final weights were trained on, and the largest mistake of a step's logprobs.
+    """Return the prompts behind the final weights, and the largest logprob error of a step.
 
-    The steps are those that are left: a resumed run drops the records of those after its checkpoint, whose updates its
-    weights do not have.
+    Only surviving steps count: a resumed run drops the records of steps after its checkpoint, because its weights do
+    not contain their updates.
     """
     steps = [record for record in read_jsonl(run_dir / METRICS_FILE) if "first_logprob_diff" in record]
     groups: dict[int, set[int]] = {}
@@ -53,7 +53,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 def is_good(found: dict[str, Any]) -> bool:
     """Return whether every prompt was trained once, or counted as lost, on tokens of the right weights.
 
-    `found` is an outcome with the differences of its tokens, the `staleness` that was allowed, and what `failed`.
+    `found` is an outcome with its logprob differences, the allowed `staleness`, and the failures.
     """
     nothing = ("steps_missing", "steps_twice", "steps_since_checkpoint", "prompts_beyond", "prompts_twice", "failed")
     counted = found["prompts_missing"] <= found["episodes_lost"] and not found["records_lost"]

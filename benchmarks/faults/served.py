@@ -42,15 +42,15 @@ _HARM_SECONDS = 0.005
 
 
 class Served:
-    """`archon serve` on loopback behind a proxy, which `plan` makes do harm once.
+    """`archon serve` on loopback behind a proxy that injects one fault, chosen by `plan`.
 
     Args:
-        number: in logs and the record.
-        model: the checkpoint that it serves at first.
-        root: the folder of pushes.
-        folder: for its log.
-        stopped: seconds for which `stop` stops it.
-        cable: on whose first host, that of this process, the proxy listens, and which `cut` pulls; None: on loopback.
+        number: index in logs and records.
+        model: initial checkpoint.
+        root: push directory.
+        folder: log directory.
+        stopped: seconds of a `stop`.
+        cable: cable that `cut` unplugs; the proxy listens on its first host, this process's. None: on loopback.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Served:
 
 
 def _is_moment(request: web.Request, kind: str, moment: str) -> bool:
-    """Return whether a request is of an answer, or of a push; of the latter, for a lie, one whose answer is read."""
+    """Return whether a request asks for an answer or a push; for `version`, a push with a response to read."""
     if moment == "answer":
         return request.path == f"{_ROUTES}/generate"
     if kind not in ("garbage", "version"):
@@ -171,7 +171,7 @@ def _is_moment(request: web.Request, kind: str, moment: str) -> bool:
 
 
 def _other_version(content: bytes, which: int) -> bytes:
-    """Return a response whose versions were never pushed."""
+    """Return a response with versions that were never pushed."""
     body = json.loads(content)
     other = (-1, 10**6)[which % 2]
     if "versions" in body:

@@ -1,5 +1,4 @@
-"""How much slower this machine is than it was, as other users take its cores: by a process that computes for a moment,
-again and again."""
+"""Measure how much slower this machine has become, by a process that computes at short intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import time
 from typing import Self
 
 SPIN_SECONDS = 0.03
-"""Of computing, some turns of the scheduler, so that a process that has just slept is not favored throughout."""
+"""CPU seconds per probe: several scheduler quanta, so that a process after a sleep has no advantage."""
 EVERY_SECONDS = 0.5
 
 

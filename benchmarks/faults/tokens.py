@@ -21,12 +21,11 @@ Row = dict[str, Any]
 
 
 def token_differences(run_dir: Path, blank: Path) -> dict[str, Any]:
-    """Return the largest |Δ logprob| of a trained token from the weights of its version, as the checkpoint of that
-    step has them, over all that the run wrote down.
+    """Return the largest |Δ logprob| between recorded tokens and the checkpoint of their version.
 
-    Every step's checkpoint must be there; `blank` is the model that the run began with. `resolution` is the smallest
-    mean |Δ logprob| of a version's tokens from the weights of the version before: what would be seen of a server that
-    is one push behind.
+    Every step's checkpoint must exist; `blank` is the initial model. `resolution` is the smallest mean |Δ logprob|
+    between tokens of a version and the weights of the version before, the signature of a server that is one push
+    behind.
     """
     engine, tokenizer = _model(blank), load_tokenizer(blank)
     rows: defaultdict[int, list[Row]] = defaultdict(list)
@@ -38,7 +37,7 @@ def token_differences(run_dir: Path, blank: Path) -> dict[str, Any]:
     for version in sorted(rows):
         given = list(_given(rows[version], version))
         documents = _documents(rows[version], tokenizer)
-        if previous == version - 1:  # whose weights the engine still has
+        if previous == version - 1:  # the engine still has these weights
             behind = min(behind, float(_differences(engine, documents, given).mean()))
         _load(engine, run_dir / "checkpoints", version)
         differences = _differences(engine, documents, given)
@@ -53,7 +52,7 @@ def _model(blank: Path) -> ArchonEngine:
 
 
 def _load(engine: ArchonEngine, checkpoints: Path, version: int) -> None:
-    """Give the engine the weights after step `version`; after none, it has them."""
+    """Load the weights after step `version` into the engine; without a step, it has them already."""
     if not version:
         return
     # A step that was trained again is saved under a further name.
@@ -92,7 +91,7 @@ def _differences(
     documents: tuple[dict[str, torch.Tensor], list[int]],
     given: list[tuple[int, int, float]],
 ) -> torch.Tensor:
-    """Return |Δ logprob| of each given token."""
+    """Return |Δ logprob| of each token."""
     batch, begins = documents
     scores = engine.forward_batch(batch)
     own = torch.stack([scores[row, begins[row] + place] for row, place, _ in given])

@@ -16,7 +16,7 @@ from benchmarks.namespaces import Host
 
 RANKS = 2
 RESTARTS = 3
-"""Of the ranks, by one torchrun."""
+"""Restarts of the ranks by one torchrun."""
 END_SECONDS = 90.0
 _START_SECONDS = 30.0
 _BEGINS = ("resuming after step", "the run begins at step")
@@ -73,7 +73,11 @@ class Trainer:
         return read_jsonl(path) if path.exists() else []
 
     def signal_rank(self, rank: int, number: signal.Signals) -> int:
-        """Send a signal to a rank's process. Returns its id. Raises BenchmarkError where there is none."""
+        """Send a signal to the process of a rank and return its id.
+
+        Raises:
+            BenchmarkError: the rank has no process.
+        """
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until:
             for pid in _children(self._process.pid):
@@ -102,7 +106,7 @@ class Trainer:
 
 
 def _children(parent: int) -> list[int]:
-    """Return the processes whose parent is `parent`."""
+    """Return the child processes of `parent`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,17 +1,17 @@
-"""Does training learn? Small tasks, run as a user runs them, each with a control without a training signal.
+"""Check that each training method learns: small tasks with real commands, each with a control without training signal.
 
     python -m benchmarks.learning --record benchmarks/records/learning.jsonl
     python -m benchmarks.learning --record trial.jsonl calculator -- total_steps=10
 
-A line of the record is one run: held-out reward of sampled answers before and after, the highest and lowest between,
-seconds from nothing to the export (the warm-up included), and whether it did what is expected. A task begins at or
-below 0.5 and ends at least 0.3 above where it began, in six minutes (`shapes`, whose tower is made first, at 0.85 or
-more, in ten); its control, with rewards shuffled over the batch
-(for DPO every pair turned by a coin), never rises by more than 0.1 and ends within 0.1 of where it began; that of
-`distillation`, whose teacher has random weights, may end below. `staleness` also ends within 0.05 of `synchronous`. The
-command ends with 1 where one did not.
+A line of the record is one run: held-out reward of sampled answers before and after, the highest and lowest in between,
+seconds from start to export (warm-up included), and whether it met its expectation:
 
-A task and its control run side by side, with one thread each.
+- A task starts at or below 0.5 and ends at least 0.3 higher within six minutes. `shapes`, which first builds its vision
+  encoder, must end at 0.85 or more within ten minutes. `staleness` must also end within 0.05 of `synchronous`.
+- A control, with rewards shuffled over the batch (for DPO, randomly swapped pairs), never rises by more than 0.1 and
+  ends within 0.1 of its start. The control of `distillation` has a teacher with random weights and may end lower.
+
+The exit code is 1 if a run misses its expectation. A task and its control run side by side, with one thread each.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MEASURING = Lock()
 
 @dataclass(frozen=True)
 class Task:
-    """One run: a configuration, and changes to it.
+    """One run: a configuration and overrides.
 
-    `module` has the command. `measure`, where it is given, finds the held-out rewards of a run directory that has none
-    in its metrics. `teacher` makes the checkpoint `teacher` next to the run directory before the run, and one of random
-    weights, `untaught`. `reach` is the least held-out reward that it ends with, `seconds` the time it may take.
+    `module` holds the command. `measure`, if set, computes held-out rewards for a run directory without them in its
+    metrics. `teacher` makes the checkpoint `teacher` next to the run directory before the run, and `untaught` with
+    random weights. `reach` is the minimum final held-out reward, `seconds` the time limit.
     """
 
     config: Path
@@ -67,7 +67,7 @@ def preferred_of(run_dir: Path) -> list[float]:
 
 
 def preferred_by(checkpoint: Path) -> float:
-    """Return the share of held-out prompts whose sampled answer is the one that is preferred."""
+    """Return the share of held-out prompts with the preferred answer, sampled."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
     from archon.rl.trainer import RLTrainer

@@ -12,7 +12,7 @@ from typing import Any
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "multiply", "description": "a times b"}}
 ASKED = 0.45
-"""How often the conversations ask the tool; the rest say a number."""
+"""Share of the conversations that ask the tool; the rest say a number."""
 
 
 class Calculator:
@@ -78,7 +78,7 @@ def _conversation(a: int, b: int, rng: random.Random) -> dict[str, Any]:
 
 
 def _words() -> dict[str, str]:
-    """Return a row that the tokenizer is trained on, with what is in every conversation."""
+    """Return a tokenizer training row that covers every conversation."""
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     roles = "system\nuser\nassistant\n<tools></tools>\n<tool_response>\n</tool_response>"
     return {"prompt": f"{roles}\n{json.dumps(TOOL)}", "response": call}

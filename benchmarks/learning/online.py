@@ -18,7 +18,7 @@ from benchmarks.harness import ROOT
 from benchmarks.learning.calculator import Calculator, rows
 
 SESSIONS, GROUPS = 8, 24
-"""Sessions of a group, which is gconfig.n_samples, and groups at once: more than a step takes."""
+"""Sessions per group (gconfig.n_samples), and concurrent groups: more than a step takes."""
 
 
 async def rate_group(url: str, client: httpx.AsyncClient, name: str, row: dict[str, Any]) -> None:

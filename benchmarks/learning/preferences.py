@@ -12,11 +12,13 @@ LARGER = 0.4
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """`warm`: answers; `train`, `test`: pairs of them; `shuffled`: those of `train`, every pair the other way round by
-    the toss of a coin. No two numbers of `test` are in another one."""
+    """`warm`: answers; `train`, `test`: pairs; `shuffled`: pairs of `train`, swapped with probability 1/2.
+
+    No two numbers of `test` occur together elsewhere.
+    """
     rng = random.Random("preferences")
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
-    # Two numbers and the same two the other way round are held out together.
+    # A pair of numbers and the swapped pair are held out together.
     held_out = set(rng.sample([(a, b) for a, b in pairs if a < b], 500))
     some = [(a, b) for a, b in pairs if ((min(a, b), max(a, b)) in held_out) == (split == "test")]
     rng.shuffle(some)

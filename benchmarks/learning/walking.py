@@ -33,7 +33,7 @@ class Walking:
 
 
 class StepByStep(TextEnvWorkflow):
-    """The same walk without memory: each step answers the last observation alone, and is a row of its own."""
+    """The same walk without memory: each step answers the last observation and is a separate row."""
 
     def run(self) -> list[Experience]:
         observation, done, rewards = self.first_observation(), False, list[float]()
@@ -50,7 +50,7 @@ class StepByStep(TextEnvWorkflow):
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    """`warm`: walks of the player; `train`, `test`: where from and where to. No walk begins alike in both."""
+    """`warm`: walks of the player; `train`, `test`: start and goal. No two sets share the start of a walk."""
     rng = random.Random("walking")
     ends = [(a, b) for a in range(len(LETTERS)) for b in range(len(LETTERS)) if 1 < abs(a - b) <= FARTHEST]
     rng.shuffle(ends)

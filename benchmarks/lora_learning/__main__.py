@@ -1,23 +1,21 @@
-"""Do adapters learn as much as all weights? A real model, SmolLM2-135M-Instruct, on sums in chat form, on two cores.
+"""Compare learning with LoRA and with full fine-tuning: SmolLM2-135M-Instruct on chat-form sums, on two cores.
 
-    python -m benchmarks.lora_learning                        # all runs that the record lacks, then the figure
-    python -m benchmarks.lora_learning --only grpo sft        # runs whose names begin so
+    python -m benchmarks.lora_learning                        # all runs missing from the record, then the figure
+    python -m benchmarks.lora_learning --only grpo sft        # runs with these name prefixes
     python -m benchmarks.lora_learning --only grpo-seed0 --again -- total_steps=10
     python -m benchmarks.lora_learning --figure              # only the figure, from the record
     python -m benchmarks.lora_learning --only grpo-seed0 --again --keep runs   # keeps the run and its export
-    python -m benchmarks.lora_learning --only grpo-seed0 --exported --keep runs   # compares the export anew
+    python -m benchmarks.lora_learning --only grpo-seed0 --exported --keep runs   # compares the export again
 
 A line of the record is one run: the held-out reward of sampled answers before and after, its curve over steps and
-seconds (of SFT the loss, of DPO the share of pairs that are told apart), where the seconds and the bytes of pushes
-went, and of a run of RL what its export earns in archon and in transformers, by greedy answers, which must be
-as good, and by sampled ones, which may differ by chance.
-A run that the record has is not repeated; one that takes longer than its minutes is stopped, and its line says so.
+seconds (SFT: the loss; DPO: the share of correctly ranked pairs), and the breakdown of seconds and pushed bytes. A run
+of RL also has the rewards of its export in archon and in transformers: greedy answers must agree, sampled ones may
+differ by chance. Recorded runs are not repeated. A run that exceeds its time limit is stopped, and its line says so.
 
-What is expected: GRPO with adapters of rank 16 raises the reward by at least 0.25 within 20 minutes, with each of three
-seeds, on sums (`grpo-…`) and on two tasks of reasoning_gym (`letters-…`, `syllogism-…`); with rewards shuffled over the
-batch it stays within 0.1 of where it began; after as many steps all weights, with the same three seeds at the best of
-three learning rates, are at most 0.03 better than adapters; SFT and DPO raise it too. The command ends with 1 where
-that is not so.
+Expectations: GRPO with rank-16 LoRA raises the reward by at least 0.25 within 20 minutes for each of three seeds, on
+sums (`grpo-…`) and on two reasoning_gym tasks (`letters-…`, `syllogism-…`). With rewards shuffled over the batch it
+stays within 0.1 of its start. Full fine-tuning, with the same steps and seeds and the best of three learning rates, is
+at most 0.03 better. SFT and DPO raise the reward too. The exit code is 1 if an expectation is missed.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ FULL_BEST = FULL_RATES[0]
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: changes to its configuration, the metric that is recorded, its time, and the file of the
-    configuration where it is not the command's own."""
+    """One run of a command: overrides, recorded metric, time limit, and configuration file if not the default."""
 
     command: str
     changes: tuple[str, ...] = ()
@@ -138,7 +135,7 @@ def reward_of(model: Path, export: Path | None, folder: Path) -> float:
 
 
 def exported(name: str, model: Path, export: Path, folder: Path) -> dict[str, Any]:
-    """Return what the answers of a run's export earn in archon and in transformers, see `compared`."""
+    """Return the rewards of the export of a run in archon and in transformers, see `compared`."""
     with opened(model, export, folder, RUNS[name].config) as trainer:
         return compared(model, export, trainer)
 
@@ -155,12 +152,12 @@ def opened(model: Path, export: Path | None, folder: Path, recipe: Path = SUMS) 
 
 
 def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dict[str, Any]:
-    """Return what the record says of a run's metrics.
+    """Return the record fields of a run's metrics.
 
     Args:
-        rows: those of metrics.jsonl.
-        metric: the name of what is measured on held-out rows.
-        seconds: wall time of the run; what its steps did not take was loading and export.
+        rows: rows of metrics.jsonl.
+        metric: name of the held-out metric.
+        seconds: wall time of the run; time outside of steps is loading and export.
     """
     phases = {key for row in rows for key in row if key.startswith("seconds/")}
     spent = {phase.removeprefix("seconds/"): sum(row.get(phase, 0.0) for row in rows) for phase in sorted(phases)}
@@ -182,7 +179,7 @@ def measured(rows: Sequence[dict[str, Any]], metric: str, seconds: float) -> dic
 
 
 def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Return what was expected of the runs that are there, and whether it is so."""
+    """Return the expectations of the recorded runs and whether they are met."""
     done = {name: line for name, line in lines.items() if _ended(line)}
     found = {f"{name} did not end well": False for name in lines.keys() - done.keys()}
     loras = [line for name, line in done.items() if name.startswith("grpo-")]
@@ -235,7 +232,7 @@ def _ended(line: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Make the runs that are missing, one after the other, and the figure. Returns the exit code."""
+    """Run the missing runs one after the other, draw the figure, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines; every run appends its own")
     parser.add_argument("--only", nargs="+", default=[""], help=f"names, or beginnings of several: {' '.join(RUNS)}")
@@ -276,7 +273,7 @@ def main() -> int:
 
 
 def named(wanted: Sequence[str]) -> list[str]:
-    """Return the runs of these names, and of a word that is no name those that begin with it."""
+    """Return the runs with these names or name prefixes."""
     beginnings = tuple(word for word in wanted if word not in RUNS)
     return [name for name in RUNS if name in wanted or (beginnings and name.startswith(beginnings))]
 

@@ -1,4 +1,4 @@
-"""What an export answers in archon and in transformers, each by its own generation, to the same held-out prompts."""
+"""Compare the answers of an export in archon and in transformers, each with its native generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = 50
 
 
 def is_lora(export: Path) -> bool:
-    """Return whether it has adapters in PEFT's format, and not a whole checkpoint."""
+    """Return whether the export is a PEFT LoRA instead of a whole checkpoint."""
     return (export / "adapter_config.json").exists()
 
 
@@ -47,7 +47,7 @@ def compared(model: Path, export: Path, trainer: RLTrainer) -> dict[str, Any]:
 
 
 def standard_error(found: dict[str, Any]) -> float:
-    """Return that of the difference of the two means of sampled answers, whose rewards are nearly all 0 or 1."""
+    """Return the standard error of the difference between two mean rewards that are nearly all 0 or 1."""
     share = sum(found["sampled"].values()) / 2
     return math.sqrt(2 * share * (1 - share) / found["prompts"])
 
@@ -86,7 +86,7 @@ def of_transformers(policy: Any, model: Path, rows: Rows, gconfig: GenerationHyp
 
 
 def _policy(model: Path, export: Path) -> Any:
-    """Return the export as transformers, and for adapters PEFT, load it."""
+    """Load the export with transformers, and PEFT for a LoRA."""
     from transformers import AutoModelForCausalLM
 
     if not is_lora(export):

@@ -1,4 +1,4 @@
-"""The lines of the record: runs, and what was found later of their exports."""
+"""Record lines of runs and later comparisons of their exports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the newest line of each run, with what a later line alone says of its export."""
+    """Return the newest line of each run, merged with its export comparison from a later line."""
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         found[line["run"]] = line if "code" in line else found.get(line["run"], {}) | {"exported": line["exported"]}
