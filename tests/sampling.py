@@ -1,7 +1,7 @@
 """Sample the parameters of parametrized tests: `ARCHON_SAMPLE=N` runs about one of N.
 
-The commit chooses the sample, so that N commits together run about all parameters. Every test function runs with at least
-one of its parameters.
+The commit chooses the sample, so that N commits together run about all parameters. Every test function runs with at
+least one of its parameters.
 """
 
 from __future__ import annotations
