@@ -159,6 +159,7 @@ def test_a_fake_process_group_has_all_meshes() -> None:
 MARKED = """
 import pytest
 @pytest.mark.slow
+@pytest.mark.ci
 def test_slow_but_in_ci(): pass
 @pytest.mark.slow
 def test_slow(): assert False
