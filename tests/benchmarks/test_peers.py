@@ -136,7 +136,7 @@ def test_a_missed_aim_comes_with_the_profile_of_both_sides(run: tuple[Record, st
         assert profile["matrix products"] > 0 and profile[profiles.OUTSIDE] > 0
         assert f"{side}, a profiled step: " in screen
     text = readme.section(record)
-    assert "| a step's time | archon | transformers |" in text and "| matrix products | " in text
+    assert "| time of one step | archon | transformers |" in text and "| matrix products | " in text
     assert Record.parse(record.model_dump(), source="it") == record
 
 
