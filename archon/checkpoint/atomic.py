@@ -1,8 +1,8 @@
-"""Atomic writes of folders and files, and the named points at which a test may kill a save.
+"""Atomic writes of directories and files, with named points at which a test can kill a save.
 
-A folder is written next to its destination under a temporary name, every file and folder is synced, and one rename
-makes it visible. The temporary folder is locked while its writer runs, so that the next save can tell the leftovers of
-a killed writer, which it removes, from the folder of a running one.
+A directory is written next to its destination under a temporary name, every file and directory is synced, and one
+rename makes it visible. The writer locks its temporary directory, so that the next save can distinguish the leftovers
+of a killed writer, which it removes, from the directory of a running one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from archon.schema.errors import CheckpointError, ConfigError
 
 KILL_AT = "ARCHON_KILL_AT"
-# In the order in which a save reaches them. `test_kill` kills a process at each.
+# In the order of a save. `test_kill` kills a process at each.
 KILL_POINTS = (
     "save.begin",
     "save.staged",
@@ -62,12 +62,12 @@ def kill_point(name: str) -> None:
     nothing. Raises ConfigError where the variable names no point of `KILL_POINTS`.
     """
     assert name in KILL_POINTS, name
-    wanted = os.environ.get(KILL_AT)
-    if not wanted:
+    chosen = os.environ.get(KILL_AT)
+    if not chosen:
         return
-    point, _, nth = wanted.partition(":")
+    point, _, nth = chosen.partition(":")
     if point not in KILL_POINTS or not (nth or "1").isdigit():
-        raise ConfigError(f"{KILL_AT}={wanted!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
+        raise ConfigError(f"{KILL_AT}={chosen!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
     _kill_point_hits[name] += 1
     if name == point and _kill_point_hits[name] == int(nth or 1):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +88,7 @@ def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder next to `target`, to be renamed or published within the block, else removed.
+    """Yield a locked temporary directory next to `target` for the caller to rename or publish; remove it otherwise.
 
     Leftovers of killed writers of the same target are removed first.
     """
@@ -135,11 +135,12 @@ def hide(folder: Path) -> Path:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Move a synced `folder` to `target`, replacing what is there.
+    """Move a synced `folder` to `target`, replacing an existing one.
 
     An existing `target` is exchanged with `folder` atomically (Linux's `renameat2`), so that it is complete at every
-    moment. Where the file system cannot exchange (NFS), two renames are used, and the previous content is kept under
-    `.<name>.replaced` until the second is on disk; `undo_replacement` undoes the first after a kill between them.
+    moment. On a file system without exchange (NFS), two renames are used, and the previous content stays under
+    `.<name>.replaced` until the second rename is on disk; `undo_replacement` undoes the first after a kill between
+    them.
     """
     aside = _replaced_path(target)
     if not target.exists():
@@ -176,7 +177,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_file(path: Path, content: str, kill_before_rename: str) -> None:
-    """Replace a small text file atomically: readers see either the old content or the new."""
+    """Replace a small text file atomically: readers see either the old or the new content."""
     partial = path.with_name(f".{path.name}{_PARTIAL}new")
     write_synced(partial, content)
     kill_point(kill_before_rename)

@@ -48,10 +48,10 @@ class OpenWeights:
     """The weights of an open checkpoint.
 
     Attributes:
-        hf_config: the Hugging Face config of the model.
-        assets: the folder that holds the config and the tokenizer.
-        adapter: maps between Hugging Face and native names.
-        tensors: by Hugging Face key, in the order of the model's parameters.
+        hf_config: Hugging Face config of the model.
+        assets: directory with the config and the tokenizer.
+        adapter: map between Hugging Face and native names.
+        tensors: tensors by Hugging Face key, in the order of the model's parameters.
     """
 
     hf_config: dict[str, Any]
@@ -75,27 +75,33 @@ def convert(
     lora: str | os.PathLike[str] | None = None,
     lora_name: str | None = None,
 ) -> OpenWeights:
-    """Write the weights of `source` to the new folder `target`, atomically.
+    """Write the weights of `source` to the new directory `target`, atomically.
 
-    Args:
-        to, origin: formats of `target` and `source`; None detects that of `source`.
-        like: the Hugging Face folder with the config and the tokenizer; by default `source`. A native checkpoint has
-            neither.
-        layout: for `megatron`; by default one rank. Its `vocab_rows` is computed here.
-        vocab_multiple: for `megatron`: the embedding is padded with zeros to a multiple of this times tp.
-        dtype: for `hf`: dtype to convert the weights to; by default, and in the other formats, each keeps its own.
-        drop_padding: for a `megatron` source: see `open_ranks`.
-        names: of the tensors in `target` where it is `dcp`, by default `native`; otherwise of those in a `dcp` source,
-            by default detected.
-        lora: merge this LoRA of the weights on the way, each tensor in float32 and in memory alone: a folder of
-            PEFT's, or a checkpoint of a run that trained adapters on the Hugging Face checkpoint `source`.
-        lora_name: which adapter of a run that trained several.
-
-    A native source may be the checkpoint of a run; only its weights are used. A native target holds weights alone, and
+    A native source may be the checkpoint of a run; only its weights are used. A native target holds only weights, and
     `ArchonEngine.load` reads it.
 
-    Returns the converted weights, whose tensors can no longer be read. Raises CheckpointError, LayoutError or
-    ConfigError before anything is written.
+    Args:
+        source: checkpoint directory.
+        target: new directory.
+        to: format of `target`.
+        origin: format of `source`; None detects it.
+        like: Hugging Face directory with the config and the tokenizer; by default `source`. Native checkpoints have
+            neither.
+        layout: ranks of a `megatron` target; by default one. Its `vocab_rows` is computed here.
+        vocab_multiple: pad the embedding of a `megatron` target with zero rows to a multiple of this times tp.
+        dtype: dtype of `hf` weights; by default, and in other formats, each keeps its dtype.
+        drop_padding: for a `megatron` source: see `open_ranks`.
+        names: naming scheme of a `dcp` target, by default `native`; else of a `dcp` source, by default detected.
+        lora: merge this LoRA, each tensor in float32 and in memory only: a PEFT directory, or the checkpoint of a LoRA
+        run
+            whose base is the Hugging Face checkpoint `source`.
+        lora_name: LoRA of a multi-LoRA run.
+
+    Returns:
+        The converted weights; their tensors can no longer be read.
+
+    Raises:
+        CheckpointError, LayoutError, ConfigError: the request cannot be honored; nothing was written.
     """
     folder, destination = checkpoint_folder(source), Path(os.path.realpath(target))
     source_format = origin or detect_format(folder)
@@ -129,7 +135,7 @@ def convert(
 
 
 def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | None) -> OpenWeights:
-    """Return weights whose tensors have their adapters merged when they are read; others are read as they are."""
+    """Return weights with their LoRAs merged on reading."""
     family = weights.adapter
     changed = [key for key in weights.tensors if any(x.name in lora.sizes for x in family.hf_to_native(key))]
     merged = _hf_tensors(merge(_parameters(family, weights.tensors), lora, dtype), family)
@@ -137,7 +143,11 @@ def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | Non
 
 
 def detect_format(folder: Path) -> Format:
-    """Return the format of a checkpoint folder. Raises CheckpointError where it is none."""
+    """Detect the format of a checkpoint directory.
+
+    Raises:
+        CheckpointError: it has no known format.
+    """
     if is_megatron_folder(folder):
         return "megatron"
     if is_dcp_folder(folder):
@@ -161,17 +171,16 @@ def open_weights(
     drop_padding: bool = False,
     names: Names | None = None,
 ) -> AbstractContextManager[OpenWeights]:
-    """Return a context manager of a checkpoint's weights, which can be read within its block; see `convert`.
+    """Return a context manager of the weights of a checkpoint, readable within its block; see `convert`.
 
-    Quantized weights of a hf checkpoint are read as the dtype that its config names.
+    Quantized weights of an `hf` checkpoint are dequantized to the dtype in its config.
 
-    Raises CheckpointError unless the checkpoint holds exactly the model's tensors.
+    Raises:
+        CheckpointError: the tensors are not exactly the model's.
     """
     if format == "hf":
         if like is not None:
-            raise ConfigError(
-                f"{folder}: like (--like) was given for a hf checkpoint, which has its own config; leave it out"
-            )
+            raise ConfigError(f"{folder}: a hf checkpoint contains its config; leave out like (--like)")
         return _open_hf(folder)
     if like is None and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -211,21 +220,24 @@ def _open_hf(folder: Path) -> Iterator[OpenWeights]:
 
 @contextmanager
 def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
-    found = find_checkpoint(folder)
-    if found is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         fail(folder, "it is not a training checkpoint: it holds no step-* folder")
     hf_config = read_hf_config(assets)
-    saved = read_manifest(found)["fingerprint"] or {}
+    saved = read_manifest(checkpoint)["fingerprint"] or {}
     if "adapters" in saved:
-        fail(found, "it holds adapters alone; archon export writes them in PEFT's format, or merged into their base")
+        fail(
+            checkpoint,
+            "it contains only LoRAs; archon export writes them in PEFT's format or merges them into their base",
+        )
     text = get_model_spec(hf_config["model_type"], text_only=True).model_args_class
     text_only = saved.get("family") == text.__name__
     adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")), text_only=text_only)
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it
         args = replace(args, balance_by_bias=True)
-    with open_state(found, model_fingerprint(args)) as (_, state):
-        model = _model_tensors(found, state, adapter)
+    with open_state(checkpoint, model_fingerprint(args)) as (_, state):
+        model = _model_tensors(checkpoint, state, adapter)
         yield OpenWeights(hf_config, assets, adapter, _hf_tensors(model, adapter))
 
 
@@ -240,8 +252,8 @@ def _open_dcp(folder: Path, assets: Path, names: Names | None) -> Iterator[OpenW
     with open_dcp(folder) as stored:
         is_critic = any(name == "score.weight" or name.endswith(".score.weight") for name in stored)
         adapter = _adapter(hf_config, assets, is_critic=is_critic)
-        scheme, found = match_names(folder, stored, adapter, hf_config["model_type"], names)
-        tensors = found if scheme.names == "hf" else _hf_tensors(found, adapter)
+        scheme, named = match_names(folder, stored, adapter, hf_config["model_type"], names)
+        tensors = named if scheme.names == "hf" else _hf_tensors(named, adapter)
         yield OpenWeights(hf_config, assets, adapter, tensors)
 
 
@@ -267,9 +279,10 @@ def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
 def _hf_tensor(
     shape: tuple[int, ...], targets: Sequence[NativeTarget], parameters: Mapping[str, LazyTensor]
 ) -> LazyTensor:
-    """Return a Hugging Face tensor of `shape`, read from the parameters of which it is made.
+    """Return a Hugging Face tensor of `shape`, assembled from its parameters.
 
-    Raises CheckpointError where they differ in dtype.
+    Raises:
+        CheckpointError: the parameters differ in dtype.
     """
     parts = [parameters[target.name] for target in targets]
     if all(target.placement is None for target in targets):
@@ -294,8 +307,8 @@ def _row(stack: LazyTensor, index: int) -> LazyTensor:
 
 def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
     """Return the dtype of tensors that are part of `whole`. Raises CheckpointError where they differ."""
-    (first, dtype), *others = ((name, tensor.dtype) for name, tensor in tensors.items())
-    for name, other in others:
+    (first, dtype), *remaining = ((name, tensor.dtype) for name, tensor in tensors.items())
+    for name, other in remaining:
         if other != dtype:
             raise CheckpointError(
                 f"{first!r} is {dtype} and {name!r} {other}, but both are part of {whole}; convert them to one dtype"
@@ -362,12 +375,12 @@ def _native_parameter(
     Raises CheckpointError where the tensors differ in dtype.
     """
     dtype = _common_dtype({key: tensors[key] for key in targets}, f"parameter {name!r}")
-    (key, target), *others = targets.items()
-    if not others and target.index is None and target.placement is None:
+    (key, target), *remaining = targets.items()
+    if not remaining and target.index is None and target.placement is None:
         return tensors[key]
 
     def load(region: Region) -> Tensor:
-        rows, *rest = region
+        rows, *columns = region
         out = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype)
         for key, target in targets.items():
             tensor = tensors[key]
@@ -375,11 +388,11 @@ def _native_parameter(
                 if rows.start <= target.index < rows.stop:
                     out[target.index - rows.start].copy_(target.extract(tensor.read()))
             elif target.placement is not None and target.placement.dim > 0 and len(shape) > 2:
-                # A stack whose rows are those of the parameter.
+                # A stack with the parameter's rows.
                 out.copy_(target.extract(tensor.read((rows, *full_region(tensor.shape[1:])))))
             else:
                 out.copy_(target.extract(tensor.read())[rows])
-        return out[:, *rest]
+        return out[:, *columns]
 
     return LazyTensor(dtype, shape, load)
 

@@ -60,7 +60,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What makes pixels of pictures.
+# Files of the image processor.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -79,33 +79,34 @@ def save_hf(
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
-    Args:
-        path: folder to create, or an earlier export to replace.
-        weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard of
-            them is in memory at a time.
-        hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
-        like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
-        tokenizer: a tokenizer to save instead of the files of `like`.
-        dtype: dtype to convert the parameters to; by default each keeps its own, as buffers always do. Parameters in
-            full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
-            (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
-        max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
-        passthrough: copy the keys that the family's adapter carries (`passthrough`) from the weights of `like`, or
-        of the folder
-            named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
-            checkpoint. Quantized ones become weights of the export's dtype, as all others did when they were loaded:
-            without a `quantization_config` no reader would apply their scales.
-        text_only: the weights are the decoder's of a model that sees; its tower is carried.
-
-    Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
+    Everything is written and synced in a hidden directory next to `path`, which one rename (or exchange, with an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
 
-    Raises CheckpointError, leaving `path` untouched, unless the names and shapes are exactly those of the config and
-    every value is finite; where there is no source of keys to carry; where `path` holds files that are not part of an
-    export; or where it cannot be written.
+    Args:
+        path: directory to create, or an earlier export to replace.
+        weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard is
+        in
+            memory at a time.
+        hf_config: config to write; by default the config of `like`. Its dtype field is set to the weights' dtype.
+        like: checkpoint directory; its config, generation config and tokenizer files are copied. May be `path`.
+        tokenizer: tokenizer to save instead of the files of `like`.
+        dtype: dtype of the parameters; by default each keeps its dtype, as buffers always do. Full-precision
+        parameters,
+            such as the decays of delta nets, are converted too: transformers' models have one dtype
+            (`_keep_in_fp32_modules` does not list decays), and its `save_pretrained` writes them in it.
+        max_shard_bytes: bytes per shard; a larger tensor gets a separate shard.
+        passthrough: copy the passthrough keys of the family from the weights of `like`, or of the directory named here,
+            bitwise. False omits them, for a model that was not loaded from a checkpoint. Quantized passthrough tensors
+            are dequantized to the export's dtype, like all others on loading: without a `quantization_config` no reader
+            would apply their scales.
+        text_only: the weights are the text decoder of a vision-language model; its vision encoder is passthrough.
+
+    Raises:
+        CheckpointError: names or shapes differ from the config, a value is not finite, passthrough keys have no source,
+            `path` contains files that are not part of an export, or writing failed. `path` is unchanged.
     """
     if hf_config is None and like is None:
-        raise CheckpointError(f"{path}: neither hf_config nor like was given; give one, to name the model's config")
+        raise CheckpointError(f"{path}: pass hf_config or like; the export needs the model's config")
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -130,8 +131,7 @@ def save_hf(
                 is_critic = "score.weight" in written
                 of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
                 _check_names_and_shapes(target, of_model, shapes)
-                # The config names the dtype of the parameters; a router's bias and decays may be wider. Of several
-                # dtypes it names the widest, which can represent all of them exactly.
+                # The config names the dtype of the parameters; router bias and decays may be wider.
                 wider = buffers | _full_precision_keys(adapter)
                 dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
                 widest = functools.reduce(torch.promote_types, dtypes)
@@ -175,24 +175,25 @@ def save_hf_distributed(
 
 
 def require_zero_expert_biases(model: nn.Module, adapter: BaseStateDictAdapter, pp: Group | None = None) -> None:
-    """Raise CheckpointError on all ranks of the pipeline `pp` where a router's balancing bias would be lost.
+    """Raise CheckpointError on all ranks of the pipeline `pp` if a nonzero router bias would be lost.
 
-    Unless the adapter's map names it, a Hugging Face checkpoint has no field for the bias, and without one that is not
-    0 the router would choose other experts.
+    A Hugging Face checkpoint has no field for the bias unless the adapter's map names it. Without the bias, the router
+    would choose other experts.
     """
     stored = adapter.buffer_shapes
     moved = [name for name, bias in expert_biases(model).items() if name not in stored and bool(bias.any())]
-    found = torch.tensor(len(moved), device=next(model.parameters()).device)
+    count = torch.tensor(len(moved), device=next(model.parameters()).device)
     if pp is not None:
-        found = all_reduce(found, pp)
-    require_zero_biases(moved, int(found))
+        count = all_reduce(count, pp)
+    require_zero_biases(moved, int(count))
 
 
 def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
-    """Raise CheckpointError unless `moved`, the names of balancing biases that are not 0, is empty.
+    """Raise CheckpointError if a router bias is not 0.
 
     Args:
-        count: number of such biases on all ranks; by default the length of `moved`.
+        moved: names of the nonzero biases on this rank.
+        count: number of nonzero biases on all ranks; by default the length of `moved`.
     """
     count = len(moved) if count is None else count
     if count:
@@ -249,11 +250,11 @@ class _ShardWriter:
 def _write_weights(
     weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None, buffers: Container[str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write weights, in `dtype` if it is given and they are no buffers. Returns (shape, dtype) of each."""
+    """Write weights, parameters in `dtype` if it is not None, and return (shape, dtype) of each."""
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
-            raise CheckpointError(f"weight {name!r} was given twice; expected each weight of an export once")
+            raise CheckpointError(f"weight {name!r} occurs twice in the export")
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"weight {name!r} is {tensor.dtype}; expected float64, float32, float16 or bfloat16: convert it first"
@@ -278,15 +279,17 @@ def _is_finite(tensor: Tensor) -> bool:
 def _passthrough_source(
     target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
 ) -> Iterator[Callable[[torch.dtype], Mapping[str, LazyTensor]]]:
-    """Yield what returns the carried tensors of the checkpoint `source`, to be read when written; see
-    `HFCheckpoint.passthrough`.
+    """Yield a function that returns the passthrough tensors of the checkpoint `source`, read when written.
 
-    Raises CheckpointError where there is no such checkpoint.
+    See `HFCheckpoint.passthrough`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
     """
     if adapter is None or not adapter.passthrough:
         yield lambda dtype: {}
         return
-    why = f"export {target}: keys such as {adapter.passthrough[0]!r} are copied from the checkpoint that was loaded"
+    why = f"export {target}: passthrough keys such as {adapter.passthrough[0]!r}, come from the loaded checkpoint"
     if source is None:
         raise CheckpointError(f"{why}; name that checkpoint by like, or leave them out by passthrough=False")
     if not any((source / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):
@@ -317,7 +320,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _check_names_and_shapes(target: Path, adapter: BaseStateDictAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the names and shapes written are exactly those of the adapter's model."""
+    """Raise CheckpointError unless the written names and shapes are exactly the model's."""
     expected = adapter.hf_shapes()
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):
@@ -342,8 +345,9 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
 
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
-    """Copy the generation config and the files of tokenizer and image processor from `assets` to `folder`; `tokenizer`
-    replaces those of the tokenizer.
+    """Copy generation config, tokenizer and image processor files from `assets` to `folder`.
+
+    `tokenizer` replaces the tokenizer files.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -46,9 +46,9 @@ class CheckpointSpec:
     """Family of a checkpoint, with its config parsed once.
 
     Attributes:
-        hf_config: the parsed `config.json`.
-        spec: the model family.
-        adapter: maps the checkpoint's tensors to parameters; `adapter.args` are the model arguments and
+        hf_config: parsed `config.json`.
+        spec: model family.
+        adapter: map from the checkpoint's tensors to parameters; `adapter.args` are the model arguments and
             `adapter.quantization` the quantization of the config.
     """
 
@@ -200,10 +200,10 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     passthrough: bool | str | os.PathLike[str] = True,
 ) -> None:
-    """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
+    """Export a model with the config and the tokenizer of the checkpoint directory `like`; see `save_hf`.
 
     Raises:
-        CheckpointError: `like` has the config of another model, a balancing bias is not 0, or the model has a LoRA.
+        CheckpointError: `like` has the config of another model, a router bias is not 0, or the model has a LoRA.
     """
     if any(is_lora(name) for name, _ in model.named_parameters()):
         raise CheckpointError(

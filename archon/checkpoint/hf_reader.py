@@ -1,8 +1,8 @@
-"""Reads Hugging Face checkpoints into a model whose memory is already allocated.
+"""Read Hugging Face checkpoints into a model with allocated memory.
 
-Everything is checked before the first weight is written: the headers of all files, the index against them, and that
-every key and every parameter is used exactly once. Then the data is read in chunks directly into the parameters'
-memory, or through one small buffer per thread where dtype, layout or device differ.
+All checks come before the first weight is written: the headers of all files, the index against them, and that every key
+and every parameter is used exactly once. Then the data is read in chunks directly into the parameters' memory, or
+through one small buffer per thread if dtype, layout or device differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Reading releases the GIL and one thread saturates a core; the second one hides the time of page faults.
 READERS = 2
-# Integers and 8-bit floats are not accepted: they come with scales that archon does not apply.
+# Integers and FP8 are refused here: they need scales, which only a supported quantization applies.
 WEIGHT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -86,32 +86,31 @@ class HFCheckpoint:
             if key not in self.entries:
                 fail(self.path / name, f"key {key!r} is missing, though {INDEX_FILE} lists it in this file")
             if self.files[key].path.name != name:
-                found = self.files[key].path.name
-                fail(self.path / name, f"key {key!r} is in {found}, though {INDEX_FILE} lists it in this file")
+                actual = self.files[key].path.name
+                fail(self.path / name, f"key {key!r} is in {actual}, though {INDEX_FILE} lists it in this file")
         for key, file in self.files.items():
             if key not in weight_map:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
     def tensors(self, adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
-        """Return the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`.
-
-        Those that the adapter carries are among them.
-        """
+        """Return all stored tensors by key, quantized ones by their weight key; see `stored_tensors`."""
         weights = {weight_key(key, adapter.quantization) for key in self.entries}
         known = {*adapter.hf_shapes(), *filter(adapter.is_passthrough, weights)}
         return stored_tensors(self.entries, self.files, adapter.quantization, known)
 
     def passthrough(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
-        """Return the tensors that the adapter carries, each in its own dtype, but quantized ones in `dtype`.
+        """Return the passthrough tensors, each in its dtype, but quantized ones in `dtype`.
 
-        `adapter` is that of this checkpoint's config. Raises CheckpointError for a quantized tensor whose orientation
-        only a family that computes it can know.
+        `adapter` belongs to this checkpoint's config.
+
+        Raises:
+            CheckpointError: only a family that computes a quantized tensor can know its orientation.
         """
-        found = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
-        for key, tensor in found.items():
+        tensors = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
+        for key, tensor in tensors.items():
             if tensor.is_native:
-                fail(tensor.file.path, f"key {key!r} is packed, and this family does not say in which orientation")
-        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in found.items()}
+                fail(tensor.file.path, f"key {key!r} is packed, and this family defines no orientation for it")
+        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in tensors.items()}
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Return whether two tensors are bitwise equal, dtype and shape included."""
@@ -154,9 +153,9 @@ class HFCheckpoint:
 
 
 class ReadTarget(NamedTuple):
-    """A tensor to fill, and the region of a key's tensor to fill it with: one slice per dimension, of equal shape.
+    """A tensor to fill and its source region in a key's tensor: one slice per dimension, of equal shape.
 
-    The region is one of the key's tensor viewed as `shape`, by default as its own, and decoded by `decoder`.
+    The region refers to the key's tensor viewed as `shape` (by default its shape) and decoded by `decoder`.
     """
 
     key: str
@@ -171,23 +170,24 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
     """Load a checkpoint into the allocated parameters of a model, of any dtype, layout and device.
 
     The adapter defines the expected keys: a critic built from an actor (`init_score`) keeps its `score`, and `lm_head`
-    is not loaded. A tied checkpoint that also has `lm_head.weight` is accepted only where it is bitwise equal to the
-    embedding.
+    is not loaded. A tied checkpoint with `lm_head.weight` is accepted only if it is bitwise equal to the embedding.
 
-    Raises CheckpointError that names file and key, before any weight is written, unless every key and every parameter
-    is used exactly once.
+    Raises:
+        CheckpointError: a key or a parameter is not used exactly once. The error names file and key, and no weight was
+            written.
     """
     with HFCheckpoint(path) as checkpoint:
         checkpoint.read(match_parameters(checkpoint, model, adapter))
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
-    """Return what to read: for each key, the parameters or their rows that it holds, as far as this rank has them.
+    """Plan the reads: for each key, the parameters or rows that it fills on this rank.
 
-    Raises CheckpointError as `load_hf_weights` does.
+    Raises:
+        CheckpointError: as `load_hf_weights`.
     """
     adapter = adapter.for_keys(checkpoint.entries)
-    own = loadable_tensors(model, adapter)
+    loadable = loadable_tensors(model, adapter)
     holds_all = not hasattr(model, "stages")  # a rank of a pipeline holds only its stages' parameters
     expected = adapter.hf_shapes()
     if "score.weight" in expected and "score.weight" not in checkpoint.entries:
@@ -208,12 +208,12 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
                 ties.append((key, target.name))
                 continue
             _check_stored(key, tensor, target, expected[key])
-            if target.name in own:
-                read_targets += _read_targets(key, tensor, target, own[target.name], adapter)
+            if target.name in loadable:
+                read_targets += _read_targets(key, tensor, target, loadable[target.name], adapter)
             elif holds_all:
                 fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
-            if target.name == "tok_embeddings.weight" and "output.weight" in own and adapter.is_tied:
-                head = own["output.weight"]
+            if target.name == "tok_embeddings.weight" and "output.weight" in loadable and adapter.is_tied:
+                head = loadable["output.weight"]
                 read_targets += _read_targets(key, tensor, target, head, adapter)
                 filled.add("output.weight")
             filled.add(target.name)
@@ -222,9 +222,12 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
     filled |= {*adapter.stored_shapes} - {*adapter.loadable_names()}
-    for name in own:
+    for name in loadable:
         if name not in filled:
-            fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
+            fail(
+                checkpoint.path,
+                f"no key fills parameter {name!r}; does the state-dict adapter belong to another config?",
+            )
     for key, name in ties:
         embedding = adapter.to_hf_map[name]
         if not checkpoint.is_bitwise_equal(key, embedding):
@@ -237,19 +240,19 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 
 
 def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
-    """Return what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
+    """Return the tensors of a model that a checkpoint fills, by name: parameters and mapped buffers."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
     parameters = model.named_parameters()
     return {name: parameter.detach() for name, parameter in parameters if not is_lora(name)} | buffers
 
 
 def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:
-    """Raise CheckpointError where the shape or the dtype of a key is not that of the config."""
+    """Raise CheckpointError if the shape or the dtype of a key differs from the config."""
     if stored.is_native and target.is_transposed:
         expected = (*expected[:-2], expected[-1], expected[-2])
     name, file = stored.entry.name, stored.file.path
     if stored.shape != expected:
-        what = f"key {name!r} has shape" if name == key else f"key {name!r} stands for shape"
+        what = f"key {name!r} has shape" if name == key else f"key {name!r} decodes to shape"
         fail(file, f"{what} {list(stored.shape)}, expected {list(expected)} by its config")
     if stored.decoder is None and stored.entry.dtype not in WEIGHT_DTYPES:
         fail(file, f"key {key!r} is {stored.entry.dtype}; weights must be float64, float32, float16 or bfloat16")
@@ -258,15 +261,16 @@ def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected
 def _read_targets(
     key: str, stored: StoredTensor, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
 ) -> Iterator[ReadTarget]:
-    """Yield what to read of a key for a parameter; nothing where other ranks hold all of it.
+    """Yield the reads of a key for a parameter; none if other ranks hold all of it.
 
-    Raises CheckpointError where the parameter's shape is not that of the config.
+    Raises:
+        CheckpointError: the parameter's shape differs from the config.
     """
     expected = adapter.stored_shapes[target.name]
     if tuple(parameter.shape) != expected:
         fail(
             stored.file.path,
-            f"what key {key!r} fills has shape {list(expected)}, but the model's parameter {target.name!r} "
+            f"key {key!r} fills shape {list(expected)}, but the model's parameter {target.name!r} "
             f"has {list(parameter.shape)}; was the model built from another config?",
         )
     local, region = local_tensor(parameter), local_region(parameter)
@@ -294,13 +298,16 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             fail(
                 folder,
-                "it holds an adapter, and a whole checkpoint is expected: name the adapter by lora.path next to its "
+                "it contains a LoRA, not a whole checkpoint: set lora.path to it, next to its "
                 "base, and write both as one with ArchonEngine.save(path, format='hf')",
             )
         fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):
-        fail(file, f"model_type is {config.get('model_type')!r}; expected the name of a family, such as 'qwen3'")
+        fail(
+            file,
+            f"model_type is {config.get('model_type')!r}; expected a supported type, for example 'qwen3'",
+        )
     return config
 
 

@@ -1,4 +1,4 @@
-"""The native format: checkpoints of the full training state, from which a run resumes bitwise. No pickle.
+"""The native format: checkpoints of the full training state for bitwise resumption. No pickle.
 
     root/step-00000010/tensors*.safetensors  every tensor of the state (`archon.checkpoint.state_file`)
                        index.json            the file of each tensor's regions, if several processes wrote it
@@ -7,11 +7,11 @@
     root/latest                              the name of the newest checkpoint
 
 With several processes, saving and loading are collectives: all ranks write one checkpoint together, on a shared file
-system, and each reads the regions it needs, whatever layout wrote them.
+system, and each reads the regions it needs, for any layout of the writers.
 
-A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. So if a process is killed at
-any moment, each `step-*` folder is complete, and `latest` names one of them. A step that is saved again gets a new
-folder (`step-00000010.1`), and the earlier one is removed after `latest` has been updated.
+A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. If a process is killed at
+any moment, each `step-*` directory is complete, and `latest` names one of them. A step that is saved again gets a new
+directory (`step-00000010.1`); the earlier one is removed after `latest` has been updated.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 
 
 def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
-    """Return the family and arguments of a model, which must be equal where a checkpoint is loaded into another one.
+    """Return the fingerprint of a model: family and arguments, which must match on loading.
 
-    What computes attention and delta nets is not part of it: training may resume with another backend.
+    The attention and delta-net backends are not part of it: training may resume with another backend.
     """
     fields = {name: value for name, value in asdict(args).items() if name not in ("attn_type", "delta_rule")}
     return json.loads(json.dumps({"family": type(args).__name__, **fields}))
@@ -221,8 +221,8 @@ def load_latest(
 def broadcast_latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """Return on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
     plane = ControlPlane.with_long_timeout("loads")
-    found = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
-    name = plane.broadcast_json(lambda: "" if found is None else found.name)
+    latest = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
+    name = plane.broadcast_json(lambda: "" if latest is None else latest.name)
     return Path(root) / name if name else None
 
 
@@ -231,28 +231,29 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     root = Path(root)
     pointer = root / LATEST_FILE
     if not pointer.is_file():
-        found = _checkpoints(root)
-        return found[-1] if found else None
+        checkpoints = _checkpoints(root)
+        return checkpoints[-1] if checkpoints else None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not _NAME.fullmatch(name):
-        fail(pointer, f"it names {name[:80]!r}; expected a checkpoint such as step-00000010")
+        fail(pointer, f"invalid name {name[:80]!r}; expected a checkpoint, for example step-00000010")
     if not (root / name).is_dir():
         fail(pointer, f"it names {name}, which does not exist in {root}; write the name of a checkpoint there into it")
     return root / name
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """Return `path` where it is a native checkpoint, else the latest one beneath it; None where there is none."""
+    """Return `path` if it is a native checkpoint, else the latest one below it, or None."""
     return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else broadcast_latest_checkpoint(path)
 
 
 def load_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return (step, state) of one checkpoint folder, with full tensors on the CPU.
+    """Return (step, state) of one checkpoint directory, with full tensors on the CPU.
 
-    Raises CheckpointError that names the file where one is missing, truncated or altered, and that names the difference
-    where `fingerprint` is given and the checkpoint is of another model.
+    Raises:
+        CheckpointError: a file is missing, truncated or altered, or the checkpoint's model differs from `fingerprint`.
+            The error names the file or the difference.
     """
     with open_state(path, fingerprint) as (step, state):
         return step, read_all(state)
@@ -313,17 +314,17 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerpri
         what = f"{name} is {before!r} there and {now!r} here"
         how = "resume with the model that wrote it, or choose another run directory"
         if name == "base":
-            what = f"its adapters were trained on another base, whose digest is {before} there and {now} here"
+            what = f"its LoRAs were trained on another base (digest {before}, here {now})"
             how = "name the checkpoint that they were trained on by path, or choose another run directory"
         elif name == "adapters":
             have = ("there", "here") if before else ("here", "there")
-            what = f"adapters are trained {have[0]} and all weights {have[1]}"
+            what = f"LoRAs are trained {have[0]} and all weights {have[1]}"
             how = f"{'set lora as it was' if before else 'set lora to null'}, or choose another run directory"
         fail(folder, f"it was written by another model: {what}; {how}")
 
 
 def _differences(saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted name, value there, value here) of what differs; None for a value that one side lacks."""
+    """Yield (dotted name, checkpoint value, model value) of each difference; None for a missing value."""
     for name in [*fingerprint, *(name for name in saved if name not in fingerprint)]:
         before, now = saved.get(name), fingerprint.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -352,10 +353,10 @@ def _unused_folder_name(root: Path, step: int) -> str:
 
 def _prune(root: Path, newest: Path, keep: int | None) -> None:
     """Remove earlier saves of the same step as `newest`, and all but the last `keep` checkpoints; never `newest`."""
-    others = [folder for folder in _checkpoints(root) if folder != newest]
-    replaced = [folder for folder in others if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
-    others = [folder for folder in others if folder not in replaced]
-    surplus = [] if keep is None else others[: max(0, len(others) - (keep - 1))]
+    older = [folder for folder in _checkpoints(root) if folder != newest]
+    replaced = [folder for folder in older if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
+    older = [folder for folder in older if folder not in replaced]
+    surplus = [] if keep is None else older[: max(0, len(older) - (keep - 1))]
     for folder in replaced + surplus:
         hidden = hide(folder)
         kill_point("save.old_hidden")

@@ -1,4 +1,4 @@
-"""Quantized tensors of a checkpoint as the weights they stand for: dequantized row by row while they are read."""
+"""Dequantize the tensors of a checkpoint row by row while they are read."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class StoredTensor:
     is_native: bool = False
 
     def lazy(self, dtype: torch.dtype, *, transposed: bool) -> LazyTensor:
-        """Return the tensor as its map declares it; a quantized one in `dtype`, another one in its own.
+        """Return the tensor in the layout of its map; a quantized one in `dtype`, another one unchanged.
 
         Args:
+            dtype: dtype of a dequantized tensor.
             transposed: whether the map declares its last two dimensions in reverse.
         """
         if self.decoder is None:
@@ -73,28 +74,30 @@ def stored_tensors(
     quantization: Quantization | None,
     expected: Container[str],
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by key; quantized ones by the key in `expected` of what they stand for.
+    """Return the tensors of a checkpoint by key; quantized ones by their weight key in `expected`.
 
-    Raises CheckpointError for a quantized tensor without its scale, a scale without its tensor, and for another dtype
-    or shape of either than the config says.
+    Raises:
+        CheckpointError: a quantized tensor has no scale, a scale has no tensor, or their dtype or shape differs from
+        the
+            config.
     """
-    found: dict[str, StoredTensor] = {}
+    result: dict[str, StoredTensor] = {}
     quantized: dict[str, None] = {}
     for key, entry in entries.items():
         base = weight_key(key, quantization)
         if base in expected and (base != key or (quantization is not None and entry.dtype == torch.float8_e4m3fn)):
             quantized[base] = None
         else:
-            found[key] = StoredTensor(files[key], entry, entry.shape)
+            result[key] = StoredTensor(files[key], entry, entry.shape)
     for key in quantized:
         assert quantization is not None
         if quantization.method == "fp8":
-            found[key] = _fp8(key, entries, files, quantization.block)
+            result[key] = _fp8(key, entries, files, quantization.block)
         else:
-            found[key] = _mxfp4(key, entries, files)
+            result[key] = _mxfp4(key, entries, files)
         if quantization.is_unquantized(key):
-            fail(found[key].file.path, f"key {key!r} is quantized, but quantization_config says that it is not")
-    return found
+            fail(result[key].file.path, f"key {key!r} is quantized, but quantization_config excludes it")
+    return result
 
 
 def _fp8(
@@ -117,8 +120,8 @@ def _mxfp4(key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, Saf
     if key in entries:
         fail(file.path, f"it holds {data.name!r}, and {key!r} is in {files[key].path.name}; expected one of them")
     if data.dtype != torch.uint8 or len(data.shape) < 3 or data.shape[-1] != MX_BLOCK // 2:
-        found = f"{data.dtype} of shape {list(data.shape)}"
-        fail(file.path, f"key {data.name!r} is {found}; expected uint8 [..., out, in / {MX_BLOCK}, {MX_BLOCK // 2}]")
+        actual = f"{data.dtype} of shape {list(data.shape)}"
+        fail(file.path, f"key {data.name!r} is {actual}; expected uint8 [..., out, in / {MX_BLOCK}, {MX_BLOCK // 2}]")
     _check_scale(files[scale.name], scale, data.shape[:-1], frozenset({torch.uint8, torch.float8_e8m0fnu}))
     shape = (*data.shape[:-2], data.shape[-2] * MX_BLOCK)
     return StoredTensor(file, data, shape, _Mxfp4Rows(ScaleRows(files[scale.name], scale), shape[-1]), is_native=True)
@@ -169,7 +172,7 @@ class ScaleRows:
 
 @dataclass(frozen=True)
 class _Fp8Rows:
-    """See `RowDecoder`: rows of matrices [n_rows, row] whose blocks have a scale each; a last block may be smaller."""
+    """`RowDecoder` of matrices [n_rows, row] with one scale per block; the last block may be smaller."""
 
     scales: ScaleRows
     n_rows: int
@@ -193,7 +196,7 @@ class _Fp8Rows:
 
 @dataclass(frozen=True)
 class _Mxfp4Rows:
-    """See `RowDecoder`: rows of 4-bit floats, of which the low half of a byte comes first, and a scale for each 32."""
+    """`RowDecoder` of 4-bit floats: the low half of a byte comes first, with one scale per 32 values."""
 
     scales: ScaleRows
     row: int
@@ -211,5 +214,5 @@ class _Mxfp4Rows:
 
 @cache
 def _fp4_byte_values() -> Tensor:
-    """Return the two numbers that each byte stands for, float32 [256, 2]."""
+    """Return the two numbers in each byte, float32 [256, 2]."""
     return torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

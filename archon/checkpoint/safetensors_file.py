@@ -1,4 +1,4 @@
-"""Reading and writing one safetensors file; its header is checked completely before any data is read.
+"""Read and write one safetensors file; its header is validated before any data is read.
 
 Format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian header length, a JSON object
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}` with an optional `__metadata__` of strings, then the data,
@@ -54,7 +54,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's entry in the header. `start` and `end` are byte offsets from the beginning of the file."""
+    """Header entry of a tensor; `start` and `end` are byte offsets in the file."""
 
     name: str
     dtype: torch.dtype
@@ -68,20 +68,22 @@ Region = tuple[slice, ...]
 
 
 def full_region(shape: tuple[int, ...] | torch.Size) -> Region:
+    """Return the region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
+    """Return the shape of a region."""
     return tuple(part.stop - part.start for part in region)
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose data is read or computed on demand, so that only one of many is in memory at a time.
+    """A tensor that is read or computed on demand, so that only one is in memory at a time.
 
     Attributes:
         load: returns the data of a region on the CPU.
-        by_rows: reading some rows costs no more than their share, so that a tensor need not be read at once.
+        by_rows: whether reading rows costs only their share, so that the tensor need not be read whole.
     """
 
     dtype: torch.dtype
@@ -94,18 +96,19 @@ class LazyTensor:
         return self.load(full_region(self.shape) if region is None else region)
 
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield the data in order: in pieces of rows of about `CHUNK_BYTES` if `by_rows`, else at once."""
+        """Yield the data in order: in pieces of rows of about `CHUNK_BYTES` if `by_rows`, else whole."""
         if not self.by_rows or not self.shape:
             yield self.read()
             return
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         rows = max(1, CHUNK_BYTES // max(1, row_bytes))
         for first in range(0, self.shape[0], rows):
-            own = slice(first, min(first + rows, self.shape[0]))
-            yield self.read((own, *full_region(self.shape[1:])))
+            region = slice(first, min(first + rows, self.shape[0]))
+            yield self.read((region, *full_region(self.shape[1:])))
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
@@ -114,11 +117,12 @@ def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -
     Args:
         header: the JSON, without the length before it.
         data_bytes: bytes in the file after the header.
-        file: named in errors.
+        file: file name for errors.
 
-    Raises CheckpointError that names `file`, and the key where there is one, for anything that the format does not
-    allow: other JSON, duplicate names, unknown dtypes, sizes that differ from shape × item size, overlaps, gaps, data
-    beyond the end of the file, and bytes that belong to no tensor.
+    Raises:
+        CheckpointError: the header violates the format: other JSON, duplicate names, unknown dtypes, sizes that differ
+            from shape × item size, overlaps, gaps, data after the end of the file, or bytes without a tensor. The error
+            names `file` and the key.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,14 +157,14 @@ def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -
 
 def _entry(file: str | os.PathLike[str], base: int, name: str, item: Any) -> TensorEntry:
     if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        fail(file, f"key {name!r} must have dtype, shape and data_offsets, and nothing else")
+        fail(file, f"key {name!r} must have exactly dtype, shape and data_offsets")
     if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES:
         fail(file, f"key {name!r} has dtype {item['dtype']!r}; archon reads {', '.join(DTYPES)}")
     dtype, shape, offsets = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
     if not _is_shape(shape):
         fail(file, f"key {name!r} has shape {shape!r}; expected a list of sizes")
     if not _is_shape(offsets) or len(offsets) != 2:
-        fail(file, f"key {name!r} has data_offsets {offsets!r}; expected [begin, end]")
+        fail(file, f"key {name!r} has invalid data_offsets {offsets!r}; expected [begin, end]")
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
         fail(
@@ -179,7 +183,7 @@ def _reject_json_constant(name: str) -> NoReturn:
 
 
 def fail(file: str | os.PathLike[str], why: str) -> NoReturn:
-    """Raise CheckpointError with the file or folder and what is wrong with it."""
+    """Raise CheckpointError with the file or directory and the problem."""
     raise CheckpointError(f"{os.fspath(file)}: {why}")
 
 
@@ -212,6 +216,7 @@ class RegularFile:
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._handle)
 
     def __enter__(self) -> Self:
@@ -290,12 +295,12 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     with_digest: bool = True,
 ) -> str:
-    """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256, or that of
-    nothing where it is not wanted: computing it takes as long as writing to memory.
+    """Write and sync tensors of any device and layout, and return the SHA-256 of the file.
 
     Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
     point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
-    CPU tensor, and one lazy tensor or a piece of it.
+    CPU tensor, and one lazy tensor or a piece of it. Without a digest (hashing takes as long as writing to memory), the
+    result is the SHA-256 of nothing.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0

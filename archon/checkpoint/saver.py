@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 _writing: WeakSet[Saver] = WeakSet()
-"""Savers that are writing. All ranks take part in a save, so the process writes one at a time, of whichever engine."""
+"""Savers with a write in progress. All ranks take part in a save, so a process writes one save at a time."""
 
 
 class Saver:
@@ -60,9 +60,9 @@ class Saver:
                 write()
             except BaseException as error:
                 self._error = error
-                # A UserError, such as a full disk, is explained by its message; a traceback would add nothing.
+                # The message of a UserError, such as a full disk, is enough; a traceback adds nothing.
                 trace = None if isinstance(error, UserError) else error
-                # Where another rank ended in the middle of the save, what that rank reports is the reason.
+                # If another rank ended during the save, its report gives the reason.
                 level = logging.INFO if is_collective_error(error) else logging.ERROR
                 logger.log(
                     level,

@@ -42,9 +42,9 @@ INDEX_FILE = "index.json"
 
 
 def assign_shards(shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Shard]:
-    """Return the shards that this rank writes, out of those it holds: each region is assigned to exactly one rank.
+    """Return the shards that this rank writes: each region is assigned to exactly one rank that holds it.
 
-    A collective: every rank of `plane` calls it.
+    A collective over all ranks of `plane`.
     """
     if plane.size == 1:
         return dict(shards)
@@ -68,9 +68,10 @@ def _shard_id(name: str, shard: Shard) -> int:
 
 
 def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Any]:
-    """Write this rank's file; a rank of several that has no shards writes none.
+    """Write this rank's file; one of several ranks without shards writes none.
 
-    Returns the file's name, its SHA-256 and the regions in it by tensor name, as `build_index` takes them.
+    Returns:
+        The file name, its SHA-256 and its regions by tensor name, as `build_index` takes them.
     """
     name = TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
     if not shards and plane.size > 1:
@@ -84,9 +85,10 @@ def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane)
 
 
 def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index of the files that the ranks wrote, from what `write_shards` returned on each.
+    """Return the index of all files from the results of `write_shards` on each rank.
 
-    Raises CheckpointError where ranks disagree about a tensor's shape or dtype, or its regions do not cover it.
+    Raises:
+        CheckpointError: ranks disagree about a tensor's shape or dtype, or its regions do not cover it.
     """
     index: dict[str, Any] = {}
     for entry in written:
@@ -99,10 +101,10 @@ def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
                 )
             known["boxes"].append({"file": entry["file"], "start": start, "shape": size})
     for name, known in index.items():
-        found, expected = sum(math.prod(region["shape"]) for region in known["boxes"]), math.prod(known["shape"])
-        if found != expected:
+        covered, expected = sum(math.prod(region["shape"]) for region in known["boxes"]), math.prod(known["shape"])
+        if covered != expected:
             raise CheckpointError(
-                f"the ranks wrote {found} elements of tensor {name}, expected {expected}; a rank did not save its shard"
+                f"the ranks wrote {covered} elements of tensor {name}, expected {expected}; a shard is missing"
             )
     return index
 
@@ -145,7 +147,7 @@ class StateFiles:
             file = self._file(box["file"])
             entry = file.entries.get(name)
             if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):
-                fail(file.path, f"key {name!r} is not {dtype} {box['shape']}, as {INDEX_FILE} says")
+                fail(file.path, f"key {name!r} differs from {dtype} {box['shape']} in {INDEX_FILE}")
             filled += read_region(file, entry, there, out[here]).numel()
         if filled != out.numel():
             fail(self.folder / INDEX_FILE, f"the regions it lists for tensor {name!r} do not cover it")
@@ -159,6 +161,7 @@ class StateFiles:
         return self._open[name]
 
     def close(self) -> None:
+        """Close all files."""
         for file in self._open.values():
             file.close()
 
@@ -175,7 +178,7 @@ def check_files(
         if not file.is_file():
             fail(file, f"it is missing, though {manifest} lists it; copy the folder again")
         if file.stat().st_size != entry["bytes"]:
-            fail(file, f"it has {file.stat().st_size} bytes, {manifest} says {entry['bytes']}; truncated?")
+            fail(file, f"{file.stat().st_size} bytes, but {manifest} says {entry['bytes']}; truncated?")
     for name in sorted(files)[rank::ranks]:
         with (folder / name).open("rb", buffering=0) as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -41,12 +41,12 @@ class PerRank:
 
 
 class Encoder:
-    """Encodes a state as JSON; values that JSON lacks become objects with one key that starts with `$`.
+    """Encoder of a state as JSON; values without a JSON type become objects with one key that starts with `$`.
 
     Attributes:
-        shards: the state's tensors, by the name that stands for them in the JSON.
-        paths: the key path of each shard that is reached through dictionaries with string keys alone.
-        per_rank: the encoded value of each `PerRank`, in the order in which they were met.
+        shards: tensors of the state, by their name in the JSON.
+        paths: key path of each shard that is reached through dictionaries with string keys only.
+        per_rank: encoded value of each `PerRank`, in order of occurrence.
     """
 
     def __init__(self, rank: int) -> None:
@@ -64,8 +64,8 @@ class Encoder:
         if isinstance(value, Tensor | Shard):
             return {"$tensor": self._add(value, where, path)}
         if isinstance(value, PerRank):
-            (own,) = value.values
-            self.per_rank.append(self.encode(own, f"{where}@{self.rank}", None))
+            (value_of_rank,) = value.values
+            self.per_rank.append(self.encode(value_of_rank, f"{where}@{self.rank}", None))
             return {"$ranks": len(self.per_rank) - 1}
         if isinstance(value, list):
             return [self.encode(item, f"{where}.{i}", None) for i, item in enumerate(value)]
@@ -141,7 +141,7 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def read_all(state: Any) -> Any:
-    """Return a copy of a state in which every `LazyTensor` has been read in full."""
+    """Return a copy of a state with every `LazyTensor` read in full."""
     if isinstance(state, Mapping):
         return {key: read_all(item) for key, item in state.items()}
     if isinstance(state, list):
@@ -156,7 +156,8 @@ def read_all(state: Any) -> Any:
 def select_region(value: Tensor | Shard | LazyTensor, region: Region, what: str) -> Tensor:
     """Return the data of `region` of a tensor in a state.
 
-    Raises CheckpointError, naming `what`, where `value` is a shard of another region: its data is on another rank.
+    Raises:
+        CheckpointError: `value` is a shard of another region, whose data is on another rank. The error names `what`.
     """
     if isinstance(value, Tensor):
         return value[region]

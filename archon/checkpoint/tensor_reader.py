@@ -31,18 +31,15 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 class RowDecoder(Protocol):
-    """Decodes rows of a tensor whose data are quantized; a row is its last dimension.
-
-    Attributes:
-        row: elements of a row.
-        row_bytes: bytes of a row's data.
-    """
+    """Decoder of quantized rows; a row is the last dimension of a tensor."""
 
     @property
-    def row(self) -> int: ...
+    def row(self) -> int:
+        """Elements per row."""
 
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """Bytes per row."""
 
     def decode(self, data: Tensor, first: int) -> Tensor:
         """Return rows `first` to first + n of all rows as float32 [n, row] from their data, uint8 [n, row_bytes]."""
@@ -50,14 +47,14 @@ class RowDecoder(Protocol):
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor in a file, and how its data are decoded if they are quantized."""
+    """A tensor in a file, and the decoder of quantized data."""
 
     file: RegularFile
     entry: TensorEntry
     decoder: RowDecoder | None
 
     def byte_count(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
+        """Return the bytes of this number of elements."""
         if self.decoder is None:
             return elements * self.entry.dtype.itemsize
         return elements * self.decoder.row_bytes // self.decoder.row
@@ -65,9 +62,9 @@ class _Source:
 
 @dataclass(frozen=True)
 class ReadJob:
-    """One read: the data of a tensor from byte `offset` of a file, and the view `target` to fill with it.
+    """One read: the data of a tensor from byte `offset` of a file, and the view `target` to fill.
 
-    `inner`, where given, is the region of each row of shape `row` that `target` takes.
+    `inner`, if set, is the region of each row of shape `row` that `target` takes.
     """
 
     source: _Source
@@ -88,8 +85,12 @@ def read_jobs(
     """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor.
 
     Args:
-        shape: views the tensor in this shape; by default in its own. It needs one if it is quantized.
-        decoder: decodes its data if it is.
+        file: open file.
+        entry: header entry of the tensor.
+        region: one slice per dimension.
+        target: tensor to fill.
+        shape: view of the tensor, by default its shape; required if it is quantized.
+        decoder: decoder of a quantized tensor.
     """
     if target.numel():
         yield from _jobs(
@@ -98,7 +99,7 @@ def read_jobs(
 
 
 def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, target: Tensor) -> Iterator[ReadJob]:
-    """Yield the jobs for a region of a tensor of `shape` whose data begin at byte `start` of the file."""
+    """Yield the jobs for a region of a tensor of `shape` with data from byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
     row_bytes = source.byte_count(math.prod(shape[1:]))
     first = start + rows.start * row_bytes
@@ -119,12 +120,13 @@ def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, t
 
 
 class JobReader:
-    """Runs read jobs in any number of threads, with one buffer per thread for data that cannot be read in place."""
+    """Runner of read jobs in any number of threads, with one buffer per thread for out-of-place reads."""
 
     def __init__(self) -> None:
         self._buffers = threading.local()
 
     def read(self, job: ReadJob) -> None:
+        """Run one job in the calling thread."""
         target, source, entry = job.target, job.source, job.source.entry
         is_plain = target.device.type == "cpu" and target.is_contiguous()
         if is_plain:
@@ -162,7 +164,7 @@ def read_region(
     shape: tuple[int, ...] | None = None,
     decoder: RowDecoder | None = None,
 ) -> Tensor:
-    """Return a region of a tensor in a file, read into `out` where it is given; see `read_jobs` for the others."""
+    """Return a region of a tensor in a file, read into `out` if set; see `read_jobs` for the other arguments."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()
     for job in read_jobs(file, entry, region, out, shape, decoder):

@@ -74,7 +74,7 @@ def train(folder: Path, base: str | None = None) -> None:
     """Continue from the latest checkpoint to the last step, with a checkpoint after each; then write the digest.
 
     Everything a run depends on is in play: AdamW, a cosine schedule, and batches drawn from the global generators of
-    Python and PyTorch. With a `base` its adapters are trained, else a fresh model.
+    Python and PyTorch. With a `base` its LoRAs are trained, else a fresh model.
     """
     config = EngineConfig(
         path=base or write_config(folder / "model"),

@@ -178,7 +178,7 @@ def test_torchtitan_of_before_0_3_and_archon_name_a_llama_alike(tmp_path: Path) 
     convert(tmp_path / "dcp", tmp_path / "back", "hf")  # archon's own says so
     (tmp_path / "dcp" / MARKER_FILE).unlink()
 
-    with pytest.raises(ConfigError, match=r"its names fit native and torchtitan of before 0.3, which order the rows"):
+    with pytest.raises(ConfigError, match=r"its names match native and torchtitan of before 0.3, which order the rows"):
         convert(tmp_path / "dcp", tmp_path / "guessed", "hf")
     convert(tmp_path / "dcp", tmp_path / "native", "hf", names="native")
     convert(tmp_path / "dcp", tmp_path / "titan", "hf", names="torchtitan")
@@ -327,7 +327,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "another shape": (chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))), r"it holds torch.float32 \[4, 6\], .metadata says"),
     "an overlap": (chunks(((0, 0), (3, 6)), ((2, 0), (1, 6))), r"chunks of 'w' at \[0, 0\] and \[2, 0\] overlap"),
     "a gap": (chunks(((0, 0), (3, 6))), "hold 18 elements, its shape"),
-    "an overhang": (chunks(((2, 0), (4, 6))), "reaches beyond its shape"),
+    "an overhang": (chunks(((2, 0), (4, 6))), "exceeds its shape"),
     "a huge shape": (described("w", size=torch.Size((2**40, 2**20))), "hold 24 elements"),
     "no chunk": (described("w", chunks=[]), "hold 0 elements"),
     "no place": (lambda content: content.storage_data.pop(entry(content, "w")), "is stored nowhere"),

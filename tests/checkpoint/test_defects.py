@@ -139,7 +139,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "offsets backwards": (in_header(lambda h: h[KEY].update(data_offsets=[960, 0])), (SHARD, KEY, "-960 bytes")),
     "offsets are not numbers": (in_header(lambda h: h[KEY].update(data_offsets=["0", "960"])), (SHARD, KEY, "'960'")),
     "offsets are missing": (in_header(lambda h: h[KEY].__delitem__("data_offsets")), (SHARD, KEY, "data_offsets")),
-    "entry with a field too many": (in_header(lambda h: h[KEY].update(stride=[1, 2])), (SHARD, KEY, "nothing else")),
+    "entry with a field too many": (in_header(lambda h: h[KEY].update(stride=[1, 2])), (SHARD, KEY, "exactly")),
     "entry is not an object": (in_header(lambda h: h.update({KEY: 3})), (SHARD, KEY)),
     "key renamed in a header": (in_header(renamed), (SHARD, KEY, "missing")),
     "key renamed everywhere": (
@@ -277,9 +277,9 @@ def test_flipping_any_header_byte_is_an_error_or_changes_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"num_hidden_layers": 3}, "no key fills the model's parameter 'layers.2."),
+        ({"num_hidden_layers": 3}, "no key fills parameter 'layers.2."),
         ({"num_hidden_layers": 1}, "key 'model.layers.1..*' is parameter 'layers.1..*', which the model does not have"),
-        ({"vocab_size": 60}, r"has shape \[61, 24\], but the model's parameter '.*' has \[60, 24\]"),
+        ({"vocab_size": 60}, r"fills shape \[61, 24\], but the model's parameter '.*' has \[60, 24\]"),
     ],
     ids=["more layers", "fewer layers", "another vocabulary"],
 )

@@ -110,9 +110,9 @@ def test_no_name_is_looked_up_even_an_allowed_one(tmp_path: Path, monkeypatch: p
 TORCH_SIZE = b"ctorch\nSize\n"
 PROGRAMS = {
     "an attribute set on a class": (TORCH_SIZE + b"}\x8c\x01a" + b"K\x01sb.", "cannot be filled"),
-    "a call of a text": (short("torch.Size") + b")R.", "a str stands where"),
-    "a call of a call's result": (TORCH_SIZE + b")R)R.", "a Record stands where"),
-    "a call with a list": (TORCH_SIZE + b"]R.", "a list stands where"),
+    "a call of a text": (short("torch.Size") + b")R.", "a str has the wrong type"),
+    "a call of a call's result": (TORCH_SIZE + b")R)R.", "a Record has the wrong type"),
+    "a call with a list": (TORCH_SIZE + b"]R.", "a list has the wrong type"),
     "state set twice": (TORCH_SIZE + b")RK\x01bK\x01b.", "the state of an object twice"),
     "an item of a tuple": (b")K\x01a.", "a tuple cannot be filled"),
     "an item of a call's result": (TORCH_SIZE + b")RK\x01K\x02s.", "a Record cannot be filled"),
@@ -129,7 +129,7 @@ PROGRAMS = {
     "a huge memo": (b"Nr\xff\xff\xff\xff.", None),
     "a memo that is not there": (b"h\x07.", "refers to nothing"),
     "an empty stack": (b"a.", "refers to nothing"),
-    "a mark for a value": (b"(\x85.", "a _Mark stands where"),
+    "a mark for a value": (b"(\x85.", "a _Mark has the wrong type"),
     "two values": (b"NN.", "ends with 2 values"),
     "no value": (b"\x80\x04.", "ends with 0 values"),
     "no end": (b"\x80\x04N", "pickle exhausted"),

@@ -74,7 +74,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\], which archon does not have"),
     "layers twice": ({"layer_replication": [[0, 2]]}, "layer_replication is .* which archon does not have"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not have"),
-    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, and adapter_config.json says 3"),
+    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, but adapter_config.json says 3"),
     "a rank that is no number": ({"rank_pattern": {"q_proj": 2.0}}, r"\['q_proj'\] is 2.0; expected a positive whole"),
     "an endless alpha": ({"alpha_pattern": {"q_proj": float("inf")}}, r"\['q_proj'\] is inf; expected a positive num"),
     "a regular expression that takes forever": (
@@ -86,10 +86,10 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "many of them": ({"alpha_pattern": {f".*{i}": 1 for i in range(999)}}, "of more than 1000 characters together"),
     "targets without one": (
         {"target_modules": ["k_proj"]},
-        r"'model.layers.0.self_attn.q_proj' .* target_modules does",
+        r"'model.layers.0.self_attn.q_proj', but target_modules does",
     ),
     "another regular expression": ({"target_modules": r".*\.k_proj"}, "target_modules does not name it"),
-    "excluded": ({"exclude_modules": ["self_attn.o_proj"]}, r"o_proj' is in the file .* exclude_modules names it"),
+    "excluded": ({"exclude_modules": ["self_attn.o_proj"]}, r"o_proj', but exclude_modules names it"),
     "other layers": (
         {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [0]},
         r"'model\.layers\.1\..* layers_to_transform, \[0\], does not have its layer",
@@ -97,12 +97,12 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"layers_to_transform": "0"}, "layers_to_transform is '0'; expected numbers of layers"),
     "stacks not named": (
         {"target_parameters": None},
-        "target_parameters of adapter_config.json names none of .*gate_up",
+        "target_parameters of adapter_config.json lacks all of .*gate_up",
     ),
-    "one stack of two": ({"target_parameters": ["down_proj"]}, r"base_layer\.lora_A.* is no adapter of this model's"),
-    "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is no adapter of this model's"),
+    "one stack of two": ({"target_parameters": ["down_proj"]}, r"base_layer\.lora_A.* is not a LoRA of this model's"),
+    "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is not a LoRA of this model's"),
     "parameters in one text": ({"target_parameters": "down_proj"}, "target_parameters is .*; expected a list of names"),
-    "a version of nobody": ({"peft_version": "new"}, "peft_version is 'new'; expected one such as '0.21.2'"),
+    "a version of nobody": ({"peft_version": "new"}, "peft_version is 'new'; expected for example '0.21.2'"),
     "another version": ({"peft_version": "0.18.0"}, "expected .* as PEFT 0.18.0 stacks experts"),
 }
 
@@ -140,22 +140,22 @@ REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda x: x.update({f"{EXPERTS}.0.up_proj.lora_A.weight": x[f"{EXPERTS}.0.up_proj.lora_A.weight"][:0].clone()}),
         r"has shapes \(0, 60\)",
     ),
-    "a missing expert": ("per_expert", rename(".experts.3.", ".experts.9."), r"experts\.9\..* is no adapter"),
+    "a missing expert": ("per_expert", rename(".experts.3.", ".experts.9."), r"experts\.9\..* is not a LoRA"),
     "some experts": (
         "per_expert",
         lambda x: [x.pop(key) for key in [*x] if ".0.mlp.experts.2.up_proj" in key],
-        r"no adapter of 'model\.layers\.0\.mlp\.experts\.2\.up_proj', but of other experts of the layer",
+        r"no LoRA of 'model\.layers\.0\.mlp\.experts\.2\.up_proj', but of other experts of the layer",
     ),
     "an expert of another rank": (
         "per_expert",
         lambda x: x.update({f"{EXPERTS}.1.up_proj.lora_A.weight": torch.ones(3, 60)}),
         r"has shapes \(3, 60\) and \(8, 2\)",
     ),
-    "a router": ("stacked", rename("self_attn.q_proj", "mlp.gate"), r"mlp\.gate\..* is no adapter of this model's"),
+    "a router": ("stacked", rename("self_attn.q_proj", "mlp.gate"), r"mlp\.gate\..* is not a LoRA of this model's"),
     "a bias": (
         "stacked",
         lambda x: x.update({f"base_model.model.{QUERIES}.lora_B.bias": torch.zeros(60)}),
-        r"q_proj\.lora_B\.bias' is no adapter of this model's linear layers",
+        r"q_proj\.lora_B\.bias' is not a LoRA of this model's linear layers",
     ),
     "a vector": (
         "stacked",
@@ -181,7 +181,7 @@ def test_experts_of_different_alphas_and_weights_with_two_adapters(folders: dict
         folder.change(tmp_path, {"alpha_pattern": {r"experts\.1\.up_proj": 9}})
     fields = json.loads((folders["stacked"].path / "adapter_config.json").read_text())
     both = load_file(folders["stacked"].path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="which are of the same weights"):
+    with pytest.raises(CheckpointError, match="adapt the same weights"):
         folder.change(
             tmp_path,
             {"target_parameters": fields["target_parameters"], "rank_pattern": fields["rank_pattern"]},
@@ -194,7 +194,7 @@ def test_experts_of_different_alphas_and_weights_with_two_adapters(folders: dict
     [
         ("[", "is no JSON"),
         ("[1]", "holds a list; expected the parts of tensors by name"),
-        ('{"model.layers.7.mlp": [[2, 4]]}', "has 'model.layers.7.mlp', which it has no adapter of"),
+        ('{"model.layers.7.mlp": [[2, 4]]}', "names 'model.layers.7.mlp', but the file has no LoRA of it"),
         ('{"%s": [[2, 4]]}', "expected rank and alpha of each of its 2 matrices"),
         ('{"%s": [[1, 2], [1, 2]]}', "of rank 4 together"),
         ('{"%s": [[2, 4], [2, 5]]}', "as much alpha for a rank as the whole"),
@@ -237,5 +237,5 @@ def test_an_adapter_of_another_family_is_refused(folders: dict[str, Folder], tmp
     hf_config = json.loads((base_of("llama", tmp_path / "base") / "config.json").read_text())
     other = get_model_spec("llama").state_dict_adapter_class(hf_config)
     for folder in folders.values():
-        with pytest.raises(CheckpointError, match="is no adapter of this model's linear layers; of another model"):
+        with pytest.raises(CheckpointError, match="is not a LoRA of this model's linear layers; of another model"):
             read_sizes(folder.path, other)

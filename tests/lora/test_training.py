@@ -111,12 +111,12 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"lora": LORA | {"rank": 2}}, r"adapters\.layers\.0\.attention\.wq\.weight\.rank is 4 there and 2 here; resume"),
     ({"lora": LORA | {"alpha": 9.0}}, r"adapters\.layers\.0\.attention\.wq\.weight\.alpha is 8\.0 there and 9\.0 here"),
-    ({"path": 1}, r"its adapters were trained on another base, whose digest is \w{16} there and \w{16} here; name the"),
+    ({"path": 1}, r"its LoRAs were trained on another base \(digest \w{16}, here \w{16}\); name the"),
     (
         {"lora": LORA | {"targets": ["q_proj"]}},
         r"adapters\.layers\.0\.attention\.\w+\.weight is .* there and None here",
     ),
-    ({"lora": None}, r"adapters are trained there and all weights here; set lora as it was"),
+    ({"lora": None}, r"LoRAs are trained there and all weights here; set lora as it was"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_base_or_size_is_refused(
 
 def test_a_checkpoint_of_all_weights_is_none_of_adapters(bases: tuple[str, str], tmp_path: Path) -> None:
     engine_of(bases[0], lora=None).save(tmp_path, format="native")
-    with pytest.raises(CheckpointError, match="adapters are trained here and all weights there; set lora to null"):
+    with pytest.raises(CheckpointError, match="LoRAs are trained here and all weights there; set lora to null"):
         engine_of(bases[0]).load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT: what it says of each adapter, and what of it is refused."""
+"""Read, validate and write `adapter_config.json` of PEFT."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from archon.schema.name_patterns import NamePattern, NamePatterns, name_suffixes
 
 CONFIG_FILE = "adapter_config.json"
 WRITTEN_PEFT_VERSION = "0.21.2"
-"""The version of PEFT whose form archon writes."""
+"""PEFT version of the written format."""
 _MAX_BYTES = 2**24
 
-# Fields that say how an adapter is applied, read below.
+# Fields that define the computation of a LoRA; parsed below.
 _READ_FIELDS = {
     "peft_type",
     "peft_version",
@@ -37,7 +37,7 @@ _READ_FIELDS = {
     "layers_to_transform",
     "init_lora_weights",
 }
-# Fields that say how it was made, or who may use it: they change nothing of a finished adapter.
+# Provenance and permissions: no effect on a finished LoRA.
 _IGNORED_FIELDS = {
     "task_type",
     "auto_mapping",
@@ -53,24 +53,24 @@ _IGNORED_FIELDS = {
     "qalora_group_size",
     "ensure_weight_tying",
 }
-# Ways to begin that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
+# Initializations that keep the base weights; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _OFF: tuple[Any, ...] = (None, False, "none", [], {})
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The fields that say how adapters are applied.
+    """Fields of the config that define the computation of its LoRAs.
 
     Attributes:
-        path: of the file, for errors.
-        base: path or name of the checkpoint that they belong to; None if the file has none.
-        version: of PEFT, (0, 0) if the file has none, as those of versions before 0.18.
-        ranks, alphas: by patterns of names.
-        modules: names of modules or their ends, or a regular expression of whole names; None if the file has none.
-        parameters: names of parameters or their ends.
-        excluded: like `modules`, those without adapters.
-        layers: the layers with adapters; None for all.
+        path: config file, for errors.
+        base: path or name of the base checkpoint; None if the file has none.
+        version: PEFT version; (0, 0) if the file has none (before 0.18).
+        ranks, alphas: rank and alpha by name pattern.
+        modules: module names or suffixes, or a regular expression of whole names; None if the file has none.
+        parameters: parameter names or suffixes.
+        excluded: like `modules`, but excluded.
+        layers: layers with LoRA; None for all.
     """
 
     path: Path
@@ -91,16 +91,20 @@ class PeftConfig:
         return _matches(self.parameters, name)
 
     def size(self, tensor: PeftTensor) -> LoRASize:
-        """Return the size of a tensor's adapter. Raises CheckpointError where the file says that it has none."""
+        """Return the LoRA size of a tensor.
+
+        Raises:
+            CheckpointError: the config gives it no LoRA.
+        """
         key = tensor.name
         if tensor.experts is None and self.is_parameter(f"{key}.weight"):
             key = f"{key}.weight"
         elif tensor.experts is None and (problem := self._exclusion_reason(key)):
-            fail(self.path, f"the adapter of {key!r} is in the file of tensors, and {problem}")
+            fail(self.path, f"the tensor file has a LoRA of {key!r}, but {problem}")
         return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
 
     def _exclusion_reason(self, module: str) -> str | None:
-        """Return which field says that a module has no adapter."""
+        """Return the field that excludes a module from LoRA."""
         if self.modules is not None and not _matches(self.modules, module):
             return "target_modules does not name it"
         if _matches(self.excluded, module):
@@ -118,14 +122,18 @@ def _matches(names: frozenset[str] | NamePattern, name: str) -> bool:
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Return what a file says, with PEFT's defaults. Raises CheckpointError for what is malformed or not supported."""
+    """Parse a config, with PEFT's defaults.
+
+    Raises:
+        CheckpointError: the config is malformed or not supported.
+    """
     config = _read_json(path)
     if config.get("peft_type") != "LORA":
         fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
     if config.get("init_lora_weights") not in _PLAIN_INITS:
         fail(
             path,
-            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base's weights; convert it to a "
+            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base weights; convert it to a "
             "plain adapter with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
         )
     for field, value in config.items():
@@ -164,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         fail(path, f"it cannot be read: {error.strerror}")
     if not isinstance(config, dict):
-        fail(path, f"it holds a {type(config).__name__}; expected the fields of an adapter")
+        fail(path, f"it contains a {type(config).__name__}; expected a JSON object of LoRA fields")
     return config
 
 
@@ -221,19 +229,20 @@ def _version(path: Path, value: Any) -> tuple[int, ...]:
         return (0, 0)
     match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", value) if isinstance(value, str) else None
     if match is None:
-        fail(path, f"peft_version is {value!r}; expected one such as {WRITTEN_PEFT_VERSION!r}")
+        fail(path, f"peft_version is {value!r}; expected for example {WRITTEN_PEFT_VERSION!r}")
     return tuple(int(number or 0) for number in match.groups())
 
 
 def config_fields(
     sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str
 ) -> dict[str, Any]:
-    """Return the fields of a file for adapters; the commonest rank and alpha are `r` and `lora_alpha`.
+    """Return the config fields of LoRAs; the most common rank and alpha become `r` and `lora_alpha`.
 
     Args:
-        sizes: by names of modules and of parameters.
-        modules, parameters: these names.
-        base: path or name of the checkpoint that they belong to.
+        sizes: LoRA sizes by module or parameter name.
+        modules: target modules.
+        parameters: target parameters.
+        base: path or name of the base checkpoint.
     """
     rank, alpha = (_commonest([getattr(size, field) for size in sizes.values()]) for field in ("rank", "alpha"))
     return {
@@ -257,7 +266,7 @@ def config_fields(
 
 
 def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
-    """Return the size of one adapter of this rank that counts as much as several; None if they count differently."""
+    """Return the size of one LoRA of this rank with the same scale as several; None if their scales differ."""
     first = sizes[0]
     if any(not math.isclose(size.scale, first.scale, rel_tol=1e-12) for size in sizes):
         return None

@@ -1,5 +1,6 @@
-"""Adapters outside of training: read from a folder of PEFT's or from a run's checkpoint, and merged into weights while
-these are written, tensor by tensor. The weights that they are merged into are a copy; none is ever unmerged.
+"""LoRAs outside of training: read from a PEFT directory or the checkpoint of a run, and merged during export.
+
+The weights that receive a LoRA are a copy; nothing is ever unmerged.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """Adapters of a model: their sizes by the name of the matrix, and their tensors by
-    `lora.model.lora_parameter_names`.
-    """
+    """LoRAs of a model: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`."""
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
 
     @property
     def parameters(self) -> int:
+        """Number of LoRA parameters."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds an adapter in PEFT's format."""
+    """Return whether a directory holds a LoRA in PEFT's format."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint that a folder of PEFT's names as its base.
+    """Return the base checkpoint in the config of a PEFT directory.
 
-    Raises ConfigError where that is no folder here, and for a run's checkpoint, which names its base by a digest alone.
+    Raises:
+        ConfigError: it is not a directory here, or `path` is a run's checkpoint, which stores only a base digest.
     """
     base = read_peft_config(Path(path)).base if is_peft_folder(path) else None
     if base is None or not Path(base).is_dir():
-        base_field = f"names its base {base!r}, which is no folder here" if base else "does not say where its base is"
-        raise ConfigError(f"{os.fspath(path)}: it {base_field}; name the checkpoint that it adapts by --base")
+        base_field = f"its base {base!r} is not a directory here" if base else "it does not name its base"
+        raise ConfigError(f"{os.fspath(path)}: {base_field}; pass the base checkpoint with --base")
     return Path(base)
 
 
@@ -64,48 +65,50 @@ def read_lora_weights(
     base: str | os.PathLike[str] | None = None,
     lora_name: str | None = None,
 ) -> LoRAWeights:
-    """Return the adapters of a folder of PEFT's, or of a checkpoint of a run that trained adapters.
+    """Return the LoRAs of a PEFT directory, or of the checkpoint of a LoRA run.
 
     Args:
-        adapter: of the model that they belong to.
-        base: the Hugging Face checkpoint of that model; a run's checkpoint is only read for the base it was trained on.
-        lora_name: which adapter of a run that trained several.
+        path: PEFT directory, or checkpoint of a run.
+        adapter: state-dict adapter of their model.
+        base: Hugging Face checkpoint of that model, which must be the base of a run's checkpoint.
+        lora_name: LoRA of a multi-LoRA run.
 
-    Raises CheckpointError where they are none of this model's, or of another base.
+    Raises:
+        CheckpointError: the LoRAs belong to another model or another base.
     """
     if is_peft_folder(path):
         if lora_name is not None:
-            raise ConfigError(f"{os.fspath(path)}: it holds one adapter without a name; leave out {lora_name!r}")
+            raise ConfigError(f"{os.fspath(path)}: it contains a single LoRA without a name; leave out {lora_name!r}")
         sizes = read_sizes(path, adapter)
         return LoRAWeights(sizes, read_lora_tensors(path, adapter, sizes))
     folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
     if folder is None:
-        fail(path, f"it holds no adapter: neither {CONFIG_FILE} nor a checkpoint of a run")
+        fail(path, f"no LoRA: neither {CONFIG_FILE} nor a checkpoint of a run")
     saved = read_manifest(folder)["fingerprint"] or {}
     if "adapters" not in saved:
-        fail(folder, "it holds all weights of a model and no adapters; archon convert --to hf writes them")
+        fail(folder, "it contains whole weights, not LoRAs; archon convert --to hf writes them")
     if base is None:
-        raise ConfigError(f"{folder}: only the base that it was trained on can take its adapters; name its checkpoint")
+        raise ConfigError(f"{folder}: its LoRAs fit only the base they were trained on; pass the base checkpoint")
     expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
     sizes = {name: LoRASize(**size) for name, size in _saved_sizes(folder, saved["adapters"], lora_name).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
         names = single_lora_names(sizes, lora_name)
         if missing := [name for name in names if name not in stored]:
-            fail(folder, f"its adapters lack a tensor {missing[0]!r}, whose size it names")
+            fail(folder, f"LoRA tensor {missing[0]!r} is missing")
         return LoRAWeights(sizes, {alone: stored[name].read() for name, alone in names.items()})
 
 
 def _saved_sizes(folder: Path, lora: Mapping[str, Any], lora_name: str | None) -> Mapping[str, Any]:
-    """Return the sizes of the adapter that a run's checkpoint holds, or of the one with this name."""
+    """Return the LoRA sizes in a run's checkpoint, of the only LoRA or of `lora_name`."""
     several = sorted(name for name, of in lora.items() if "rank" not in of)
     if several and lora_name not in several:
-        given = "" if lora_name is None else f", and none {lora_name!r}"
+        unknown = "" if lora_name is None else f", not {lora_name!r}"
         raise ConfigError(
-            f"{folder}: it holds adapters {', '.join(several)}{given}; choose one by archon export --name"
+            f"{folder}: it contains LoRAs {', '.join(several)}{unknown}; choose one with archon export --name"
         )
     if not several and lora_name is not None:
-        raise ConfigError(f"{folder}: it holds one adapter without a name; leave out {lora_name!r}")
+        raise ConfigError(f"{folder}: it contains a single LoRA without a name; leave out {lora_name!r}")
     return lora if lora_name is None else lora[lora_name]
 
 
@@ -116,24 +119,26 @@ def export_lora(
     experts: ExpertFiles = "stacked",
     lora_name: str | None = None,
 ) -> LoRAWeights:
-    """Write the adapters of a run's checkpoint, or of a folder of PEFT's, as PEFT does. Returns them.
+    """Write the LoRAs of a run's checkpoint or of a PEFT directory as PEFT does, and return them.
 
     Raises errors as `read_lora_weights` and `save_lora` do.
     """
     hf_config = read_hf_config(base)
     adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
-    found = read_lora_weights(path, adapter, base, lora_name)
-    save_lora(target, adapter, found.sizes, found.tensors, base=os.fspath(base), experts=experts)
-    return found
+    weights = read_lora_weights(path, adapter, base, lora_name)
+    save_lora(target, adapter, weights.sizes, weights.tensors, base=os.fspath(base), experts=experts)
+    return weights
 
 
 def merge(
     parameters: Mapping[str, LazyTensor], lora: LoRAWeights, dtype: torch.dtype | None = None
 ) -> dict[str, LazyTensor]:
-    """Return parameters by name, those with an adapter merged when they are read.
+    """Return parameters by name, merged with their LoRAs on reading.
 
     Args:
-        dtype: of the results; by default each parameter keeps its own.
+        parameters: base parameters by native name.
+        lora: LoRAs by native name.
+        dtype: dtype of the results; by default each parameter's dtype.
     """
     return {name: _merged(name, weight, lora, dtype or weight.dtype) for name, weight in parameters.items()}
 

@@ -1,12 +1,12 @@
-"""How PEFT holds the adapters of archon's matrices: of a linear layer, of fused matrices, of stacked experts.
+"""Layout of LoRAs in PEFT files: linear layers, fused matrices and stacked experts.
 
-PEFT adapts what transformers' model has. A linear layer has A [r, in] and B [out, r], as here. Where one tensor holds
-several of archon's matrices, such as queries, keys and values, or gate and up, its A and B are those of all of them: an
-adapter of each, of ranks r1, r2, …, is one of their sum, with A1, A2, … below each other and each B in its own rows and
-columns; matrices whose A is the same share it.
+PEFT adapts the modules of transformers' model. A linear layer has A [r, in] and B [out, r], as in archon. A fused
+tensor holds several of archon's matrices, for example queries, keys and values, or gate and up. Its LoRA combines
+theirs, of ranks r1, r2, …: A1, A2, … are stacked by rows, and each B occupies its rows and columns of a block-diagonal
+matrix. Matrices with the same A share it.
 
-A parameter that stacks E experts (`target_parameters` of PEFT) has A [E r, in], expert after expert, and B [out, r E],
-all experts of a rank after each other. PEFT's versions differ in which side A is of; see `is_reversed`.
+A parameter that stacks E experts (`target_parameters` of PEFT) has A [E r, in], expert by expert, and B [out, r E] with
+all experts of a rank next to each other. PEFT versions differ in the side of A; see `is_reversed`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from archon.schema.errors import ConfigError
 
 PREFIX = "base_model.model."
 TEXT_MODEL = ".language_model."
-"""What names of a composite model have before its text decoder's; those of the decoder alone lack it."""
+"""Prefix of the text decoder in the names of a multimodal model."""
 Pair = tuple[Tensor, Tensor]
-"""A and B of an adapter: [r, in] and [out, r], or [E, r, in] and [E, out, r]."""
+"""A and B of a LoRA: [r, in] and [out, r], or [E, r, in] and [E, out, r]."""
 
 
 @dataclass(frozen=True)
@@ -59,44 +59,48 @@ class PeftTensor:
     def shapes(self, rank: int, *, is_reversed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in PEFT's file."""
         rows = rank * (self.experts or 1)
-        near, far = (self.out_features, self.in_features) if is_reversed else (self.in_features, self.out_features)
-        return (rows, near), (far, rows)
+        a_features, b_features = (
+            (self.out_features, self.in_features) if is_reversed else (self.in_features, self.out_features)
+        )
+        return (rows, a_features), (b_features, rows)
 
     def fuse(self, parts: Sequence[Pair | None]) -> tuple[Pair, bool]:
-        """Return the adapter of the whole tensor, and whether the parts share its ranks, as all have the same A.
+        """Return the LoRA of the whole tensor, and whether the parts share its ranks because all have the same A.
 
         Args:
-            parts: their adapters, None for one without.
+            parts: LoRAs of the parts, None for a part without one.
         """
-        given = [part for part in parts if part is not None]
-        shared = len(given) == len(parts) and all(torch.equal(a, given[0][0]) for a, _ in given)
+        present = [part for part in parts if part is not None]
+        shared = len(present) == len(parts) and all(torch.equal(a, present[0][0]) for a, _ in present)
         ranks = [0 if part is None else part[0].shape[-2] for part in parts]
-        a = given[0][0] if shared else torch.cat([a for a, _ in given], dim=-2)
-        b = given[0][1].new_zeros(*given[0][1].shape[:-2], self.out_features, a.shape[-2])
+        a = present[0][0] if shared else torch.cat([a for a, _ in present], dim=-2)
+        b = present[0][1].new_zeros(*present[0][1].shape[:-2], self.out_features, a.shape[-2])
         for target, part, columns in zip(self.parts, parts, _columns(ranks, shared=shared), strict=True):
             if part is not None:
                 _insert(target, part[1], b[..., columns])
         return (a, b), shared
 
     def split(self, pair: Pair, ranks: Sequence[int] | None) -> list[Pair | None]:
-        """Return the adapters of the parts: the reverse of `fuse`, without copies where strides allow it.
+        """Return the LoRAs of the parts: the inverse of `fuse`, without copies if strides allow.
 
         Args:
-            ranks: those of the parts, 0 for one without an adapter; None if they share all.
+            pair: A and B of the whole tensor.
+            ranks: ranks of the parts, 0 for a part without a LoRA; None if they share all ranks.
 
-        Raises ValueError where a part has more than its own ranks.
+        Raises:
+            ValueError: a part uses ranks of another part.
         """
         a, b = pair
         if ranks is None:
             return [(a, _extract(target, b)) for target in self.parts]
-        found: list[Pair | None] = []
+        pairs: list[Pair | None] = []
         for target, columns in zip(self.parts, _columns(ranks, shared=False), strict=True):
             rows = _extract(target, b)
             if rows[..., : columns.start].any() or rows[..., columns.stop :].any():
-                raise ValueError("a part has more than its own ranks")
-            own = a[..., columns, :], rows[..., columns]
-            found.append(own if columns.stop > columns.start else None)
-        return found
+                raise ValueError("a part uses ranks of another part")
+            part = a[..., columns, :], rows[..., columns]
+            pairs.append(part if columns.stop > columns.start else None)
+        return pairs
 
     def to_file(self, pair: Pair) -> Pair:
         """Return A and B as PEFT's newest versions write them."""
@@ -104,12 +108,12 @@ class PeftTensor:
         return pair if self.experts is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2))
 
     def from_file(self, pair: Pair, *, is_reversed: bool) -> Pair:
-        """Return the adapter of what `to_file` returned, or of what another version of PEFT wrote."""
+        """Return the LoRA of an output of `to_file`, or of a file of another PEFT version."""
         if self.experts is None:
             return pair
-        near = pair[0].unflatten(0, (self.experts, -1))
-        far = pair[1].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
-        return (far.mT, near.mT) if is_reversed else (near, far)
+        a_features = pair[0].unflatten(0, (self.experts, -1))
+        b = pair[1].unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+        return (b.mT, a_features.mT) if is_reversed else (a_features, b)
 
 
 def _columns(ranks: Sequence[int], *, shared: bool) -> list[slice]:
@@ -119,7 +123,7 @@ def _columns(ranks: Sequence[int], *, shared: bool) -> list[slice]:
 
 
 def _extract(target: NativeTarget, b: Tensor) -> Tensor:
-    """Return a part's rows of the B of its tensor, which lie in it as those of its weight do."""
+    """Return the rows of a part in the B of its tensor; they are placed like the rows of its weight."""
     return b if target.placement is None else replace(target.placement, transposed=False).extract(b)
 
 
@@ -133,27 +137,29 @@ def _insert(target: NativeTarget, rows: Tensor, b: Tensor) -> None:
 def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict[str, PeftTensor]:
     """Return the tensors that hold matrices, by name, in the order of the matrices.
 
-    Their names are those of the checkpoint; of `adapter.in_memory` they are those of transformers' model, which stacks
-    experts. Raises ConfigError for a tensor whose parts differ in their inputs, or that holds what has no adapters.
+    Names are the checkpoint's; for `adapter.in_memory` they belong to transformers' model, which stacks experts.
+
+    Raises:
+        ConfigError: parts of a tensor differ in their inputs, or the tensor holds a parameter without LoRA support.
     """
-    wanted = {*matrices}
-    found: dict[str, PeftTensor] = {}
+    remaining = {*matrices}
+    tensors: dict[str, PeftTensor] = {}
     shapes = adapter.hf_shapes()
     for matrix in matrices:
         for hf in adapter.hf_names(matrix):
             name, targets = hf.removesuffix(".weight"), adapter.hf_to_native(hf)
-            if name in found:
+            if name in tensors:
                 continue
             shape, first = shapes[hf], targets[0]
-            if len(targets) > 1 and any(t.name not in wanted or not _along_rows(t, len(shape)) for t in targets):
+            if len(targets) > 1 and any(t.name not in remaining or not _along_rows(t, len(shape)) for t in targets):
                 raise ConfigError(
-                    f"lora: the adapter of {matrix!r} cannot be written in PEFT's format, since {hf!r} holds it with "
+                    f"lora: the LoRA of {matrix!r} has no PEFT format, because {hf!r} fuses it with "
                     "what has other inputs or no adapters; name targets without it"
                 )
             out_features, in_features = shape[-1:-3:-1] if first.is_transposed else shape[-2:]
             experts = shape[0] if len(shape) == 3 else None
-            found[name] = PeftTensor(name, targets, experts, out_features, in_features, first.is_transposed)
-    return found
+            tensors[name] = PeftTensor(name, targets, experts, out_features, in_features, first.is_transposed)
+    return tensors
 
 
 def _along_rows(target: NativeTarget, dimensions: int) -> bool:

@@ -1,4 +1,4 @@
-"""Reads adapters in the format of PEFT: a config and `adapter_model.safetensors`, every key accounted for."""
+"""Read LoRAs in the format of PEFT: a config and `adapter_model.safetensors`; every key is used or refused."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PARTS = "archon.parts"
 
 @dataclass(frozen=True)
 class _Stored:
-    """The adapter of a tensor in a file.
+    """The LoRA of a tensor in a file.
 
     Attributes:
-        keys: of A and B.
-        sizes: of its parts, None for one without.
+        keys: keys of A and B.
+        sizes: sizes of its parts, None for a part without a LoRA.
         shared: whether its parts share its ranks, so that each has all of them.
         reversed: see `is_reversed`.
     """
@@ -53,27 +53,36 @@ class _Stored:
     reversed: bool
 
     def parts(self, pair: Pair) -> list[Pair | None]:
-        """Return the adapters of its parts, for A and B of the file. Raises ValueError as `split` does."""
+        """Return the LoRAs of its parts from the file's A and B.
+
+        Raises:
+            ValueError: as `split`.
+        """
         ranks = None if self.shared else [0 if size is None else size.rank for size in self.sizes]
         return self.tensor.split(self.tensor.from_file(pair, is_reversed=self.reversed), ranks)
 
 
 def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, LoRASize]:
-    """Return the adapters of a folder by the native name of their matrix.
+    """Return the LoRA sizes of a directory by the native name of their matrix.
 
-    Raises CheckpointError for a field that this engine cannot honor, for a key that is no adapter of this model's
-    linear layers, and for a pair with a missing half or the wrong shape.
+    Raises:
+        CheckpointError: a config field is not supported, a key belongs to no linear layer of this model, or a pair is
+            incomplete or has the wrong shape.
     """
     with _open(Path(path)) as (config, file):
         return _sizes(_stored(config, file, adapter), adapter, file.path)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Return what a folder's config says. Raises CheckpointError as `read_sizes` does."""
+    """Read the config of a directory.
+
+    Raises:
+        CheckpointError: as `read_sizes`.
+    """
     if not (folder / CONFIG_FILE).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
-        hint = f"; it has folders of adapters, name one: {', '.join(inside)}" if inside else ""
-        fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote{hint}")
+        hint = f"; choose one of its LoRA directories: {', '.join(inside)}" if inside else ""
+        fail(folder, f"no {CONFIG_FILE}; expected a LoRA directory in PEFT's format{hint}")
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         fail(
@@ -86,14 +95,14 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 @contextmanager
 def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
-    """Open a folder: what its config says, and its tensors."""
+    """Open a directory and return its config and its tensors."""
     config = read_peft_config(folder)
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:
         yield config, file
 
 
 def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
-    """Return the adapters of an open file, of which each has both keys and the shapes that the config says."""
+    """Return the LoRAs of an open file; each has both keys and the shapes of the config."""
     matrices = lora_matrices(adapter)
     tensors = peft_tensors(adapter, matrices) | peft_tensors(adapter.in_memory, matrices)
     known = [*tensors.values()]
@@ -107,7 +116,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         if key not in expected:
             fail(
                 file.path,
-                f"key {key!r} is no adapter of this model's linear layers" + _stack_hint(key, known, config),
+                f"key {key!r} is not a LoRA of this model's linear layers" + _stack_hint(key, known, config),
             )
         if not entry.dtype.is_floating_point or len(entry.shape) != 2:
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
@@ -115,44 +124,44 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         fail(file.path, "it holds no tensors")
     parts = _read_parts(file)
     for name in parts.keys() - keys.keys():
-        fail(file.path, f"its metadata {PARTS!r} has {name!r}, which it has no adapter of")
-    found = []
+        fail(file.path, f"its metadata {PARTS!r} names {name!r}, but the file has no LoRA of it")
+    stored = []
     for tensor in [*modules, *stacks]:
         missing = [key for key in keys[tensor.name] if key not in file.entries]
         if len(missing) == 1 or (missing and tensor.experts is not None):
             fail(file.path, f"key {missing[0]!r} is missing")
         if not missing:
-            found.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
-    return found
+            stored.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
+    return stored
 
 
 def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
-    """Return what may be wrong with a key that no adapter of this model has."""
+    """Return a hint about a key that matches no LoRA of this model."""
     stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
     if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
-        return f": target_parameters of {CONFIG_FILE} names none of {', '.join(stack.name for stack in stacks)}"
+        return f": target_parameters of {CONFIG_FILE} lacks all of {', '.join(stack.name for stack in stacks)}"
     return "; of another model?"
 
 
 def _stored_tensor(
     config: PeftConfig, file: SafetensorsFile, tensor: PeftTensor, keys: tuple[str, str], parts: Any
 ) -> _Stored:
-    """Return a tensor's adapter, after checking its shapes and the ranks of its parts, if the file has any."""
+    """Return the LoRA of a tensor, after checking its shapes and the ranks of its parts."""
     size = config.size(tensor)
     backwards = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
     shapes = tuple(file.entries[key].shape for key in keys)
-    rank, rest = divmod(shapes[0][0], tensor.experts or 1)
-    if rest or not rank or shapes != tensor.shapes(rank, is_reversed=backwards):
+    rank, remainder = divmod(shapes[0][0], tensor.experts or 1)
+    if remainder or not rank or shapes != tensor.shapes(rank, is_reversed=backwards):
         a, b = tensor.shapes(size.rank, is_reversed=backwards)
         version = ".".join(map(str, config.version))
         made = "" if tensor.experts is None else f", as PEFT {version} stacks experts (peft_version in {CONFIG_FILE})"
         fail(
             file.path,
-            f"the adapter of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{made}; of "
+            f"the LoRA of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{made}; of "
             "another model?",
         )
     if rank != size.rank:
-        fail(file.path, f"the adapter of {tensor.name!r} has rank {rank}, and {CONFIG_FILE} says {size.rank}")
+        fail(file.path, f"the LoRA of {tensor.name!r} has rank {rank}, but {CONFIG_FILE} says {size.rank}")
     shared = parts is None
     sizes = (size,) * len(tensor.parts) if shared else _sizes_of_parts(file.path, tensor, size, parts)
     return _Stored(tensor, keys, sizes, shared, backwards)
@@ -170,13 +179,13 @@ def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def _sizes_of_parts(path: Any, tensor: PeftTensor, whole: LoRASize, parts: Any) -> tuple[LoRASize | None, ...]:
-    """Return the sizes that a file's metadata gives for the parts of a tensor: [rank, alpha] each, or null."""
+    """Return the part sizes in the metadata of a file: [rank, alpha] each, or null."""
     sizes: tuple[LoRASize | None, ...] = ()
     if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
         sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), whole.rslora) for part in parts)
-    given = [size for size in sizes if size is not None]
-    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in given) == whole.rank
-    if not fits or not all(math.isclose(size.scale, whole.scale, rel_tol=1e-9) for size in given):
+    present = [size for size in sizes if size is not None]
+    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in present) == whole.rank
+    if not fits or not all(math.isclose(size.scale, whole.scale, rel_tol=1e-9) for size in present):
         fail(
             path,
             f"its metadata {PARTS!r} has {parts!r} of {tensor.name!r}; expected rank and alpha of each of its "
@@ -199,7 +208,7 @@ def _is_size(part: Any) -> bool:
 def _sizes(
     stored: Sequence[_Stored], adapter: BaseStateDictAdapter, path: str | os.PathLike[str]
 ) -> dict[str, LoRASize]:
-    """Return the size of each matrix's adapter, of which all experts have one, and have it once."""
+    """Return the size of each matrix's LoRA; all experts must have it, once."""
     sizes: dict[str, LoRASize] = {}
     places: dict[str, dict[int | None, str]] = {}
     for item in stored:
@@ -208,14 +217,12 @@ def _sizes(
                 continue
             rows = places.setdefault(target.name, {})
             if None in rows or (rows and target.index is None):
-                fail(
-                    path, f"it has the adapters of {[*rows.values(), item.tensor.name]}, which are of the same weights"
-                )
+                fail(path, f"its LoRAs of {[*rows.values(), item.tensor.name]} adapt the same weights")
             rows[target.index] = item.tensor.name
             if sizes.setdefault(target.name, size) != size:
                 fail(
                     path,
-                    f"the adapter of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, that of "
+                    f"the LoRA of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, that of "
                     f"{next(iter(rows.values()))!r} {sizes[target.name].rank} and {sizes[target.name].alpha:g}; "
                     "expected the same of all experts of a layer",
                 )
@@ -225,7 +232,7 @@ def _sizes(
             missing = next(row for row in range(experts) if row not in rows)
             fail(
                 path,
-                f"it has no adapter of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but of other "
+                f"it has no LoRA of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but of other "
                 "experts of the layer; expected those of all or of none",
             )
     return {name: sizes[name] for name in lora_matrices(adapter) if name in sizes}
@@ -234,10 +241,12 @@ def _sizes(
 def read_lora_tensors(
     path: str | os.PathLike[str], adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]
 ) -> dict[str, Tensor]:
-    """Return a folder's adapters, of the sizes that `read_sizes` returned, by native name
-    (`lora.model.lora_parameter_names`).
+    """Return the LoRAs of a directory with the sizes from `read_sizes`, by native name.
 
-    Raises CheckpointError for a value that is not finite.
+    Names are those of `lora.model.lora_parameter_names`.
+
+    Raises:
+        CheckpointError: a value is not finite.
     """
     with _open(Path(path)) as (config, file):
         pairs = _read_pairs(file, _stored(config, file, adapter))
@@ -253,18 +262,18 @@ def load_lora(
     sizes: Mapping[str, LoRASize],
     lora_name: str | None = None,
 ) -> None:
-    """Copy this rank's part of a folder's adapters into the model's; see `read_lora_tensors`, which reads all first.
+    """Copy this rank's part of the LoRAs of a directory into the model's LoRA `lora_name`.
 
-    `lora_name` is which of a model's several adapters they become.
+    `read_lora_tensors` reads and checks everything first.
     """
-    own, tensors = dict(model.named_parameters()), read_lora_tensors(path, adapter, sizes)
+    parameters, tensors = dict(model.named_parameters()), read_lora_tensors(path, adapter, sizes)
     for name, alone in single_lora_names(sizes, lora_name).items():
-        if name in own:  # else in another stage of the pipeline
-            local_tensor(own[name]).copy_(tensors[alone][local_region(own[name])])
+        if name in parameters:  # otherwise it is in another pipeline stage
+            local_tensor(parameters[name]).copy_(tensors[alone][local_region(parameters[name])])
 
 
 def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:
-    """Return the adapters of an open file by the native name of their matrix."""
+    """Return the LoRAs of an open file by the native name of their matrix."""
     pairs: dict[str, Pair] = {}
     rows: dict[str, dict[int, Pair]] = {}
     for item in stored:
@@ -287,7 +296,7 @@ def _read(file: SafetensorsFile, key: str) -> Tensor:
     entry = file.entries[key]
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     file.read_into(tensor_bytes(tensor), entry.start, f"key {entry.name!r}")
-    # As float32, since adapters may be, and since 8-bit floats have no isfinite.
+    # In float32: LoRA files may be float32, and FP8 has no isfinite.
     if not tensor.float().isfinite().all():
         fail(file.path, f"key {key!r} has values that are not finite")
     return tensor

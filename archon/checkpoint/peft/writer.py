@@ -1,4 +1,4 @@
-"""Writes adapters in the format of PEFT."""
+"""Write LoRAs in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError, ConfigError
 
 ExpertFiles = Literal["stacked", "per_expert"]
-"""How a file holds experts' adapters: as transformers 5 stacks them, or each by itself, as checkpoints name them."""
-# In a model with experts PEFT takes target_modules that end so for experts, wherever they stand, and converts them.
+"""File format of expert LoRAs: stacked like transformers 5, or one per expert like checkpoints."""
+# In a MoE model PEFT applies target_modules with these endings to experts, in any position, and converts them.
 _EXPERT_SUFFIXES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A tensor whose adapter is to be written.
+    """A tensor with a LoRA to write.
 
     Attributes:
         target: its name in `target_modules` or `target_parameters`.
-        sizes: of its parts, None for one without.
+        sizes: sizes of its parts, None for a part without a LoRA.
     """
 
     tensor: PeftTensor
@@ -47,12 +47,12 @@ class _Plan:
         return self.tensor.experts is not None or self.target != self.tensor.name
 
     def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:
-        """Return the adapters of its parts, of an engine's whole tensors by native name."""
+        """Return the LoRAs of its parts from whole tensors by native name."""
         parts = zip(self.tensor.parts, self.sizes, strict=True)
         return [None if size is None else _lora_pair(tensors, target) for target, size in parts]
 
     def full_size(self, rank: int) -> LoRASize | None:
-        """Return the size of its adapter; None if its parts' count differently."""
+        """Return the size of its LoRA; None if the scales of its parts differ."""
         return fused_size([size for size in self.sizes if size is not None], rank)
 
 
@@ -64,7 +64,7 @@ def _lora_pair(tensors: Mapping[str, Tensor], target: NativeTarget) -> Pair:
 def require_writable(
     adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts: ExpertFiles = "stacked"
 ) -> None:
-    """Raise ConfigError for adapters that a file of PEFT's cannot hold."""
+    """Raise ConfigError for LoRAs that have no PEFT format."""
     _plans(adapter, sizes, experts)
 
 
@@ -94,7 +94,7 @@ def _require_one_scale(plan: _Plan) -> None:
         parts = zip(plan.tensor.parts, plan.sizes, strict=True)
         scales = [f"{part.name!r} {size.scale:g}" for part, size in parts if size is not None]
         raise ConfigError(
-            f"lora: adapters count differently ({', '.join(scales)} times), and PEFT has one adapter of all of them, "
+            f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for all of them, "
             f"of {plan.tensor.name!r}; give them equal alpha / rank (with rslora, alpha / sqrt(rank)) by alpha_pattern"
             + ("" if plan.tensor.experts is None else ", or set lora.export_experts to per_expert")
         )
@@ -109,16 +109,19 @@ def save_lora(
     base: str,
     experts: ExpertFiles = "stacked",
 ) -> None:
-    """Write adapters as PEFT does, from rank 0; a collective.
+    """Write LoRAs as PEFT does, from rank 0; a collective.
 
     Args:
-        path: folder to create, or an earlier adapter to replace, in one step as exports of weights are.
+        path: directory to create, or an earlier LoRA to replace atomically, like exports of weights.
         tensors: whole tensors by native name; see `ArchonEngine.lora_weights`.
-        base: path or name of the checkpoint that they belong to.
-        experts: how experts' adapters are written.
+        sizes: LoRA sizes by native name.
+        adapter: state-dict adapter of the model.
+        base: path or name of the base checkpoint.
+        experts: format of expert LoRAs.
 
-    Raises on every rank ConfigError for adapters that PEFT cannot hold, and CheckpointError for a value that is not
-    finite, and where the folder cannot be written or holds other files.
+    Raises:
+        ConfigError: PEFT has no format for these LoRAs; on every rank.
+        CheckpointError: a value is not finite, the directory contains other files, or writing failed; on every rank.
     """
     ranks = ControlPlane.with_long_timeout("exports")
     target = Path(os.path.realpath(path))
@@ -150,7 +153,7 @@ def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base
         for entry in sorted(target.iterdir()) if target.exists() else []:
             if entry.name not in (CONFIG_FILE, WEIGHTS_FILE):
                 raise CheckpointError(
-                    f"{target}: it holds {entry.name!r}, which is not part of an adapter and would be lost; choose "
+                    f"{target}: {entry.name!r} is not part of a LoRA and would be lost; choose "
                     "another folder, or move it away"
                 )
         with staged_folder(target) as folder:

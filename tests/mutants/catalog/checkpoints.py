@@ -50,15 +50,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one checkpoint more is kept than was asked for",
         "archon/checkpoint/native.py",
-        "others[: max(0, len(others) - (keep - 1))]",
-        "others[: max(0, len(others) - keep)]",
+        "older[: max(0, len(older) - (keep - 1))]",
+        "older[: max(0, len(older) - keep)]",
         ("tests/checkpoint/test_state.py",),
     ),
     Mutant(
         "without a pointer the oldest checkpoint is the latest",
         "archon/checkpoint/native.py",
-        "return found[-1] if found else None",
-        "return found[0] if found else None",
+        "return checkpoints[-1] if checkpoints else None",
+        "return checkpoints[0] if checkpoints else None",
         ("tests/checkpoint/test_state.py",),
     ),
     Mutant(
@@ -122,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint that lacks a rank's shard is published",
         "archon/checkpoint/state_file.py",
-        "if found != expected:",
-        "if found > expected:",
+        "if covered != expected:",
+        "if covered > expected:",
         ("tests/checkpoint/test_state.py::test_a_tensor_of_which_a_rank_wrote_no_shard_is_refused",),
     ),
     Mutant(

@@ -32,8 +32,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "dimensions stored in another order are put back the other way round",
         "archon/checkpoint/formats/dcp/torch_file.py",
-        "out.copy_(found.permute([order.index(dim) for dim in range(len(order))]))",
-        "out.copy_(found.permute(order))",
+        "out.copy_(data.permute([order.index(dim) for dim in range(len(order))]))",
+        "out.copy_(data.permute(order))",
         (f"{DCP}::test_any_region_of_any_stored_order_is_read",),
     ),
     Mutant(

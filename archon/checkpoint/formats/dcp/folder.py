@@ -1,11 +1,11 @@
-"""Reading and writing folders of torch.distributed.checkpoint (DCP).
+"""Read and write directories of torch.distributed.checkpoint (DCP).
 
     path/__0_0.distcp, …  tensors as `torch.save` writes them, one after the other
          .metadata        their names, shapes, chunks and places, pickled
-         dcp.json         only in folders that archon wrote: how the tensors are named
-         config.json, …   only there too: config and tokenizer, so that the folder can be converted back alone
+         dcp.json         written by archon only: naming scheme of the tensors
+         config.json, …   written by archon only: config and tokenizer, so that the directory converts back alone
 
-Any number of ranks may have written the folder, each its own shards. Reading assembles them; nothing is unpickled.
+Any number of ranks may have written the directory, each its shards. Reading assembles them; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _load(files: Mapping[str, RegularFile], tensor: StoredTensor, region: Region
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
-    """Reads each tensor when it is written; the state it is given holds tensors without data."""
+    """Planner that reads each tensor when it is written; the planned state holds tensors without data."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__()
@@ -94,6 +94,6 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write tensors to an existing folder by PyTorch's own writer, with one in memory at a time; not synced."""
+    """Write tensors to an existing directory with PyTorch's writer, one tensor in memory at a time; does not sync."""
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     dcp.save(state, storage_writer=_Writer(folder), planner=_LazyPlanner(tensors), no_dist=True)

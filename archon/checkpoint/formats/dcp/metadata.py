@@ -1,7 +1,7 @@
-"""The description of a DCP folder, `.metadata`: which tensors it holds, in which chunks, and where each is stored.
+"""The description of a DCP directory, `.metadata`: its tensors, their chunks, and the location of each chunk.
 
-PyTorch pickles `torch.distributed.checkpoint.metadata.Metadata` there and reads it back by `pickle.load`, which can run
-any code. Here it is read as plain data, and every field is checked before it is used.
+PyTorch pickles `torch.distributed.checkpoint.metadata.Metadata` there and reads it with `pickle.load`, which can
+execute arbitrary code. This module reads it as plain data and validates every field before use.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A region of a tensor, stored by `torch.save` as bytes [start, start + length) of a file of the folder.
+    """A region of a tensor, stored by `torch.save` as bytes [start, start + length) of a file.
 
     Attributes:
-        offsets: where in the tensor the region begins.
-        sizes: of the region.
+        offsets: start of the region in the tensor.
+        sizes: shape of the region.
     """
 
     file: str
@@ -65,6 +65,7 @@ class Chunk:
     sizes: tuple[int, ...]
 
     def overlaps(self, other: Chunk) -> bool:
+        """Return whether both regions share an element."""
         return all(
             max(a, b) < min(a + m, b + n)
             for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -103,15 +104,15 @@ class _Parser:
     def tensors(self, metadata: Any) -> dict[str, StoredTensor]:
         fields = self.fields(metadata, f"{_METADATA}Metadata")
         places = self.places(fields.get("storage_data"))
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for name, entry in self.items(fields.get("state_dict_metadata"), "state_dict_metadata"):
-            if not isinstance(name, str) or name in found:
+            if not isinstance(name, str) or name in tensors:
                 fail(self.file, "state_dict_metadata has a name that is no text, or twice the same")
             if not isinstance(entry, Record):
                 fail(self.file, f"the entry of {name!r} is no description of a tensor")
             if entry.name != f"{_METADATA}BytesStorageMetadata":
-                found[name] = self.tensor(name, entry, places)
-        return found
+                tensors[name] = self.tensor(name, entry, places)
+        return tensors
 
     def tensor(self, name: str, entry: Record, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Any:
         fields = self.fields(entry, f"{_METADATA}TensorStorageMetadata")
@@ -127,7 +128,7 @@ class _Parser:
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 fail(self.file, f"a chunk of {name!r} has other dimensions than its shape {list(shape)}")
             if any(a + n > limit for a, n, limit in zip(offsets, sizes, shape, strict=True)):
-                fail(self.file, f"a chunk of {name!r} at {list(offsets)} reaches beyond its shape {list(shape)}")
+                fail(self.file, f"a chunk of {name!r} at {list(offsets)} exceeds its shape {list(shape)}")
             if not math.prod(sizes):
                 continue  # of a rank that holds no part of it
             if (name, offsets) not in places:
@@ -161,7 +162,7 @@ class _Parser:
 
     def places(self, storage: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
         """Return (file, start, length) of each chunk by its tensor's name and its offsets."""
-        found = {}
+        places = {}
         for index, info in self.items(storage, "storage_data"):
             key = self.fields(index, f"{_METADATA}MetadataIndex")
             name = self.expect(key.get("fqn"), str, "a name in storage_data")
@@ -174,18 +175,18 @@ class _Parser:
             if place.get("transform_descriptors") is not None:
                 fail(self.file, f"{name!r} is compressed or otherwise transformed; save it again without extensions")
             start, length = (self.count(place.get(field), name) for field in ("offset", "length"))
-            found[name, self.sizes(key["offset"], name)] = (file, start, length)
-        return found
+            places[name, self.sizes(key["offset"], name)] = (file, start, length)
+        return places
 
     def fields(self, record: Any, name: str) -> dict[str, Any]:
-        """Return the fields that a dataclass instance of the class `name` was given."""
+        """Return the fields of an instance of the dataclass `name`."""
         if not isinstance(record, Record) or record.name != name:
-            given = record.name if isinstance(record, Record) else type(record).__name__
-            fail(self.file, f"it has {given} where {name} was expected")
-        found = {}
+            class_name = record.name if isinstance(record, Record) else type(record).__name__
+            fail(self.file, f"it has {class_name} where {name} was expected")
+        fields = {}
         for key, value in self.items(record.state, name) if record.state is not None else ():
-            found[self.expect(key, str, f"a field of {name}")] = value
-        return found
+            fields[self.expect(key, str, f"a field of {name}")] = value
+        return fields
 
     def items(self, value: Any, what: str) -> list[tuple[Any, Any]]:
         return self.expect(value, PickledDict, what).items

@@ -34,7 +34,7 @@ TRAINER_STATE = frozenset(
 )
 _BIAS = re.compile(r"layers\.\d+\.moe\.(router\.expert_bias|expert_bias|expert_bias_E)")
 
-# The parameters that torchtitan 0.3's state_dict_adapter of each family maps, and what it calls them.
+# Parameters mapped by torchtitan 0.3's state_dict_adapter of each family, with torchtitan's names.
 _DENSE = (
     r"(tok_embeddings|norm|output)\.weight",
     r"layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123]|attention_norm|ffn_norm)\.weight",
@@ -72,7 +72,7 @@ class NamingScheme:
 
 
 def naming_schemes(adapter: BaseStateDictAdapter, model_type: str) -> list[NamingScheme]:
-    """Return the ways in which a model's tensors may be named; without torchtitan's where it has no such model."""
+    """Return the naming schemes of a model; torchtitan schemes only for models that torchtitan has."""
     parameters, keys, is_tied = adapter.stored_shapes, adapter.hf_shapes(), adapter.is_tied
     native = NamingScheme(
         "native", {name: name for name in parameters}, "output.weight" if is_tied else None, "tok_embeddings.weight"
@@ -97,7 +97,11 @@ def _titan_name(name: str) -> str:
 
 
 def target_scheme(names: Names, adapter: BaseStateDictAdapter, model_type: str) -> NamingScheme:
-    """Return the scheme of given names. Raises ConfigError where torchtitan has no such model."""
+    """Return the scheme with the name `names`.
+
+    Raises:
+        ConfigError: torchtitan has no such model.
+    """
     for scheme in naming_schemes(adapter, model_type):
         if scheme.names == names:
             return scheme
@@ -114,19 +118,24 @@ def match_names(
     model_type: str,
     names: Names | None = None,
 ) -> tuple[NamingScheme, dict[str, LazyTensor]]:
-    """Return the scheme of a folder's names, and its tensors by Hugging Face name (`hf`) or parameter name.
+    """Return the naming scheme of a directory, and its tensors by Hugging Face name (`hf`) or parameter name.
 
     Args:
-        names: how the tensors are named; by default what `dcp.json` says, or what fits alone.
+        folder: DCP directory, for errors.
+        tensors: its tensors by name.
+        adapter: state-dict adapter of the model.
+        model_type: Hugging Face model type.
+        names: naming scheme; by default read from `dcp.json` or detected.
 
-    Raises CheckpointError unless the folder has exactly the model's tensors, of the right shapes, and ConfigError where
-    the names fit several schemes, which differ in the order of rows.
+    Raises:
+        CheckpointError: the tensors are not exactly the model's, with the right shapes.
+        ConfigError: the names fit several schemes that differ in the order of rows.
     """
-    wanted = names or _read_marker(folder)
+    requested = names or _read_marker(folder)
     all_schemes = naming_schemes(adapter, model_type)
-    if wanted is not None:
-        target_scheme(wanted, adapter, model_type)
-    candidates = [scheme for scheme in all_schemes if wanted in (None, scheme.names)]
+    if requested is not None:
+        target_scheme(requested, adapter, model_type)
+    candidates = [scheme for scheme in all_schemes if requested in (None, scheme.names)]
     matches = [(scheme, prefix) for scheme in candidates for prefix in _prefixes(scheme, tensors)]
     if not matches:
         _refuse_names(folder, tensors, candidates)
@@ -136,20 +145,20 @@ def match_names(
             fail(folder, f"it holds two models, at {prefix!r} and {other_prefix!r}; save one of them alone")
         if other.interleaved != scheme.interleaved:
             raise ConfigError(
-                f"{folder}: its names fit {scheme.names} and {other.names} of before 0.3, which order the rows of wq "
+                f"{folder}: its names match {scheme.names} and {other.names} of before 0.3, which order the rows of wq "
                 f"and wk differently; say which by names (--names): {scheme.names} or {other.names}"
             )
     shapes = adapter.hf_shapes() if scheme.names == "hf" else adapter.stored_shapes
-    found = {}
+    matched = {}
     for name, stored in scheme.stored.items():
         tensor = tensors[prefix + stored]
         if tensor.shape != shapes[name]:
             fail(folder, f"tensor {prefix + stored!r} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
         if tensor.dtype not in WEIGHT_DTYPES:
             fail(folder, f"tensor {prefix + stored!r} is {tensor.dtype}; expected float64, 32, 16 or bfloat16")
-        found[name] = tensor
+        matched[name] = tensor
     _check_extra_tensors(folder, tensors, adapter, scheme, prefix)
-    return scheme, _reorder_rope_rows(found, adapter, to_halves=True) if scheme.interleaved else found
+    return scheme, _reorder_rope_rows(matched, adapter, to_halves=True) if scheme.interleaved else matched
 
 
 def named_tensors(
@@ -158,7 +167,9 @@ def named_tensors(
     """Return tensors under the names to store them, with the head of a tied model as in its `state_dict()`.
 
     Args:
-        tensors: by Hugging Face name (`hf`) or parameter name.
+        scheme: naming scheme.
+        tensors: tensors by Hugging Face name (`hf`) or parameter name.
+        adapter: state-dict adapter of the model.
     """
     if scheme.interleaved:
         tensors = _reorder_rope_rows(tensors, adapter, to_halves=False)
@@ -178,14 +189,14 @@ def _read_marker(folder: Path) -> Names | None:
     try:
         names = json.loads(file.read_text(encoding="utf-8"))["names"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fail(file, f"it does not say how the tensors are named ({type(error).__name__}); remove it to have it detected")
+        fail(file, f"it has no readable naming scheme ({type(error).__name__}); remove it to have it detected")
     if names not in NAMES:
-        fail(file, f"it says that the tensors have names of another kind than {', '.join(NAMES)}")
+        fail(file, f"unknown naming scheme; expected one of {', '.join(NAMES)}")
     return names
 
 
 def _prefixes(scheme: NamingScheme, tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Return the prefixes behind which all names of a scheme are found."""
+    """Return the prefixes that stand before all names of a scheme."""
     prefixes = _embedding_prefixes(scheme, tensors)
     return [prefix for prefix in prefixes if all(prefix + name in tensors for name in scheme.stored.values())]
 
@@ -196,7 +207,7 @@ def _embedding_prefixes(scheme: NamingScheme, tensors: Mapping[str, LazyTensor])
 
 
 def _refuse_names(folder: Path, tensors: Mapping[str, LazyTensor], candidates: list[NamingScheme]) -> NoReturn:
-    """Raise CheckpointError that says which names of the nearest scheme are missing."""
+    """Raise CheckpointError with the missing names of the nearest scheme."""
     missing = {}
     for scheme in candidates:
         for prefix in _embedding_prefixes(scheme, tensors) or [""]:
@@ -212,7 +223,7 @@ def _refuse_names(folder: Path, tensors: Mapping[str, LazyTensor], candidates: l
 def _check_extra_tensors(
     folder: Path, tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter, scheme: NamingScheme, prefix: str
 ) -> None:
-    """Raise CheckpointError for a tensor behind the prefix that is not the model's, carried or other state."""
+    """Raise CheckpointError for a tensor that is neither the model's, nor passthrough, nor other training state."""
     used = {prefix + name for name in scheme.stored.values()}
     biases = []
     for key in tensors:
@@ -221,7 +232,7 @@ def _check_extra_tensors(
         name = key.removeprefix(prefix)
         if name == scheme.copy:
             if not _bitwise_equal(tensors[key], tensors[prefix + scheme.embedding]):
-                fail(folder, f"tensor {key!r} differs from the embedding, to which the config ties it")
+                fail(folder, f"tensor {key!r} differs from the embedding, but the config ties them")
         elif _BIAS.fullmatch(name):
             biases.append(key)
         elif scheme.names == "hf" and adapter.is_passthrough(name):
@@ -248,17 +259,17 @@ def _reorder_rope_rows(
 ) -> dict[str, LazyTensor]:
     """Return tensors by parameter name with the rows of wq and wk reordered within each head."""
     heads = {"q": adapter.args.n_heads, "k": adapter.args.n_kv_heads}
-    found = dict(tensors)
+    reordered = dict(tensors)
     for name, tensor in tensors.items():
         match = _INTERLEAVED.fullmatch(name)
         if match is not None:
             load = partial(_read_reordered, tensor, heads[match[1]], to_halves)
-            found[name] = LazyTensor(tensor.dtype, tensor.shape, load)
-    return found
+            reordered[name] = LazyTensor(tensor.dtype, tensor.shape, load)
+    return reordered
 
 
 def _read_reordered(tensor: LazyTensor, heads: int, to_halves: bool, region: Region) -> Tensor:
-    """Return a region of a projection whose rows are reordered within each head.
+    """Return a region of a projection with its rows reordered within each head.
 
     The rows of a head are pairs (i, half); interleaved they are sorted by i, otherwise by half.
     """

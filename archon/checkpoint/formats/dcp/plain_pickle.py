@@ -1,9 +1,9 @@
-"""Reads pickles as plain data: nothing in them is imported, called or given a method.
+"""Read pickles as plain data, without importing or calling anything named in them.
 
 A stack machine executes the few opcodes that pickles of dictionaries, lists, tuples, numbers, strings and dataclasses
-consist of (protocols 2 to 5, the comments in CPython's `pickletools`). The name of a class or function becomes a
-`GlobalName`, and what would be a call becomes a `Record` of its name, arguments and state. Only names of an allow-list
-are accepted. Memory is proportional to the size of the pickle, whatever is in it.
+use (protocols 2 to 5, see the comments in CPython's `pickletools`). The name of a class or function becomes a
+`GlobalName`, and a call becomes a `Record` of its name, arguments and state. Only names of an allow-list are accepted.
+Memory use is proportional to the size of the pickle.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class GlobalName:
 
 
 class PickledDict:
-    """A dictionary of a pickle as its items: keys may be of any kind, so none is hashed."""
+    """A dictionary of a pickle as a list of items: nothing is hashed, so keys may have any type."""
 
     def __init__(self) -> None:
         self.items: list[tuple[Any, Any]] = []
 
 
 class Record:
-    """What a pickle would have called or instantiated.
+    """A call or instantiation recorded from a pickle.
 
     Attributes:
-        name: the dotted name of the class or function; `persistent` for a reference outside the pickle.
-        args: its arguments.
-        state: what would have been set on the instance; None without any.
+        name: dotted name of the class or function; `persistent` for a reference outside the pickle.
+        args: call arguments.
+        state: state of the instance, or None.
     """
 
     def __init__(self, name: str, args: Any) -> None:
@@ -71,7 +71,7 @@ class _Unpickler:
     def pop(self, kind: type | None = None) -> Any:
         value = self.stack.pop()
         if isinstance(value, _Mark) or (kind is not None and not isinstance(value, kind)):
-            raise ValueError(f"a {type(value).__name__} stands where another value was expected")
+            raise ValueError(f"a {type(value).__name__} has the wrong type here")
         return value
 
     def top(self, kind: type) -> Any:
@@ -80,11 +80,11 @@ class _Unpickler:
         return self.stack[-1]
 
     def pop_to_mark(self) -> list[Any]:
-        found: list[Any] = []
+        values: list[Any] = []
         while not isinstance(self.stack[-1], _Mark):
-            found.append(self.stack.pop())
+            values.append(self.stack.pop())
         self.stack.pop()
-        return found[::-1]
+        return values[::-1]
 
     def global_name(self, name: str) -> None:
         if name not in self.allowed:

@@ -1,8 +1,8 @@
-"""Finds the data of a tensor that `torch.save` wrote, without unpickling: a region of it is then read directly.
+"""Locate the data of a tensor in a `torch.save` file without unpickling, so that a region can be read directly.
 
-A tensor is an uncompressed ZIP archive: `*/data.pkl` describes it (offset, shape, strides and the name of its storage),
-`*/data/<name>` is the storage in the byte order of `*/byteorder`. Checksums are not compared: PyTorch can be told to
-write none.
+The file is an uncompressed ZIP archive: `*/data.pkl` describes the tensor (offset, shape, strides and storage name),
+and `*/data/<name>` is the storage in the byte order of `*/byteorder`. Checksums are not compared, because PyTorch can
+omit them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StorageLocation(NamedTuple):
 
 
 class _Section(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of their own."""
+    """Bytes [start, start + length) of a file, as a file object."""
 
     def __init__(self, file: RegularFile, start: int, length: int) -> None:
         self.file, self.start, self.length = file, start, length
@@ -101,8 +101,8 @@ def read_chunk(file: RegularFile, chunk: Chunk, dtype: torch.dtype, region: Regi
     if order == sorted(order):
         read_region(file, entry, stored_region, out)
         return
-    found = read_region(file, entry, stored_region, torch.empty(region_shape(stored_region), dtype=dtype))
-    out.copy_(found.permute([order.index(dim) for dim in range(len(order))]))
+    data = read_region(file, entry, stored_region, torch.empty(region_shape(stored_region), dtype=dtype))
+    out.copy_(data.permute([order.index(dim) for dim in range(len(order))]))
 
 
 def _is_dense(stored: StorageLocation, order: list[int]) -> bool:

@@ -28,10 +28,13 @@ _EXPORTED_FIELDS = frozenset(
 
 
 def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (fields of TransformerConfig, arguments of GPTModel), all plain values.
+    """Return (TransformerConfig fields, GPTModel arguments), all plain values.
 
-    The caller adds `activation_func=F.silu` to the TransformerConfig. Raises ConfigError for a model that GPTModel
-    cannot compute, or would compute differently; it asks the layers' specs, so it knows no family.
+    The caller adds `activation_func=F.silu` to the TransformerConfig. The function reads the layers' specs and knows no
+    family.
+
+    Raises:
+        ConfigError: GPTModel cannot compute the model, or would compute it differently.
     """
     for field in fields(BaseModelArgs):
         if field.name not in _EXPORTED_FIELDS:
@@ -92,7 +95,7 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
 
 
 def _check_layer(layer: LayerSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError, naming it, for what a layer has and GPTModel's layers lack."""
+    """Raise ConfigError that names a feature of a layer that GPTModel does not support."""
     mixer = layer.mixer
     if type(mixer) is not AttentionLayer:
         _refuse("the mixer", type(mixer).__name__, AttentionLayer.__name__)

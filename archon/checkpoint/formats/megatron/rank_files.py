@@ -1,15 +1,15 @@
-"""Reading and writing weights for megatron-core's GPTModel, one folder with one safetensors file per rank.
+"""Read and write weights of megatron-core's GPTModel: one directory with one safetensors file per rank.
 
     path/mp_rank_TT[_PPP][_EEE]/model.safetensors  the state dict of the rank's GPTModel
          megatron.json                             the layout, the model's arguments, size and SHA-256 of the files
          config.json, tokenizer.json, …            of the Hugging Face checkpoint, needed to convert back
 
-The folders are named as in Megatron-LM: PPP is present with pipeline parallelism, EEE with expert parallelism.
-Megatron-LM writes pickles there, which can run arbitrary code when they are read; these are safetensors instead, loaded
-in Megatron by `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
+Directories are named as in Megatron-LM: PPP is present with pipeline parallelism, EEE with expert parallelism.
+Megatron-LM writes pickles there, which can execute arbitrary code on reading; these are safetensors files, loaded in
+Megatron by `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
 
-The layout is detected from the folders and keys alone, so that the files may also be written in Megatron; the manifest,
-where there is one, is used to verify them.
+The layout is detected from directories and keys alone, so that Megatron may also write the files. A manifest, if
+present, verifies them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 
 def rank_folder(layout: MegatronLayout, rank: RankCoordinates) -> str:
-    """Return the name that Megatron-LM gives to a rank's folder."""
+    """Return Megatron-LM's name of a rank's directory."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     experts = f"_{rank.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{stage}{experts}"
@@ -72,9 +72,10 @@ def is_megatron_folder(path: Path) -> bool:
 def rank_state(
     rank_tensors: RankTensors, rank: RankCoordinates, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the state dict of a rank, whose tensors are read from `tensors` (by Hugging Face key) when written.
+    """Return the state dict of a rank; its tensors are read from `tensors` (by Hugging Face key) when written.
 
-    Raises CheckpointError where tensors to be fused differ in dtype.
+    Raises:
+        CheckpointError: tensors to be fused differ in dtype.
     """
     return {name: _fuse_slices(name, slices, tensors) for name, slices in rank_tensors.tensors(rank).items()}
 
@@ -128,14 +129,16 @@ class _StoredPart:
 def open_ranks(
     path: Path, adapter: BaseStateDictAdapter, *, drop_padding: bool = False
 ) -> Iterator[tuple[MegatronLayout, dict[str, LazyTensor]]]:
-    """Yield the layout of a folder and its tensors by Hugging Face key, which can be read within the block.
+    """Yield the layout of a directory and its tensors by Hugging Face key, readable within the block.
 
     Args:
-        adapter: of the model that the folder holds.
-        drop_padding: drop the rows beyond the vocabulary also where training in Megatron has made them nonzero.
+        path: directory of the ranks.
+        adapter: state-dict adapter of the model.
+        drop_padding: drop padded vocabulary rows even if training in Megatron made them nonzero.
 
-    Raises CheckpointError that names file and key unless every rank has exactly the expected keys, shapes and one dtype
-    per tensor; where a file differs from the manifest; and for nonzero padding without `drop_padding`.
+    Raises:
+        CheckpointError: a rank lacks the expected keys, shapes or single dtype per tensor, a file differs from the
+            manifest, or padding is nonzero without `drop_padding`. The error names file and key.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(path / name / RANK_FILE)) for name in _rank_names(path)}
@@ -163,7 +166,7 @@ def open_ranks(
                         )
         yield (
             layout,
-            {key: _assemble_tensor(key, rank_tensors.shapes[key], found) for key, found in stored_parts.items()},
+            {key: _assemble_tensor(key, rank_tensors.shapes[key], parts) for key, parts in stored_parts.items()},
         )
 
 
@@ -201,7 +204,7 @@ def _assemble_tensor(key: str, shape: tuple[int, ...], stored_parts: list[_Store
 def _rank_names(path: Path) -> list[str]:
     names = sorted(entry.name for entry in path.iterdir() if _FOLDER.fullmatch(entry.name))
     if not names:
-        fail(path, "it holds no mp_rank_* folder, such as mp_rank_00")
+        fail(path, "no mp_rank_* directory; expected for example mp_rank_00")
     for name in names:
         if not (path / name / RANK_FILE).is_file():
             pickled = [file.name for file in (path / name).iterdir() if file.suffix == ".pt"]
@@ -223,11 +226,11 @@ def _detect_layout(path: Path, files: Mapping[str, SafetensorsFile], vocab_size:
         assert match is not None
         numbers.append(tuple(int(number) for number in match.groups() if number is not None))
     if len({len(number) for number in numbers}) > 1:
-        fail(path, f"its folders belong to several layouts: {', '.join(files)}; keep those of one")
+        fail(path, f"it mixes the directories of several layouts: {', '.join(files)}; keep one layout")
     counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
     first = next(iter(files.values()))
     if len(counts) == 2:
-        # The second of two numbers is the pipeline stage, or else the expert-parallel rank, which has the embedding.
+        # The second of two numbers is the pipeline stage, or the expert-parallel rank if it has the embedding.
         is_pipeline = any(EMBEDDING not in file.entries for file in files.values())
         counts = [counts[0], counts[1], 1] if is_pipeline else [counts[0], 1, counts[1]]
     tp, pp, ep = (*counts, 1, 1)[:3]

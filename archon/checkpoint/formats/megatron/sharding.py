@@ -1,19 +1,19 @@
-"""How megatron-core's GPTModel names, fuses and shards the weights of a model. Describes tensors; holds no data.
+"""Names, fusion and sharding of weights in megatron-core's GPTModel. Describes tensors; holds no data.
 
 Every tensor of a rank is a list of slices of Hugging Face tensors, concatenated along rows; import and export use the
 same description. The fused tensors, with tensor parallelism over `tp` ranks:
 
-    linear_qkv            for each key-value head its query heads, its key, its value; split evenly among the ranks.
-                          With fewer key-value heads than ranks, a head's rows are split over several, which gather them
+    linear_qkv            for each key-value head its query heads, its key, its value; divided evenly over the ranks.
+                          With fewer key-value heads than ranks, several ranks share the rows of a head and gather them
     linear_fc1            this rank's rows of the gate, then of the up projection
     linear_proj, _fc2     this rank's columns
     word_embeddings,      this rank's rows of the vocabulary, padded at its end
     output_layer
 
-Norms and routers are replicated. Experts are distributed over the expert-parallel ranks, and each expert is split by
-tensor parallelism like a dense network; all other weights are replicated over the expert-parallel ranks. Pipeline
-stages have equally many layers, numbered from 0 in each; the last stage has a copy of a tied embedding as its
-output_layer. Names are those of megatron-core 0.16.
+Norms and routers are replicated. Experts are distributed over the expert-parallel ranks, and tensor parallelism splits
+each expert like a dense network. All other weights are replicated over the expert-parallel ranks. Pipeline stages have
+equal numbers of layers, numbered from 0 in each; the last stage holds a copy of a tied embedding as its output_layer.
+Names follow megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """How a GPTModel is distributed over ranks, and which names its modules have.
+    """Distribution of a GPTModel over ranks, and the naming of its modules.
 
     Attributes:
         tp, pp, ep: degrees of tensor, pipeline and expert parallelism; experts use the same tensor degree.
-        spec: the layer spec: `te` where Transformer Engine's linear layers contain the norms before them, else `local`.
+        spec: layer spec: `te` if Transformer Engine's linear layers contain the preceding norms, else `local`.
         experts: `sequential` has one module per expert, `grouped` (Transformer Engine) one module with numbered
             weights.
-        vocab_rows: rows of the embedding over all ranks, padding included.
+        vocab_rows: rows of the embedding over all ranks, including padding.
 
-    Raises LayoutError for a degree below 1.
+    Raises:
+        LayoutError: a degree is below 1.
     """
 
     tp: int = 1
@@ -94,6 +95,7 @@ class TensorSlice(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return self.region[0].stop - self.region[0].start
 
 
@@ -107,7 +109,7 @@ def fused_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...]:
 
 
 class ShardContext(NamedTuple):
-    """What the shard of a tensor depends on: the model, the Hugging Face shapes, the vocabulary's rows, the rank."""
+    """Inputs of sharding: the model, the Hugging Face shapes, the vocabulary rows, the rank."""
 
     args: BaseModelArgs
     shapes: Mapping[str, tuple[int, ...]]
@@ -116,6 +118,7 @@ class ShardContext(NamedTuple):
     rank: int
 
     def full(self, key: str) -> TensorSlice:
+        """Return the whole tensor of `key`."""
         return TensorSlice(key, full_region(self.shapes[key]))
 
     def local_rows(self, slices: FusedTensor) -> FusedTensor:
@@ -126,15 +129,15 @@ class ShardContext(NamedTuple):
 
 def slice_rows(slices: FusedTensor, start: int, stop: int) -> FusedTensor:
     """Return the rows [start, stop) of a fused tensor."""
-    found: FusedTensor = []
+    result: FusedTensor = []
     first = 0
     for part in slices:
         a, b = max(start, first), min(stop, first + part.rows)
         if a < b:
             offset = part.region[0].start - first
-            found.append(part._replace(region=(slice(a + offset, b + offset), *part.region[1:])))
+            result.append(part._replace(region=(slice(a + offset, b + offset), *part.region[1:])))
         first += part.rows
-    return found
+    return result
 
 
 def _replicated(context: ShardContext, keys: Sequence[str]) -> FusedTensor:
@@ -170,7 +173,7 @@ def _vocabulary(context: ShardContext, keys: Sequence[str]) -> FusedTensor:
 
 
 class WeightRule(NamedTuple):
-    """A tensor of GPTModel, the Hugging Face keys it is made of, and the function that computes a rank's shard."""
+    """A GPTModel tensor, its Hugging Face keys, and the function that computes a rank's shard."""
 
     name: str
     keys: tuple[str, ...]
@@ -204,7 +207,7 @@ SPARSE = (
 
 
 def _layer_rules(layout: MegatronLayout, experts: range) -> Iterator[WeightRule]:
-    """Yield the rules of a layer: of a dense one where `experts` is empty, else of one with a rank's `experts`."""
+    """Yield the rules of a layer: a dense one if `experts` is empty, else one with a rank's `experts`."""
     yield WeightRule(INPUT_NORM[layout.spec], ("input_layernorm.weight",), _replicated)
     yield from ATTENTION
     if not experts:
@@ -225,9 +228,9 @@ _COMMON_KEYS = {
 
 
 def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
-    """Return the key that most checkpoints have for the parameter of `key`.
+    """Return the most common checkpoint key for the parameter of `key`.
 
-    It is `key` itself for a tensor of several parameters, or of one that these checkpoints lack.
+    It is `key` for a tensor of several parameters, and for a parameter that common checkpoints do not have.
     """
     targets = adapter.hf_to_native(key)
     if len(targets) != 1 or targets[0].placement is not None:
@@ -239,11 +242,13 @@ def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
 
 
 class RankTensors:
-    """Describes every tensor of every rank, for one model and one layout.
+    """Description of every tensor of every rank, for one model and one layout.
 
-    Inside, keys are those of the most common checkpoints, so that families with other names are converted too.
+    Internal keys are those of the most common checkpoints, so that families with other names convert too.
 
-    Raises LayoutError where the layout does not divide the model, CheckpointError for a key that GPTModel lacks.
+    Raises:
+        LayoutError: the layout does not divide the model.
+        CheckpointError: GPTModel has no counterpart of a key.
     """
 
     def __init__(self, adapter: BaseStateDictAdapter, layout: MegatronLayout) -> None:
