@@ -186,7 +186,7 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "Qwen/Qwen3-0.6B"))
     complaint = archon("export", tmp_path / "adapter", out, "--merge").complaint
-    assert "its base 'Qwen/Qwen3-0.6B', which is not a directory here" in complaint
+    assert "its base 'Qwen/Qwen3-0.6B' is not a directory here" in complaint
     full = engine_of(base, optimizer={"lr": 1e-3})
     full.save(tmp_path / "full", "native")
     assert "it contains whole weights, not LoRAs" in (
