@@ -131,7 +131,8 @@ def save_hf(
                 is_critic = "score.weight" in written
                 of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
                 _check_names_and_shapes(target, of_model, shapes)
-                # The config names the dtype of the parameters; router bias and decays may be wider.
+                # The config names the dtype of the parameters; router bias and decays may be wider. Of several
+                # dtypes it names the widest, which represents all of them exactly.
                 wider = buffers | _full_precision_keys(adapter)
                 dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
                 widest = functools.reduce(torch.promote_types, dtypes)

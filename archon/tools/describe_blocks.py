@@ -1,7 +1,7 @@
 """Pseudo-code of a model's blocks, generated from its layer specs: one line per operation, with shapes.
 
 The text after `#` names every parameter of a block once: `wq: 1024 -> 2048 + bias` is a linear layer, `q_norm: [128]` a
-parameter or the weight of a module. Names are relative to the section that they stand in.
+parameter or the weight of a module. Names are relative to their section.
 """
 
 from __future__ import annotations

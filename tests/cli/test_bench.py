@@ -17,7 +17,7 @@ from tests.tools.bench.made import record, row
     ("arguments", "message"),
     [
         ((), "give a model to measure"),
-        (("MODEL", "d1"), "give document lengths"),
+        (("MODEL", "d1"), "set document lengths"),
         (("MODEL", "d1", "--seq", "1000"), "--tokens 8192 is not a multiple of --seq 1000"),
         (("MODEL", "d2x", "--seq", "64"), "layout"),
         (("MODEL", "--seq", "sixty"), "seq.0: got 'sixty'"),

@@ -40,7 +40,7 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
         ("--to native --drop-padding", "--drop-padding belongs to --from megatron; here it is hf"),
         ("--to native --like elsewhere", "like (--like) was given for a hf checkpoint"),
         ("--to native --from native", "holds no step-* folder"),
-        ("--to hf --from megatron", "it holds no mp_rank_* folder"),
+        ("--to hf --from megatron", "no mp_rank_* directory"),
     ],
 )
 def test_options_that_cannot_be(archon, checkpoint, tmp_path, options, reason):

@@ -71,7 +71,7 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
     file = tmp_path / "run.yaml"
     planned = archon(*asked, "--lora", "rank=2", "--lora", "targets=[q_proj]", "--output", file)
     assert planned.code == 0, planned.err
-    assert "adapters are trained; weights are frozen" in planned.out and "  lora  " in planned.out
+    assert "only LoRAs are trained; frozen weights" in planned.out and "  lora  " in planned.out
     run = yaml.safe_load(file.read_text())
     assert run["model"]["lora"] == {"rank": 2, "targets": ["q_proj"]}
     again = archon("plan", "--config", file, "--gpus", 2)

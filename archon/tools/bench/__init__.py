@@ -1,4 +1,4 @@
-"""Benchmarks of parallel layouts: real training steps, each configuration in processes of its own."""
+"""Benchmarks of parallel layouts: real training steps, each configuration in separate processes."""
 
 from archon.schema.lazy import lazy_exports
 

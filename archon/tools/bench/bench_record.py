@@ -87,7 +87,7 @@ class Measurement(StrictModel):
 
 
 class PointRequest(StrictModel):
-    """The input of a point's ranks. `reference`: a layout and its losses, with which the point's are compared."""
+    """Input of the ranks of a point. `reference`: a layout and its losses, to compare with."""
 
     config: SweepConfig
     point: Point
@@ -106,7 +106,7 @@ class BenchRow(StrictModel):
 
     point: Point
     status: Status
-    reason: str = Field("", description="one line that says what failed")
+    reason: str = Field("", description="one line that names the failure")
     checks: list[NumericCheck] = Field(default_factory=list)
     measured: Measurement | None = None
     notes: list[str] = Field(default_factory=list)
@@ -140,14 +140,14 @@ class BenchRow(StrictModel):
     def bubble(self) -> list[float] | None:
         """Share of the schedule in which each rank of a pipeline is idle; None without a pipeline.
 
-        A rank is idle when it neither computes nor is in a collective of its own stage. The schedule spans from the
-        first forward to the last backward of any stage.
+        A rank is idle when it neither computes nor is in a collective of its stage. The schedule spans from the first
+        forward to the last backward of any stage.
         """
         m = self.measured
         if m is None or not any(traffic.kind in BETWEEN_STAGES for traffic in m.traffic):
             return None
-        own = [(rank.start_us, *rank.schedule_us) for rank in m.by_rank if rank.schedule_us is not None]
-        spans = [(begin + first, begin + last, busy) for begin, first, last, busy in own]
+        schedules = [(rank.start_us, *rank.schedule_us) for rank in m.by_rank if rank.schedule_us is not None]
+        spans = [(begin + first, begin + last, busy) for begin, first, last, busy in schedules]
         window = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
         return [1 - busy / window for _, _, busy in spans]
 

@@ -45,7 +45,7 @@ class Point(StrictModel):
 
 
 class SweepConfig(StrictModel):
-    """A model and the options to vary. The losses of all layouts are compared with those of the first one."""
+    """A model and the options to vary. All layouts must reproduce the losses of the first one."""
 
     model: str = Field(description="Hugging Face checkpoint folder, or a config.json")
     layouts: list[str] = Field(["d1"], min_length=1, description="parallel layouts")
@@ -71,11 +71,11 @@ class SweepConfig(StrictModel):
     def _check_engine(self) -> SweepConfig:
         for name in self.engine:
             if name in SWEEP_FIELDS:
-                raise ValueError(f"engine.{name} was given, but the sweep sets it; leave it out")
+                raise ValueError(f"engine.{name} is set by the sweep; leave it out")
         lora = self.engine.get("lora")
         if isinstance(lora, dict) and lora.get("loras") is not None:
             raise ValueError(
-                "engine.lora.loras has several adapters, and a sweep's documents name none of them; give one"
+                "engine.lora.loras has several LoRAs, but a sweep's documents name none; configure one LoRA"
             )
         return self
 
@@ -93,14 +93,16 @@ class SweepConfig(StrictModel):
     def shapes(self) -> list[Shape]:
         """Return a shape for each document length and each ragged shape."""
         if not self.seq and not self.lengths:
-            raise ConfigError("give document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
+            raise ConfigError("set document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
         even = [even_shape(length, self.tokens) for length in self.seq]
         return even + [parse_shape(text, self.tokens) for text in self.lengths]
 
     def points(self) -> list[Point]:
         """Return all points; those with equal losses are consecutive.
 
-        Raises LayoutError for a malformed layout, and ConfigError if no point can be measured.
+        Raises:
+            LayoutError: a layout is malformed.
+            ConfigError: no point can be measured.
         """
         from archon.parallel.layout import parse_layout
 
@@ -136,7 +138,7 @@ class SweepConfig(StrictModel):
 
     def engine_config(self, point: Point) -> EngineConfig:
         """Return the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""
-        given = {
+        fields = {
             "path": str(self.folder),
             "layout": point.layout,
             "device": self.device,
@@ -148,4 +150,4 @@ class SweepConfig(StrictModel):
             "init_from_scratch": self.random_weights,
             "share_prefixes": False,
         }
-        return EngineConfig.parse(given | self.engine, source="bench")
+        return EngineConfig.parse(fields | self.engine, source="bench")

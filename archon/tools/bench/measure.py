@@ -43,7 +43,7 @@ GEMM_SIZE, GEMM_ROUNDS = 1024, 8
 
 
 class DeviationError(ArithmeticError):
-    """The losses of a layout differ from those of the first one."""
+    """The losses of a layout differ from the first layout."""
 
 
 def measure(request: PointRequest) -> PointResult:
@@ -78,7 +78,7 @@ def measure(request: PointRequest) -> PointResult:
         step()
     world.barrier()
     profile, profiled_s = profile_step(step, engine.model, device)
-    own = RankResult(
+    rank_result = RankResult(
         step_s=seconds,
         memory_bytes=memory,
         profiled_s=profiled_s,
@@ -89,7 +89,9 @@ def measure(request: PointRequest) -> PointResult:
         collective_busy_s=profile.collective_busy_s,
         gemm_flops=gemm_flops(getattr(torch, point.dtype), world) if device.type == "cpu" else 0.0,
     )
-    by_rank = [RankResult.model_validate(json.loads(data)) for data in world.all_gather(own.model_dump_json().encode())]
+    by_rank = [
+        RankResult.model_validate(json.loads(data)) for data in world.all_gather(rank_result.model_dump_json().encode())
+    ]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
     products = replace(MatmulShape.from_args(engine.args), lora=active_parameters(engine.adapter, engine.lora))
     flops = products.packed(point.shape.lengths)
@@ -115,8 +117,10 @@ def measure(request: PointRequest) -> PointResult:
 
 
 def compare_losses(losses: Losses, layout: str, reference: Losses, dtype: str) -> list[NumericCheck]:
-    """Return the checks of `losses` against `reference`, the losses in `layout`. Raises DeviationError if they
-    differ.
+    """Check `losses` against `reference`, the losses in `layout`.
+
+    Raises:
+        DeviationError: they differ.
     """
     checks = []
     for what, value in losses:
@@ -141,7 +145,7 @@ def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
 
 
 def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
-    """Return the memory peaks of the timed steps; that of resident memory relative to before the model was built."""
+    """Return the memory peaks of the timed steps; resident memory is relative to the start without a model."""
     peaks = steps.read()
     sizes = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
     return sizes | ({"rss_growth": peaks["rss_peak"] - start.rss} if "rss_peak" in peaks and start.rss else {})

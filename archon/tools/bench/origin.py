@@ -114,8 +114,9 @@ def commit() -> str:
 
 
 def processor(info: str) -> str:
-    """Return the name in /proc/cpuinfo's text, with family and model: virtual machines say no more than `AMD EPYC` of
-    processors whose products differ by half.
+    """Return the processor name in /proc/cpuinfo, with family and model.
+
+    Virtual machines only say `AMD EPYC` for processors with matmul speeds that differ by half.
     """
     named = (line.partition(":") for line in info.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in named}

@@ -1,9 +1,9 @@
-"""Partitions a profiled step into segments without gaps or overlaps: phases, collectives, and the rest.
+"""Partition a profiled step into segments without gaps or overlaps: phases, collectives, and other time.
 
-On a CPU the training thread's time is partitioned: a collective has the time that the thread spends starting it and
-waiting for it. On a GPU the device's time is partitioned: a phase while computation runs, a kind of collective while
-only collectives run, else `other`, in which the device waits for the host. The segments add up to the step, and a
-collective that is overlapped with computation counts nothing.
+On a CPU the training thread's time is partitioned: a collective has the time in which the thread starts it and waits
+for it. On a GPU the device's time is partitioned: a phase while computation runs, a kind of collective while only
+collectives run, else `other`, in which the device waits for the host. The segments add up to the step, and a collective
+that overlaps with computation counts nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _span(event: dict[str, Any]) -> Span | None:
 
 
 def partition_nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
-    """Return the partition of `outer` by the spans in it: the innermost span, or `other` where there is none.
+    """Return the partition of `outer` by the spans in it: the innermost span, or `other` without one.
 
     A `wait` has the name of the collective that was started last.
     """

@@ -36,6 +36,7 @@ _KIND_OF_OP_TYPE = {
 
 
 def phase_label(name: str) -> record_function:
+    """Return a profiler label of the phase `name`."""
     return record_function(LABEL + name)
 
 

@@ -1,8 +1,7 @@
-"""One rank of one point: `python -m archon.tools.bench.rank_process REQUEST.json`, started by
-`archon.tools.bench.sweep`.
+"""One rank of one point: `python -m archon.tools.bench.rank_process REQUEST.json`.
 
-It writes its result, or its error, to the request's folder. A rank that exceeds the time limit writes its stack there
-and exits, even if it hangs in a kernel or a collective.
+`archon.tools.bench.sweep` starts it. It writes its result, or its error, to the request's directory. A rank that
+exceeds the time limit writes its stack there and exits, even if it hangs in a kernel or a collective.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
 
 
 def main(path: Path) -> None:
+    """Run the rank of the request at `path`."""
     rank, folder = os.environ.get("RANK", "0"), path.parent
     request = PointRequest.model_validate_json(path.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")
@@ -41,7 +41,7 @@ def main(path: Path) -> None:
         (folder / ERROR.format(rank)).write_text(json.dumps(content))
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # immediately, since the other ranks may be waiting in a collective and cannot take part in an exit
+        os._exit(1)  # immediately: other ranks may wait in a collective and cannot take part in a clean exit
     faulthandler.cancel_dump_traceback_later()
 
 

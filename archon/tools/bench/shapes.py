@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from archon.engine.batch import PackedBatch
 
 SEED = 0
-# Standard deviation of the logarithm of a lognormal length, whose median is a quarter of the maximum.
+# Standard deviation of the logarithm of a lognormal length; the median is a quarter of the maximum.
 SIGMA = 0.8
 MAX_DOCUMENTS = 1_000_000
 
@@ -34,6 +34,7 @@ class Shape(StrictModel):
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return sum(self.lengths)
 
 
@@ -47,18 +48,23 @@ def even_shape(length: int, tokens: int) -> Shape:
 
 
 def parse_shape(text: str, tokens: int) -> Shape:
-    """Return the shape of `700,90,13` (these lengths), or of `uniform:1024` or `lognormal:1024`: random lengths up to
-    1024, from a fixed seed, that sum to `tokens`.
+    """Parse document lengths.
 
-    Raises ConfigError for any other text.
+    Args:
+        text: `700,90,13` (these lengths), or `uniform:1024` or `lognormal:1024`: random lengths up to 1024 from a fixed
+        seed.
+        tokens: sum of random lengths.
+
+    Raises:
+        ConfigError: any other text.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         lengths = [int(part) for part in text.split(",")]
-        return Shape(name=f"{len(lengths)} ragged to {max(lengths)}, {sum(lengths)} in all", lengths=lengths)
+        return Shape(name=f"{len(lengths)} ragged to {max(lengths)}, {sum(lengths)} in total", lengths=lengths)
     match = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
     if match is None:
         raise ConfigError(
-            f"--lengths {text!r} is not a shape; give lengths such as 700,90,13, or uniform:1024, or lognormal:1024"
+            f"--lengths {text!r} is not a shape; expected for example 700,90,13 or uniform:1024 or lognormal:1024"
         )
     kind, longest = match[1], int(match[2])
     if not 2 <= longest <= tokens:
@@ -88,11 +94,11 @@ def shard_documents(shape: Shape, vocab_size: int, rank: int, ranks: int) -> Pac
             "raise --tokens"
         )
     order = sorted(range(len(shape.lengths)), key=lambda document: -shape.lengths[document])
-    own = order[rank::ranks]
-    lengths = torch.tensor([shape.lengths[document] for document in own])
+    shard = order[rank::ranks]
+    lengths = torch.tensor([shape.lengths[document] for document in shard])
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     ids = torch.zeros(mask.shape, dtype=torch.int64)
-    for row, document in enumerate(own):
+    for row, document in enumerate(shard):
         source = torch.Generator().manual_seed(SEED + document)
         ids[row, : lengths[row]] = torch.randint(vocab_size, (int(lengths[row]),), generator=source)
     return pack({"input_ids": ids, "attention_mask": mask, "loss_mask": mask.long()})

@@ -1,4 +1,4 @@
-"""Runs a sweep: each point in processes of its own, with one row per point even if it fails."""
+"""Run a sweep: each point in separate processes, with one row per point even if it fails."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def run_sweep(
     command: str | None = None,
     on_start: Callable[[Point], None] = lambda point: None,
 ) -> BenchRecord:
-    """Measure every point of `config`. Returns the record.
+    """Measure every point of `config` and return the record.
 
     Args:
+        config: the sweep.
         record: file to write the record to, after each point.
         on_row: called with each row.
         command: the command that repeats the sweep; by default `archon` and this process's arguments.
         on_start: called with each point before it runs.
-
-    Raises ConfigError or LayoutError, before anything is started, if no point can be measured or the record's folder
-    does not exist. A point that is rejected, fails, runs out of memory or hangs has a row with the reason.
     """
     points = config.points()
     sweep = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
@@ -55,7 +53,7 @@ def run_sweep(
 
 
 def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] | None = None) -> BenchRow:
-    """Measure one point, whose losses are compared with `reference`: a layout and its losses. Returns its row."""
+    """Measure one point and return its row; `reference` is a layout and its losses, to compare with."""
     from archon.parallel.layout import parse_layout
 
     ranks = parse_layout(point.layout).world_size

@@ -86,10 +86,10 @@ def _figures(row: BenchRow, m: Measurement) -> list[str]:
 def _phases(row: BenchRow, m: Measurement) -> list[str]:
     total = sum(row.phases_s.values())
     parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / total:.0f} %)" for name, s in row.phases_s.items())
-    lines = [f"  phases, ms  {parts}; {1e3 * total:.2f} in all, under the profiler"]
+    lines = [f"  phases, ms  {parts}; {1e3 * total:.2f} in total, under the profiler"]
     busy = sum_by_name((kind, s / m.ranks) for rank in m.by_rank for kind, s in rank.collective_busy_s.items())
     if busy:
-        lines.append("  of which hidden or not, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
+        lines.append("  hidden or exposed, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The card of a family: what its contracts found, as a Markdown page."""
+"""The card of a family: results of its contracts, as a Markdown page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def card(family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> s
             f"- {family.lines} lines in `{family.file.name}`, of at most {family.line_budget}",
             f"- compared with {compared}",
             "",
-            "| contract |  | found |",
+            "| contract |  | result |",
             "| --- | --- | --- |",
             *rows,
             "",

@@ -1,4 +1,4 @@
-"""Every contract of a family in turn, and what each found."""
+"""Check every contract of a family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
     """The result of one contract.
 
     Attributes:
-        text: what was found, or how the contract is broken.
+        text: measured result, or the violation.
         passed: None for a contract that could not be checked.
     """
 
@@ -42,9 +42,12 @@ class Finding:
 
 
 def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield the finding of each contract, or of those named in `only`.
+    """Yield the result of each contract, or of those named in `only`.
 
-    `full` tries every configuration, tied models in layouts, and all pages. Raises ConfigError for an unknown contract.
+    `full` tries every configuration, tied models in layouts, and all pages.
+
+    Raises:
+        ConfigError: unknown contract.
     """
     if unknown := set(only) - CONTRACTS.keys():
         raise ConfigError(f"no contract is named {sorted(unknown)[0]!r}; expected one of {', '.join(CONTRACTS)}")
@@ -74,22 +77,22 @@ def _reference(family: CheckedFamily) -> str:
 
 
 def _parameters(family: CheckedFamily, full: bool) -> str:
-    """Compare the parameters of the published default sizes with those of transformers, both on the meta device."""
+    """Compare the parameter count of the published default sizes with transformers, both on the meta device."""
     reference = _reference(family)
     config_class, model_class = hf_classes(reference)
     config, which = config_class(), "the default config"
     try:
         adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
-    except ConfigError:  # such as GLM-4.5's, which rotates 21 of the 42 features of a head
+    except ConfigError:  # for example GLM-4.5, which rotates 21 of the 42 features of a head
         config, which = random_config(0, family.model_type, reference), "a drawn config, since the default is refused"
         adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
     with torch.device("meta"):
-        theirs = model_class._from_config(config)
-    wanted = sum(weight.numel() for name, weight in theirs.named_parameters() if not adapter.is_passthrough(name))
-    found = sum(math.prod(shape) for shape in adapter.native_shapes.values())
-    if found != wanted:
-        raise ContractError(f"{found:,} parameters by {which} of transformers, which has {wanted:,}")
-    return f"{found:,} by {which}"
+        hf_model = model_class._from_config(config)
+    expected = sum(weight.numel() for name, weight in hf_model.named_parameters() if not adapter.is_passthrough(name))
+    actual = sum(math.prod(shape) for shape in adapter.native_shapes.values())
+    if actual != expected:
+        raise ContractError(f"{actual:,} parameters by {which} of transformers, which has {expected:,}")
+    return f"{actual:,} by {which}"
 
 
 def _parity(family: CheckedFamily, full: bool) -> str:
@@ -137,7 +140,7 @@ def _isolation(family: CheckedFamily, full: bool) -> str:
     documents = sum(check_isolation(seed, family.model_type) for seed in seeds)
     shared = sum(check_shared_prefixes(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
     forks = sum(check_forks(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
-    prefixes = "also with shared beginnings" if shared else "beginnings are not shared"
+    prefixes = "also with shared prefixes" if shared else "prefixes are not shared"
     return f"{documents} documents changed, no other noticed; {prefixes}; {forks} forked answers as alone"
 
 
@@ -152,11 +155,11 @@ def _generation(family: CheckedFamily, full: bool) -> str:
 
 
 def _layouts(family: CheckedFamily, full: bool) -> str:
-    found = ""
+    text = ""
     for tied in (False, True) if full else (False,):
         with tempfile.TemporaryDirectory() as folder:
-            found = describe_layouts(check_layouts(family, Path(folder), tied=tied))
-    return found
+            text = describe_layouts(check_layouts(family, Path(folder), tied=tied))
+    return text
 
 
 CONTRACTS: dict[str, Callable[[CheckedFamily, bool], str]] = {

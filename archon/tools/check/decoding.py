@@ -1,4 +1,4 @@
-"""Greedy answers through the paged cache, token for token those of transformers, forks and preemption included."""
+"""Greedy answers through the paged cache equal transformers' token for token, with forks and preemption."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int
 
 @torch.no_grad()
 def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
-    """Return the same by the model's own forward over the whole document for each token, without a cache."""
+    """Return the same answers without a cache, by a whole forward for each token."""
     tokens = list(prompt)
     for _ in range(count):
         n = len(tokens)
@@ -72,11 +72,11 @@ def check_decoding(
     total = 0
     if reference is not None:
         config = random_config(seed, model_type, reference, rope_kind="default", **fixed)
-        theirs, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
+        hf_model, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
         other, second, _ = build_pair(config, seed=seed + 1, dtype=torch.float64, model_type=model_type)
-        theirs.eval(), other.eval()
+        hf_model.eval(), other.eval()
         pairs = [
-            (first, lambda p: transformers_greedy_tokens(theirs, p)),
+            (first, lambda p: transformers_greedy_tokens(hf_model, p)),
             (second, lambda p: transformers_greedy_tokens(other, p)),
         ]
     else:
@@ -96,13 +96,13 @@ def check_decoding(
         for number, (model, _) in enumerate(pairs):
             if number:
                 engine.update_weights(model)
-            for prompt, found, right in zip(prompt_ids, answers(engine, prompt_ids), expected[number], strict=True):
-                if found != right:
+            for prompt, answer, right in zip(prompt_ids, answers(engine, prompt_ids), expected[number], strict=True):
+                if answer != right:
                     raise ContractError(
                         f"pages of {page_size}{', new weights' if number else ''}: a prompt of {len(prompt)} tokens is "
-                        f"answered by {found}, expected {right}"
+                        f"answered by {answer}, expected {right}"
                     )
-                total += len(found)
+                total += len(answer)
     return total
 
 

@@ -1,4 +1,4 @@
-"""The family that is checked: found by its model type, its module or its file."""
+"""Find the family to check by its model type, its module or its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archon.tools.check.oracle import has_reference
 
 # Types that transformers computes under another name.
 REFERENCES = {"kimi_k2": "deepseek_v3"}
-# Lines of a family's file: dense, with experts or another attention, with a mixer of its own.
+# Line budget of a family's file: dense, with experts or another attention, with a mixer of its own type.
 LINE_BUDGETS = (80, 150, 250)
 
 
@@ -25,8 +25,8 @@ class CheckedFamily:
     """One model type of a family.
 
     Attributes:
-        target: what finds the family in another process: see `load_families`.
-        reference: transformers' type that computes the same; None where it has none.
+        target: argument of `load_families` that finds the family in another process.
+        reference: equivalent transformers type; None if transformers has none.
     """
 
     target: str
@@ -63,12 +63,14 @@ class CheckedFamily:
 
 
 def load_families(target: str, reference: str | None = None) -> list[CheckedFamily]:
-    """Return the family of a model type; or each type of a family whose module or `.py` file defines `SPEC`.
+    """Return the family of a model type, or each type of a family defined in a module or `.py` file with `SPEC`.
 
     Args:
-        reference: transformers' type that computes the same, by default the type itself if transformers has it.
+        target: model type, module name or file.
+        reference: equivalent transformers type, by default the type itself if transformers has it.
 
-    Raises UnknownModelError where nothing of this name defines a family.
+    Raises:
+        UnknownModelError: nothing of this name defines a family.
     """
     if is_supported_model(target):
         spec, model_types = get_model_spec(target, text_only=True), [target]
@@ -94,11 +96,11 @@ def _load_spec(target: str) -> ModelSpec:
             raise UnknownModelError(f"{target} is not a file; expected a family's file, which defines SPEC")
         name = f"archon_family_{path.stem}"
         if name not in sys.modules:
-            found = importlib.util.spec_from_file_location(name, path)
-            assert found is not None and found.loader is not None
-            module = importlib.util.module_from_spec(found)
+            module_spec = importlib.util.spec_from_file_location(name, path)
+            assert module_spec is not None and module_spec.loader is not None
+            module = importlib.util.module_from_spec(module_spec)
             sys.modules[name] = module
-            found.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
         module = sys.modules[name]
     else:
         try:
@@ -106,7 +108,7 @@ def _load_spec(target: str) -> ModelSpec:
         except ModuleNotFoundError as error:
             if error.name is None or not target.startswith(error.name):
                 raise
-            get_model_spec(target)  # raises, with what is available
+            get_model_spec(target)  # raises an error that lists the available types
             raise
     spec = getattr(module, "SPEC", None)
     if not isinstance(spec, ModelSpec):

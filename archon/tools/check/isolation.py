@@ -1,7 +1,7 @@
-"""Documents and answers do not see each other: one changed, the others keep their results bit for bit.
+"""Documents and answers are independent: when one changes, the others keep their results bit for bit.
 
-Packed documents, documents that share the computation of a common beginning, and answers that fork from one prompt;
-those of two ranks are in `archon.tools.check.layouts`.
+Covers packed documents, documents with shared prefixes, and answers that fork from one prompt;
+`archon.tools.check.layouts` covers documents on two ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from archon.tools.check.random_configs import draw_fields
 from archon.tools.check.round_trip import fresh_model
 
 LENGTHS = [9, 13, 1, 31]
-# Tokens that documents begin with in common: few, which are computed as a tree, and more than a tree has.
+# Lengths of shared prefixes: short, computed as a tree, and longer than a tree node.
 PREFIX_LENGTHS, SUFFIX_LENGTHS = (12, 150), (7, 5, 9)
 # Experts process the tokens that chose them together, in products of other sizes: rounding of float64.
 EXPERTS_TOLERANCE = 1e-12
@@ -52,10 +52,12 @@ def check_isolation(seed: int, model_type: str) -> int:
 
 
 def check_shared_prefixes(seed: int, model_type: str) -> bool:
-    """Change the own tokens of documents that share a beginning. Returns whether the family shares any.
+    """Change the private tokens of documents that share a prefix, and return whether the family shares prefixes.
 
-    Raises ContractError where another document's logits change by a bit, or with experts by more than rounding, and
-    where sharing changes logits by more than rounding.
+    Raises:
+        ContractError: another document's logits change by a bit (with experts: by more than rounding), or sharing
+        changes
+            logits by more than rounding.
     """
     model = _random_model(seed, model_type)
     if not model.args.shares_prefixes:
@@ -66,7 +68,7 @@ def check_shared_prefixes(seed: int, model_type: str) -> bool:
         packed = model(*_packed_inputs(tokens, lengths)).detach().split(lengths)
         difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(before, packed, strict=True))
         if difference > ISOLATION_TOLERANCE:
-            raise ContractError(f"a beginning of {prefix_length} tokens, shared, alters the logits by {difference:.1e}")
+            raise ContractError(f"sharing a prefix of {prefix_length} tokens changes logits by {difference:.1e}")
         for changed in range(len(lengths)):
             parts = list(tokens.split(lengths))
             last = torch.zeros_like(parts[changed])
@@ -77,19 +79,21 @@ def check_shared_prefixes(seed: int, model_type: str) -> bool:
 
 
 def check_forks(seed: int, model_type: str) -> int:
-    """Sample two answers from the state after one prompt, in float64. Returns the number of answers compared.
+    """Sample answers from the state after one prompt, in float64, and return the number of answers compared.
 
-    Raises ContractError where an answer depends on what the other one sampled: by one bit of a log-probability, or with
-    experts by more than rounding; and where it is not that of a prompt of its own.
+    Raises:
+        ContractError: an answer depends on the tokens of another one: by one bit of a log-probability, or with experts
+        by
+            more than rounding; or it differs from the answer to a separate prompt.
     """
     known = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
     model = _random_model(seed, model_type, rope_kind="default", **{k: v for k, v in FIXED.items() if k in known})
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.args.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
-    # Equal answers are decoded as one until they differ, so three are chosen that begin with different tokens.
+    # Equal answers are decoded as one until they differ, so three with different first tokens are chosen.
     begins = {answer[0][0]: number for number, answer in enumerate(_answers(model, prompt, SAMPLE_SEEDS))}
     if len(begins) < 3:
-        raise ContractError(f"{len(SAMPLE_SEEDS)} sampled answers begin with {len(begins)} tokens, expected 3 or more")
+        raise ContractError(f"{len(SAMPLE_SEEDS)} sampled answers have {len(begins)} first tokens, expected 3 or more")
     a, b, c = [*begins.values()][:3]
     (first, second), (same, other) = (_answers(model, prompt, seeds) for seeds in ((a, b), (a, c)))
     _compare_answers("another fork's tokens", first, same, EXPERTS_TOLERANCE if _has_experts(model) else 0.0)
@@ -129,9 +133,7 @@ def _has_experts(model: BaseArchonModel) -> bool:
 
 
 def _documents_with_prefix(prefix_length: int, vocab: int, seed: int) -> tuple[Tensor, list[int]]:
-    """Return tokens of documents whose first `prefix_length` are equal and whose next ones differ, and their
-    lengths.
-    """
+    """Return tokens and lengths of documents with equal first `prefix_length` tokens and different next ones."""
     generator = torch.Generator().manual_seed(seed)
     beginning = torch.randint(vocab, (prefix_length,), generator=generator)
     ends = [torch.randint(vocab, (count,), generator=generator) for count in SUFFIX_LENGTHS]
@@ -158,7 +160,7 @@ def _shared_logits(model: BaseArchonModel, tokens: Tensor, lengths: list[int]) -
 def _compare(
     model: BaseArchonModel, before: Sequence[Tensor], after: Sequence[Tensor], changed: int, what: str
 ) -> None:
-    """Raise ContractError where documents other than the changed one have other logits, or that one the same."""
+    """Raise ContractError if logits of unchanged documents differ, or those of the changed one do not."""
     tolerance = EXPERTS_TOLERANCE if _has_experts(model) else 0.0
     for other, (old, new) in enumerate(zip(before, after, strict=True)):
         difference = float((old - new).abs().max() / old.abs().max())

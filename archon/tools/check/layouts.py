@@ -1,4 +1,4 @@
-"""Two ranks against one process, in float64: the loss, every gradient, and documents that do not see each other."""
+"""Two ranks against one process, in float64: the loss, every gradient, and independent documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from archon.tools.check.rank_pool import Pool, RankError
 from archon.tools.check.round_trip import fresh_checkpoint
 
 FP64_TOLERANCE = 1e-10
-"""Of max|a - b| / max|b| per tensor: the same products, summed in another order."""
+"""Tolerance of max|a - b| / max|b| per tensor: the same terms, summed in another order."""
 VOCAB = 104
 # Odd lengths that no rank count divides, two equal neighbors, one document without a prediction.
 LENGTHS = (13, 5, 5, 1, 21, 8, 3, 17, 2, 9, 30)
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout of two ranks with options of the engine; `needs_experts` says whether it is one for dense models."""
+    """A layout of two ranks with engine options; `needs_experts` excludes dense models."""
 
     layout: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +48,7 @@ class LayoutCase:
 
     @property
     def name(self) -> str:
+        """Layout and options."""
         return " ".join([self.layout, *(str(value) for value in self.options.values())])
 
 
@@ -76,6 +77,7 @@ class SequenceLoss:
     """A loss that needs whole documents in their order: each document's mean log-probability, squared."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Return the loss and its metrics."""
         counts = document_sums(mb["loss_mask"].to(logprobs.dtype), mb).clamp(min=1)
         means = document_sums(logprobs * mb["loss_mask"], mb) / counts
         loss = means.square().sum() - 0.1 * (logprobs * mb["loss_mask"]).sum()
@@ -101,9 +103,7 @@ def padded_batch(lengths: tuple[int, ...], vocab: int, seed: int) -> dict[str, T
 
 
 def rank_rows(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the documents of one data-parallel rank: uneven shares, so that ranks differ in tokens and
-    micro-batches.
-    """
+    """Return the documents of one data-parallel rank; ranks differ in tokens and micro-batches."""
     count = data["input_ids"].shape[0]
     bounds = [0, *(max(r + 1, int(count * ((r + 1) / ranks) ** 1.5)) for r in range(ranks))]
     return {name: x[bounds[rank] : bounds[rank + 1]] for name, x in data.items()}
@@ -115,25 +115,26 @@ def compare(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str
     Raises AssertionError for tensors of other shapes, and for a reference that is all zero.
     """
     differences = {}
-    for name, wanted in reference.items():
+    for name, expected in reference.items():
         if name not in actual:
             continue
-        scale = float(wanted.abs().max())
+        scale = float(expected.abs().max())
         assert scale > 0, f"the reference's {name} is all zero"
         got = actual[name]
-        assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, expected {tuple(wanted.shape)}"
-        differences[name] = float((got.double() - wanted.double()).abs().max()) / scale
+        assert got.shape == expected.shape, f"{name}: {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        differences[name] = float((got.double() - expected.double()).abs().max()) / scale
     return differences
 
 
 def check_layouts(family: CheckedFamily, folder: Path, *, seed: int = 0, tied: bool = False) -> list[LayoutResult]:
-    """Return what each layout of two ranks computes, against one process with the same weights.
+    """Return the result of each layout of two ranks, against one process with the same weights.
 
-    Raises ContractError where a layout differs, leaves a gradient out, or mixes documents.
+    Raises:
+        ContractError: a layout differs, omits a gradient, or mixes documents.
     """
     fields = family.spec.model_args_class.hf_fields
     fixed = {name: value for name, value in SIZES.items() if name in fields}
-    if "kv_lora_rank" in fields:  # each head has keys of its own
+    if "kv_lora_rank" in fields:  # each head has separate keys
         fixed["num_key_value_heads"] = fixed["num_attention_heads"]
     if "tie_word_embeddings" in fields:
         fixed["tie_word_embeddings"] = tied
@@ -193,7 +194,11 @@ def _engine(checkpoint: Path, case: LayoutCase) -> ArchonEngine:
 
 
 def _measure(engine: ArchonEngine) -> dict[str, Tensor]:
-    """Return loss, norm and every gradient of one batch. Raises ContractError where documents see each other."""
+    """Return loss, norm and every gradient of one batch.
+
+    Raises:
+        ContractError: documents influence each other.
+    """
     ranks = engine.ranks
     data = rank_rows(padded_batch(LENGTHS, VOCAB, 10), ranks.dp.rank, ranks.dp.size)
     grads, metrics = engine.gradients(data, SequenceLoss(), loss_token_count, 0.8, full=False)
@@ -224,7 +229,7 @@ def _require_isolation(engine: ArchonEngine, data: dict[str, Tensor]) -> None:
 
 
 def describe_layouts(results: list[LayoutResult]) -> str:
-    """Return the layouts as one line of text: those that agree with one process, and those refused."""
+    """Summarize the layouts in one line: those that agree with one process, and the refused ones."""
     proven = [result.case for result in results if result.refused is None]
     refused = [result.case for result in results if result.refused is not None]
     return ", ".join(proven) + (f"; refused: {', '.join(refused)}" if refused else "")

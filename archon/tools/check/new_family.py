@@ -21,13 +21,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a registered family covers of a config and a checkpoint.
+    """Coverage of a config and a checkpoint by a registered family.
 
     Attributes:
-        refused: what it says of each config field that it does not cover, by name.
-        added: the fields among them that other families read into arguments that this one has.
-        unknown_keys: templates of the checkpoint's tensors that it does not have, or in another shape, with how many.
-        missing_keys: templates of tensors that it expects and the checkpoint lacks, with how many.
+        refused: the error for each config field that it does not support, by name.
+        added: fields among them that other families map to arguments that this family has too.
+        unknown_keys: templates and counts of checkpoint tensors that it lacks, or has with another shape.
+        missing_keys: templates and counts of tensors that it expects and the checkpoint lacks.
     """
 
     spec: ModelSpec
@@ -38,7 +38,7 @@ class Coverage:
 
     @property
     def gaps(self) -> tuple[int, int, int]:
-        """The keys and fields that are not covered, and those added; the family with the fewest is the nearest."""
+        """Unsupported keys and fields, and added fields; the family with the fewest is the nearest."""
         keys = len(self.unknown_keys) + len(self.missing_keys)
         return keys, len(self.refused) - len(self.added), len(self.added)
 
@@ -67,10 +67,10 @@ def read_new(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 
 
 def coverages(config: Mapping[str, Any], shapes: Shapes) -> list[Coverage]:
-    """Return what each registered family covers, the nearest first."""
+    """Return the coverage by each registered family, the nearest first."""
     specs = {get_model_spec(name).name: (get_model_spec(name), name) for name in get_supported_model_types()}
-    found = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
-    return sorted(found, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
+    candidates = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
+    return sorted(candidates, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
 
 
 def _coverage(spec: ModelSpec, model_type: str, config: Mapping[str, Any], shapes: Shapes) -> Coverage:
@@ -111,10 +111,12 @@ def _fields_of_other_families(spec: ModelSpec, refused: Mapping[str, str]) -> di
 
 
 def family_source(coverage: Coverage, model_type: str) -> str:
-    """Return the source of the family's file: the nearest family's, with the new names and the added fields.
+    """Return the source of a new family's file: the nearest family's, with the new names and the added fields.
 
-    What is not covered stands in its docstring. Raises ConfigError where the nearest family's file is not of the usual
-    form.
+    Its docstring lists unsupported fields and keys.
+
+    Raises:
+        ConfigError: the nearest family's file does not have the usual form.
     """
     spec = coverage.spec
     text = Path(inspect.getfile(spec.model_class)).read_text(encoding="utf-8")
@@ -126,7 +128,7 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     has_fields = "hf_fields" in text and "    }\n" in text
     if f"frozenset({{{types}}})" not in text or not definition.search(text) or (coverage.added and not has_fields):
         raise ConfigError(
-            f"the nearest family is {spec.name!r}, whose file is not of the usual form; write yours by hand"
+            f"the file of the nearest family {spec.name!r} does not have the usual form; write yours by hand"
         )
     text = text.replace(f"frozenset({{{types}}})", f'frozenset({{"{model_type}"}})')
     text = definition.sub(rf'\1"{model_type}"', text)
@@ -157,7 +159,7 @@ def _docstring(coverage: Coverage, model_type: str) -> str:
     lines = [
         f'"""The family {model_type}, by `archon new-model` from {coverage.spec.name}, the nearest family.',
         "",
-        "The defaults of fields are that family's; set those of your config class.",
+        "Field defaults come from that family; replace them by the defaults of your config class.",
     ]
     if left := uncovered_lines(coverage):
         lines += ["", "Not covered:", *(f"- {line}" for line in left)]
@@ -172,7 +174,7 @@ def uncovered_lines(coverage: Coverage) -> list[str]:
 
 
 def describe_coverage(coverage: Coverage, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
-    """Return what the nearest family covers, and what it does not, as lines of text."""
+    """Return lines on the supported and unsupported parts of the nearest family."""
     left = uncovered_lines(coverage)
     n_unknown = sum(coverage.unknown_keys.values())
     lines = [

@@ -1,4 +1,4 @@
-"""transformers as the oracle of a family: a model of its own with the same weights, run on one document at a time."""
+"""transformers as the reference of a family: a model with the same weights, run on one document at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ContractError(Exception):
-    """A family breaks a contract; the message is one line that says how."""
+    """A family breaks a contract; the message is one line."""
 
 
 def has_reference(model_type: str) -> bool:
@@ -28,7 +28,10 @@ def has_reference(model_type: str) -> bool:
 def hf_classes(model_type: str) -> tuple[Any, Any]:
     """Return the config class and the causal language model of transformers for a model type.
 
-    Of a composite type it is the whole model, whose checkpoints are read. Raises ConfigError where there is none.
+    A composite type returns the whole model, because its checkpoints are read.
+
+    Raises:
+        ConfigError: transformers has no such type.
     """
     from transformers import CONFIG_MAPPING
 
@@ -52,20 +55,18 @@ def is_composite(model_type: str) -> bool:
 def random_config(
     seed: int, model_type: str, reference: str | None = None, *, rope_kind: str | None = None, **fixed: Any
 ) -> Any:
-    """Return a transformers config with the fields of `draw_fields`, of the type `reference` where that is given."""
+    """Return a transformers config with the fields of `draw_fields`, of type `reference` if it is set."""
     return hf_classes(reference or model_type)[0](**draw_fields(seed, model_type, rope_kind=rope_kind, **fixed))
 
 
 def family_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
-    """Return a transformers config as the `config.json` of a family, by default that of its own type."""
+    """Return a transformers config as the `config.json` of a family, by default with its model type."""
     fields: dict[str, Any] = config.to_dict()
     return fields | {"model_type": model_type or config.model_type}
 
 
 def hf_model(config: Any, **options: Any) -> Any:
-    """Return a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
-    float64.
-    """
+    """Return a fresh transformers model; experts run one at a time, the only float64 implementation."""
     if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
     model_class = hf_classes(config.model_type)[1]
@@ -86,7 +87,7 @@ def randomize_vectors(model: nn.Module) -> None:
 
 
 SLOW_DECAYS = (0.03, 0.05)
-"""The decays of recurrent mixers that show what leaks from document to document; fast ones would hide it."""
+"""Slow decays of recurrent mixers, which reveal leaks between documents; fast ones would hide them."""
 
 
 @torch.no_grad()
@@ -99,7 +100,7 @@ def draw_slow_decays(model: nn.Module) -> None:
 
 @torch.no_grad()
 def randomize_buffers(model: nn.Module) -> None:
-    """Draw the biases that checkpoints hold and that are no parameters, such as those of routers' choices."""
+    """Draw the checkpointed buffers, for example router biases."""
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and buffer.dim() == 1:
@@ -114,14 +115,17 @@ def build_pair(
     dtype: torch.dtype = torch.float32,
     model_type: str | None = None,
 ) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
-    """Return a transformers model with every weight drawn at random, archon's with the same weights, and its adapter.
+    """Return a transformers model with random weights, archon's model with the same weights, and its adapter.
 
     Args:
-        config: of the transformers model.
+        config: config of the transformers model.
+        seed: seed of the weights.
+        dtype: dtype of both models.
         attention: transformers' attention implementation.
-        model_type: of archon's family, by default that of the config.
+        model_type: type of archon's family, by default the config's.
 
-    Raises ContractError where the parameters of the two are not the same.
+    Raises:
+        ContractError: the parameters of the two models differ.
     """
     torch.manual_seed(seed)
     reference = hf_model(config, attn_implementation=attention).to(dtype)
@@ -139,10 +143,10 @@ def build_pair(
 def checkpoint_tensors(
     reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
 ) -> dict[str, Tensor]:
-    """Return the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
+    """Return the weights of a transformers model, or their gradients, with checkpoint names and shapes.
 
-    In memory transformers stacks the experts, gate and up as one; in a file each may have its matrices. Buffers that
-    checkpoints hold are among them, also with the gradients. What `adapter` carries and does not compute is left out.
+    In memory transformers stacks the experts and fuses gate and up; in a file each may have separate matrices.
+    Checkpointed buffers are included, also with the gradients. Passthrough keys of `adapter` are omitted.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -159,9 +163,9 @@ def checkpoint_tensors(
 
 
 def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Return logits [T, V] of documents run one at a time, each with rotary state as in a fresh model.
+    """Return logits [T, V] of documents run one at a time, each with the rotary state of a fresh model.
 
-    transformers remembers the longest document that dynamic RoPE has seen; a document's own length is what counts here.
+    transformers remembers the longest document that dynamic RoPE has processed; here only the document's length counts.
     """
     decoder, logits = reference.get_decoder(), []
     for document in tokens.split(lengths):

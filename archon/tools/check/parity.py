@@ -20,11 +20,15 @@ from archon.tools.check.oracle import (
 from archon.tools.check.random_configs import random_lengths
 
 FP32_TOLERANCE = 1e-5
-"""Of max|a - b| / max|b| per tensor in float32: the same operations in another order; one ulp is 6e-8 and sums run over
-fewer than 1e3 terms."""
+"""Tolerance of max|a - b| / max|b| per tensor in float32: the same operations in another order.
+
+One ulp is 6e-8, and sums have fewer than 1e3 terms.
+"""
 ROUNDING = 4.0
-"""How many times transformers' own rounding in float32 archon's may be, for tensors that FP32_TOLERANCE is too narrow
-for: 1.8 seen, where a key's bias has a gradient that mostly cancels."""
+"""Allowed ratio between archon's and transformers' float32 rounding, for tensors beyond FP32_TOLERANCE.
+
+Measured: 1.8 for the bias of keys, whose gradient mostly cancels.
+"""
 SEEDS = range(18)
 
 
@@ -33,27 +37,31 @@ def parity(
 ) -> dict[str, float]:
     """Return max|a - b| / max|b| of the logits and of each parameter's gradient, by name.
 
-    transformers runs one document at a time, with eager attention or SDPA; here all are packed. Where float32 differs
-    by more than FP32_TOLERANCE, float64 of the same weights decides: archon's float32 may be off by ROUNDING times what
-    transformers' own is, and then the difference given is float64's. Otherwise it stays that of float32.
+    transformers runs one document at a time, with eager attention or SDPA; archon runs all packed. If float32 differs
+    by more than FP32_TOLERANCE, float64 with the same weights decides: archon's float32 error may be ROUNDING times
+    transformers' float32 error, and the float64 difference is returned. Otherwise the float32 difference is returned.
 
     Args:
-        reference: transformers' type that computes the same, by default `model_type`.
+        seed: seed of configuration, weights and documents.
+        model_type: type of the family.
+        dtype: dtype of both models.
+        reference: equivalent transformers type, by default `model_type`.
 
-    Raises ContractError where parameters differ or a gradient of the reference is all zero.
+    Raises:
+        ContractError: parameters differ or a gradient of the reference is all zero.
     """
     config = random_config(seed, model_type, reference)
     hf_model, model, adapter = build_pair(
         config, attention="eager" if seed % 3 else "sdpa", seed=seed, dtype=dtype, model_type=model_type
     )
-    found, wanted = _results(model, hf_model, adapter, seed)
-    differences = {name: relative_error(found[name], wanted[name]) for name in found}
+    actual, expected = _results(model, hf_model, adapter, seed)
+    differences = {name: relative_error(actual[name], expected[name]) for name in actual}
     beyond = [name for name, difference in differences.items() if not difference <= FP32_TOLERANCE]
     if beyond and dtype is torch.float32:
         exact, wanted_exact = _results(model.double(), hf_model.double(), adapter, seed)
         for name in beyond:
-            rounding = relative_error(wanted[name].double(), wanted_exact[name])
-            if relative_error(found[name].double(), wanted_exact[name]) <= ROUNDING * rounding:
+            rounding = relative_error(expected[name].double(), wanted_exact[name])
+            if relative_error(actual[name].double(), wanted_exact[name]) <= ROUNDING * rounding:
                 differences[name] = relative_error(exact[name], wanted_exact[name])
     return differences
 
@@ -70,14 +78,14 @@ def _results(
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
 
-    found, wanted = {"logits": logits.detach()}, {"logits": expected.detach()}
-    wanted |= adapter.from_hf(checkpoint_tensors(hf_model, gradients=True, adapter=adapter))
+    results, references = {"logits": logits.detach()}, {"logits": expected.detach()}
+    references |= adapter.from_hf(checkpoint_tensors(hf_model, gradients=True, adapter=adapter))
     for name, parameter in model.named_parameters():
-        if name not in wanted:
+        if name not in references:
             raise ContractError(f"transformers has no parameter for {name}")
-        if parameter.grad is None or not wanted[name].abs().max() > 0:
+        if parameter.grad is None or not references[name].abs().max() > 0:
             raise ContractError(f"the gradient of {name} is {'missing' if parameter.grad is None else 'all zero'}")
-        found[name] = parameter.grad
+        results[name] = parameter.grad
     model.zero_grad()
     hf_model.zero_grad()
-    return found, wanted
+    return results, references

@@ -1,7 +1,7 @@
-"""Small random configurations of any family: each field of its `config.json` is drawn by the field's name.
+"""Small random configurations of any family: each field of its `config.json` is drawn by name.
 
-A family with fields that no draw here knows names values for them in `hf_examples` of its arguments; of its other
-fields, booleans and numbers with a default are varied, and what is left keeps its default.
+A family lists values for unusual fields in `hf_examples` of its arguments. Of the other unknown fields, booleans and
+numbers with a default are varied, and the rest keep their default.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 PERIODIC_ROPE_KINDS = ("yarn", "llama3", "longrope")
-"""Those with an original context, whose length factors on queries grow by."""
+"""RoPE kinds with an original context length, the period of length factors on queries."""
 ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 WINDOWS = (2, 5, 11)
 OMIT: Any = object()
-"""What a draw returns for a field that is left out of the configuration."""
+"""Result of a draw that omits the field."""
 
 Draw = Callable[[random.Random, dict[str, Any], frozenset[str]], Any]
-"""Returns the value of a field, from what was drawn before and the names of the family's fields."""
+"""Function from the random stream, earlier draws and field names of the family to the value of a field."""
 
 
 def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
@@ -31,8 +31,8 @@ def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) 
 
 
 def _n_experts(config: Mapping[str, Any]) -> int:
-    found = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return next((experts for experts in found if experts), 0)
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((experts for experts in counts if experts), 0)
 
 
 def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
@@ -42,8 +42,9 @@ def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozen
 
 
 def _hidden_size(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
-    """Return a multiple of the heads, which some config classes want, of at least 24: gradients of narrower models
-    cancel, and transformers itself is then 3e-5 away from its own float64 value.
+    """Return a multiple of the heads, which some config classes require, of at least 24.
+
+    Gradients of narrower models cancel: transformers then differs by 3e-5 from its float64 result.
     """
     heads = config["num_attention_heads"]
     width = max(rng.choice([config.get("head_dim", 8), 6]), -(-24 // heads))
@@ -75,7 +76,7 @@ def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozense
 
 
 def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
-    """Return 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
+    """Return 1 for all layers if keys have a bias: without rotation its gradient is 0."""
     return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
 
 
@@ -86,10 +87,10 @@ def _pick(*values: Any) -> Draw:
 # In the order of drawing, since some depend on others. Sizes are small and odd.
 DRAWS: dict[str, Draw] = {
     "num_hidden_layers": _pick(2, 3),
-    # One head that expands a small latent: transformers itself is 1.5e-5 away from its own float64 value.
+    # One head that expands a small latent: transformers differs by 1.5e-5 from its float64 result.
     "num_key_value_heads": lambda rng, config, names: rng.choice([2, 3, 4] if "kv_lora_rank" in names else [1, 2, 3]),
     "num_attention_heads": lambda rng, config, names: (
-        # Latent attention has as many heads of keys.
+        # Latent attention has as many key heads as query heads.
         config.get("num_key_value_heads", 2) * (1 if "kv_lora_rank" in names else rng.choice([1, 2, 3, 4]))
     ),
     "head_dim": _pick(6, 8, 10, 16),
@@ -101,8 +102,8 @@ DRAWS: dict[str, Draw] = {
     "rms_norm_eps": _pick(1e-6, 1e-5),
     "max_position_embeddings": _pick(16, 32, 64),
     "pad_token_id": _pick(None, None, 3),
-    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a tensor whose
-    # gradient cancels puts transformers itself 3e-5 away from its own float64 value.
+    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, transformers
+    # differs by 3e-5 from its float64 result in tensors with cancelling gradients.
     "initializer_range": _pick(0.13),
     "use_sliding_window": _pick(True, False),
     "sliding_window": _sliding_window,
@@ -122,7 +123,7 @@ DRAWS: dict[str, Draw] = {
     "moe_intermediate_size": _pick(8, 20),
     "shared_expert_intermediate_size": _pick(12, 28),
     "n_shared_experts": _pick(1, 2),
-    # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
+    # The normalized weight of a single expert is always 1, so the router would have no gradient.
     "norm_topk_prob": lambda rng, config, names: rng.random() < 0.5 and config["num_experts_per_tok"] > 1,
     "decoder_sparse_step": _pick(1, 2),
     "mlp_only_layers": lambda rng, config, names: (
@@ -134,17 +135,17 @@ DRAWS: dict[str, Draw] = {
     "final_logit_softcapping": _pick(None, 2.0, 20.0),
     "attn_logit_softcapping": _pick(None, 2.0, 20.0),
 }
-# Where a family's fields mean something else, or transformers ignores them.
+# Fields with another meaning in a family, or ignored by transformers.
 FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
-    # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
+    # Norms of small results magnify rounding: at 0.13 transformers differs by 4e-5 from its float64 result.
     "olmo3": {"initializer_range": _pick(0.3)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
-        # A single head has a single sink, whose gradient may cancel.
+        # A single head has a single sink, and its gradient may cancel.
         "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
         "intermediate_size": lambda rng, config, names: rng.choice([config["hidden_size"], 20]),
-        # The weight of a single expert is 1 whatever the router says: it has no gradient.
+        # The weight of a single expert is always 1, so the router would have no gradient.
         "num_experts_per_tok": lambda rng, config, names: max(2, _experts_per_token(rng, config, names)),
     },
     # Its config class counts LongRoPE's divisors by hidden_size // num_attention_heads, whatever head_dim says.
@@ -242,14 +243,14 @@ def _vary(field: Field) -> Draw:
 def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
     """Return the fields of a random configuration of a family, without `model_type`.
 
-    That of a composite model has the fields of the text decoder in `text_config`.
-
-    Each field has a random stream of its own, so that a new field changes no other.
+    For a composite model the fields of the text decoder are in `text_config`. Each field has a separate random stream,
+    so that a new field changes no other.
 
     Args:
-        seed: seeds that follow each other walk through the kinds of RoPE.
-        rope_kind: this one instead, or the family's first where it does not have it.
-        fixed: fields that are not drawn.
+        seed: consecutive seeds cycle through the kinds of RoPE.
+        model_type: type of the family.
+        rope_kind: kind of RoPE, or the family's first if it does not support it.
+        fixed: fields with fixed values.
     """
     args = get_model_spec(model_type, text_only=True).model_args_class
     text_type = args.composite_types.get(model_type, model_type)
@@ -273,9 +274,9 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
 
 
 def random_lengths(seed: int) -> list[int]:
-    """Return odd lengths, among them one, equals, and one beyond some of the context lengths that are drawn.
+    """Return odd document lengths: one token, equal lengths, and one longer than some of the context lengths.
 
-    Every fourth pack has a document long enough for attention in blocks without a window.
+    Every fourth pack has a document long enough for blockwise attention without a window.
     """
     rng = random.Random(1000 + seed)
     lengths = [2 * rng.randrange(0, 23) + 1 for _ in range(3)] + [1, 7, 7, 47 if seed % 4 else 141]

@@ -45,9 +45,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
-        """Call `function(*args)` on every rank. Returns what each returned, in rank order.
+        """Call `function(*args)` on every rank and return the results in rank order.
 
-        Raises RankError with the tracebacks of the ranks that failed.
+        Raises:
+            RankError: ranks failed; with their tracebacks.
         """
         if not self._ranks:
             self._start()
@@ -66,13 +67,13 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, port, theirs, self._trace(rank), dict(os.environ)), daemon=True
+                target=_serve, args=(rank, self.size, port, child_end, self._trace(rank), dict(os.environ)), daemon=True
             )
             process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            child_end.close()
+            self._ranks.append((process, parent_end))
         ready = self._collect(START_SECONDS)
         if any(not fine for fine, _ in ready.values()):
             self.close()
@@ -109,6 +110,7 @@ class Pool:
         return Path(self._trace(rank)).read_text() if Path(self._trace(rank)).exists() else "(nothing was written)"
 
     def close(self) -> None:
+        """End all processes."""
         for process, pipe in self._ranks:
             pipe.close()
             process.kill()
@@ -145,7 +147,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, enviro
             timeout=timedelta(seconds=CASE_SECONDS),
         )
         pipe.send((True, None))
-    except BaseException:  # noqa: BLE001 - it goes to whoever waits
+    except BaseException:  # noqa: BLE001 - passed to the waiting thread
         pipe.send((False, traceback.format_exc()))
         return
     while True:
@@ -158,5 +160,5 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, enviro
             for part in name.split("."):
                 function = getattr(function, part)
             pipe.send((True, function(*args)))  # type: ignore[operator]
-        except BaseException:  # noqa: BLE001 - it goes to whoever waits
+        except BaseException:  # noqa: BLE001 - passed to the waiting thread
             pipe.send((False, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""Checkpoints: names as transformers has them, and weights that come back bitwise."""
+"""Checkpoints: transformers' names, and bitwise equal weights after a round trip."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def round_trip(seed: int, model_type: str, folder: Path, reference: str | None =
     Raises ContractError where names, shapes or one bit differ.
     """
     config = random_config(seed, model_type, reference)
-    theirs, _, adapter = build_pair(config, seed=seed, model_type=model_type)
-    tensors = checkpoint_tensors(theirs, adapter=adapter)
+    hf_model, _, adapter = build_pair(config, seed=seed, model_type=model_type)
+    tensors = checkpoint_tensors(hf_model, adapter=adapter)
     if (shapes := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != adapter.hf_shapes():
         wrong = sorted(name for name, _ in shapes.items() ^ adapter.hf_shapes().items())
-        raise ContractError(f"names or shapes of {wrong[:4]} are not those of transformers' checkpoint")
+        raise ContractError(f"names or shapes of {wrong[:4]} differ from transformers' checkpoint")
     _require_equal(adapter.to_hf(adapter.from_hf(tensors)), tensors, "state dicts")
     source = folder / "source"
-    theirs.save_pretrained(source)
+    hf_model.save_pretrained(source)
     (source / "config.json").write_text(json.dumps(family_config(config, model_type)))
     save_model(load_model(source, dtype=torch.float32, text_only=True), folder / "copy", like=source)
     written = folder_tensors(folder / "copy")

@@ -30,9 +30,9 @@ STYLES: tuple[Style, ...] = ("transformers 5", "hub")
 # A document longer than every window and original context that is drawn.
 LENGTHS = [41]
 SEED = 3
-# Of the weights, whatever `initializer_range` says: large ones saturate the attention.
+# Standard deviation of the weights, whatever `initializer_range` says: large ones saturate attention.
 WEIGHT_SCALE = 0.13
-# Fields whose removal builds a published model of billions of parameters; archon rejects it by name.
+# Removing these fields builds a published model of billions of parameters; archon rejects it by name.
 CLASS_SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 ALTERNATIVE_VALUES: dict[type, Any] = {
     bool: lambda value: [not value],
@@ -65,9 +65,9 @@ def _with_outer_rope(config: dict[str, Any], policy: RopePolicy) -> dict[str, An
 
 
 def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each field with the config in which it is missing or has another value, fields of RoPE included.
+    """Yield each field with a config in which it is missing or changed, including RoPE fields.
 
-    Of a composite config these are the fields of the text decoder, and those that are no parts of it.
+    For a composite config these are the fields of the text decoder and the scalar fields around it.
     """
     if text := config.get("text_config"):
         yield from ((name, config | {"text_config": changed}) for name, changed in variants(text))
@@ -92,7 +92,7 @@ def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def restyled_fields(config: dict[str, Any]) -> set[str]:
-    """Return the fields that `hub_style` writes in another way, and those that RoPE's are read together with."""
+    """Return the fields that `hub_style` writes differently, and those read together with RoPE fields."""
     read_with = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
     text = config.get("text_config", config)
     rope = text["rope_parameters"]
@@ -122,19 +122,19 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         reference_config = hf_classes(reference)[0](**config | {"model_type": reference})
         text = reference_config.get_text_config()
         scale, text.initializer_range = text.initializer_range, WEIGHT_SCALE
-        theirs, ours, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
+        hf_model, model, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
     except (ContractError, RuntimeError) as error:
         raise ContractError(f"transformers builds other parameters: {error}") from error
-    except Exception:  # noqa: BLE001 - whatever transformers' own checks raise
+    except Exception:  # noqa: BLE001 - any error of transformers' checks
         return "unusable"
     if args.initializer_range != scale:
         raise ContractError(f"initializer_range is {args.initializer_range}, transformers' {scale}")
     changed = spec.model_class(args)
-    changed.load_state_dict(ours.state_dict())
+    changed.load_state_dict(model.state_dict())
     tokens, positions, cu_seqlens, longest = pack(LENGTHS, args.vocab_size, SEED)
     with torch.no_grad():
         try:
-            expected = reference_logits(theirs, tokens, LENGTHS)
+            expected = reference_logits(hf_model, tokens, LENGTHS)
         except (RuntimeError, ValueError, TypeError, AttributeError):
             return "unusable"
         if (difference := relative_error(changed(tokens, positions, cu_seqlens, longest), expected)) > FP32_TOLERANCE:
@@ -145,12 +145,13 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
 def field_outcomes(
     model_type: str, style: Style, reference: str | None = None, *, restyled_only: bool = False
 ) -> tuple[Counter[str], list[str]]:
-    """Return how often removing or changing a field had each `outcome`, and a line for each contract broken.
+    """Return how often removing or changing a field had each `outcome`, and a line for each violation.
 
     Args:
-        style: of `config.json`: `hub` has RoPE's fields at the top level.
-        reference: transformers' type that computes the same, by default `model_type`.
-        restyled_only: leave out the fields that both styles write and read alike.
+        model_type: type of the family.
+        style: style of `config.json`; `hub` has RoPE fields at the top level.
+        reference: equivalent transformers type, by default `model_type`.
+        restyled_only: omit the fields that both styles write and read alike.
     """
     config = family_config(random_config(SEED, model_type, reference), model_type)
     chosen = restyled_fields(config) if restyled_only else None
@@ -169,9 +170,9 @@ def field_outcomes(
 
 
 def unread_fields(model_type: str) -> list[str]:
-    """Return a line for each mapped field whose other value leaves the arguments of the model as they were.
+    """Return a line for each mapped field whose change does not change the model arguments.
 
-    It is the weaker check of a family that transformers does not have.
+    This is the weaker check of a family that transformers does not have.
     """
     from archon.tools.check.random_configs import draw_fields
 

@@ -24,12 +24,12 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_region, local_tensor
 
-MAX_DIMS = 5  # of a parameter: those of a tower that embeds patches
+MAX_DIMS = 5  # of a parameter: those of a vision encoder that embeds patches
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank: its shards of the weights and of the moments, and the peak of its GPU or else its process."""
+    """Bytes on one rank: shards of the weights and moments, and the peak of its GPU or its process."""
 
     parameters: int
     optimizer: int
@@ -90,7 +90,7 @@ def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
 
 
 def replica_mismatches(engine: ArchonEngine) -> list[str]:
-    """Return a line for each region of a parameter, adapter or balancing bias whose replicas are not bitwise equal.
+    """Return a line for each region of a parameter, LoRA or router bias with replicas that are not bitwise equal.
 
     Replicas are ranks that hold the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of
     an unsharded parameter, or the first and last stages of a pipeline with a tied matrix. A line names the ranks that
@@ -119,7 +119,7 @@ def replica_mismatches(engine: ArchonEngine) -> list[str]:
         common = Counter(digests.values()).most_common(1)[0][0]
         differ = [rank for rank, digest in digests.items() if digest != common]
         agree = [rank for rank, digest in digests.items() if digest == common]
-        lines.append(f"{names[region[0]]}: {_ranks(differ)} differ from {_ranks(agree)} in what should be a copy")
+        lines.append(f"{names[region[0]]}: {_ranks(differ)} differ from {_ranks(agree)}, but should be copies")
     return lines
 
 
@@ -138,28 +138,28 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def memory(engine: ArchonEngine) -> list[RankMemory]:
     """Return one report per rank, in rank order."""
-    optimizers = [engine.optimizer, *(own.optimizer for own in engine.loras.values())]
+    optimizers = [engine.optimizer, *(lora.optimizer for lora in engine.loras.values())]
     state = [per for optimizer in optimizers if optimizer is not None for per in optimizer.state.values()]
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
-    own = [local_tensor(parameter) for parameter in engine.model.parameters()]
+    lora = [local_tensor(parameter) for parameter in engine.model.parameters()]
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
     else:  # KiB, but on macOS bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (own, moments)]
+    sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (lora, moments)]
     return [RankMemory(*row) for row in _all_gather_rows([[*sizes, peak]])[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The placement of the parameters of one name, in which layers are `*`.
+    """Placement of the parameters with one name, in which layers are `*`.
 
     Attributes:
         count: number of these parameters on this rank.
-        shape, local: shape of the full parameter and of this rank's part.
-        places: by mesh dimension, such as `dp_shard_cp: dim 0`.
-        sharded: by FSDP.
-        uneven: the ranks' parts differ in size.
+        shape, local: shapes of the full parameter and of this rank's shard.
+        places: sharded dimensions, for example `dp_shard_cp: dim 0`.
+        sharded: whether FSDP shards it.
+        uneven: whether the shards differ in size.
     """
 
     name: str

@@ -57,6 +57,7 @@ class BlockActivations:
 
     @property
     def saved(self) -> int:
+        """Bytes that a block saves without recomputation."""
         return sum(t.bytes for t in self.tensors if t.saved)
 
     @property
@@ -86,6 +87,7 @@ class MicroBatchShard:
 
     @property
     def rows(self) -> int:
+        """Tokens between the matmuls of a block, with sequence parallelism."""
         return self.tokens // self.layout.tp
 
     @property
@@ -96,7 +98,7 @@ class MicroBatchShard:
 
 @dataclass(frozen=True)
 class LoRAMatrix:
-    """A matrix with an adapter: its name in the layer, such as attention.wq, its role, its features, and the rank."""
+    """A matrix with a LoRA: its name in the layer, for example attention.wq, its role, features, and rank."""
 
     name: str
     role: str
@@ -105,15 +107,15 @@ class LoRAMatrix:
     rank: int
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
-        """Return the adapter's parameters that a token uses, in a layer with this network."""
+        """Return the LoRA parameters that a token uses, in a layer with this network."""
         times = network.n_active_experts if self.role == "experts" else 1
         return times * self.rank * (self.in_features + self.out_features)
 
 
 LoRAMatrices = tuple[LoRAMatrix, ...] | None
 """The adapted matrices of a layer; None where all weights are trained."""
-# Inputs of products, which their layers keep for the gradient of a weight or of an adapter alone: by the tensor's name
-# the matrices whose input it is.
+# Matmul inputs that layers save only for the gradient of a weight or a LoRA: the matrices with this input, by
+# tensor name.
 _INPUTS = {
     "normed [T, dim]": ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
     "act(gate) · up [T, F]": ("feed_forward.w2",),
@@ -125,7 +127,7 @@ _INPUTS = {
 def block_activations(
     dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, lora: LoRAMatrices = None
 ) -> BlockActivations:
-    """Return the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `lora`."""
+    """Return the tensors of a layer in a model of width `dim`; its weights are frozen if it has `lora`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
@@ -155,7 +157,7 @@ def block_activations(
 
 
 def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
-    """Return what an adapter computes: the product of its input and a, which it keeps, and that with b."""
+    """Return the tensors of a LoRA: x A, which is saved, and (x A) B."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
         rows = shard.rows * layout.etp * network.n_active_experts
@@ -171,9 +173,10 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
 
 @singledispatch
 def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
-    """Return the tensors of a mixer between its input and the result of its last product; one function for each type.
+    """Return the tensors of a mixer between its input and the result of its last matmul; one function for each type.
 
-    Raises ConfigError for a type without such a function; register one for a mixer of your own.
+    Raises:
+        ConfigError: the type has no function; register one for a new mixer.
     """
     raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}: register it with mixer_activations")
 
@@ -244,7 +247,7 @@ def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -
     if D > V:
         out.append(SavedTensor("wo's input [T, H, V]", T * H * V * b))
     if layout.cp == 1:
-        # Without padding the values are a view of what they were expanded to.
+        # Without padding the values are a view of the expanded tensor.
         return [
             *tensors,
             SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=D == V, is_op=True),
@@ -272,7 +275,7 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
     layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
     H, G = mixer.n_heads // layout.tp, max(1, mixer.n_key_heads // layout.tp)
     keys, values = G * mixer.key_dim, H * mixer.value_dim
-    # Ulysses gives a rank all tokens of some heads, key heads repeated where they are fewer than ranks.
+    # Ulysses gives a rank all tokens of some heads; key heads are repeated if they are fewer than ranks.
     repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
     channels = 2 * keys * repeat + values
     # Per token and head: queries and keys repeated, scaled, by chunk, as the operands of two products (twice in another
@@ -355,18 +358,18 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
         shared = shared if layout.tp > 1 else shared[1:]
         if network.shared_gate:
             shared.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
-        # Its backward comes first and frees what it saved.
+        # Its backward comes first and frees its saved tensors.
         working = max(shared_working, working - sum(t.bytes for t in shared if t.saved))
         tensors += shared
     return tensors, working
 
 
 def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
-    """Return the bytes of final norm, head and `archon.models.layers.token_scores.weighted_loss`, with all tokens
-    scored.
+    """Return the bytes of final norm, head and `models.layers.token_scores.weighted_loss`, with all tokens scored.
 
-    The first number is the peak in the forward. The second is the gradient of the head's weight, which the forward
-    computes and which stays until the embedding's gradient has been computed; a frozen head has none.
+    Returns:
+        The peak in the forward, and the gradient of the head's weight. The forward computes this gradient, which stays
+        until the embedding's gradient has been computed; a frozen head has none.
     """
     T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
     normed = shard.rows * (dim * b * 2 + wide)

@@ -51,8 +51,8 @@ LARGE_BYTES = 2**22
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     """Return the hardware `like` with the efficiencies measured on this machine. A collective.
 
-    On a CPU the peaks are measured too, and a node has as many ranks as run now. With a single rank the figures of
-    links are those of `like`.
+    On a CPU the peaks are measured too, and a node has as many ranks as run now. With a single rank, the links keep the
+    figures of `like`.
     """
     known = read_hardware(like)
     if device.type == "cpu":
@@ -75,7 +75,7 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
 def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     """Return the speed of one rank alone, how many ranks reach it at the same time, and the cost of collectives.
 
-    Times measured on all ranks at once are divided by their oversubscription, by which the time model multiplies.
+    Times measured on all ranks at once are divided by their oversubscription, because the time model multiplies by it.
     """
     device, world = torch.device("cpu"), ControlPlane.world()
     gemm, processors = _measure_matmuls(dtype, world)
@@ -123,7 +123,7 @@ def _check_name(like: str, device_name: str) -> None:
     """Raise ConfigError if this GPU is known hardware other than `like`."""
     here = next((name for name in known_hardware() if name.split("-")[0].upper() in device_name), like)
     if like in known_hardware() and here.split("-")[0] != like.split("-")[0]:
-        raise ConfigError(f"this GPU is {device_name}, not {like}: give --gpu {here}")
+        raise ConfigError(f"this GPU is {device_name}, not {like}: pass --gpu {here}")
 
 
 def _efficiency(what: str, reached: float, peak: float) -> float:
@@ -149,9 +149,9 @@ def _measure_matmuls(dtype: torch.dtype, world: ControlPlane) -> tuple[float, fl
     for _ in range(ROUNDS):
         alone.append(_measure_on_rank0(lambda: _gemm(device, dtype, 1), world))
         world.barrier()
-        own = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
-        dist.all_reduce(own)
-        together.append(float(own))
+        local = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
+        dist.all_reduce(local)
+        together.append(float(local))
     processors = median(total / one for total, one in zip(together, alone, strict=True))
     return median(alone), min(max(processors, 1.0), world.size)
 
@@ -185,8 +185,8 @@ def _memory(device: torch.device) -> float:
 def _link(device: torch.device) -> float:
     """Return bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
     n, tensor = ControlPlane.world().size, torch.zeros(ALL_REDUCE_ELEMENTS, device=device)
-    own = 2 * (n - 1) / n * tensor.numel() * 4 / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
-    return -max_over_ranks(-own)
+    bandwidth = 2 * (n - 1) / n * tensor.numel() * 4 / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
+    return -max_over_ranks(-bandwidth)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = PASS_ROUNDS) -> float:
@@ -212,16 +212,16 @@ def max_over_ranks(value: float) -> float:
 
 
 def host_seconds() -> tuple[float, float]:
-    """Return host seconds of a layer, forward and backward, and of the rest of a micro-batch, from a tiny model."""
+    """Return host seconds of a layer (forward and backward) and of the remaining micro-batch, from a tiny model."""
     few, many = (_pass_seconds(Qwen3ModelArgs(n_layers=layers, **TINY), 8, torch.float32) for layers in (FEW, MANY))
     layer = max(0.0, (many - few) / (MANY - FEW))
     return layer, max(0.0, few - FEW * layer)
 
 
 def matmul_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
-    """Return the share of the peak that matrix products reach in a pass of a small model.
+    """Return the fraction of the peak that matmuls reach in a pass of a small model.
 
-    Subtracts from the measured time what the time model predicts for everything else on `draft`.
+    Subtracts the time model's prediction for everything else on `draft` from the measured time.
     """
     config = EngineConfig(path="small", dtype=str(dtype).removeprefix("torch."))
     model = TimeModel(SMALL, draft, SMALL_TOKENS)

@@ -22,25 +22,23 @@ def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Return the plan as lines of text: the best layouts, how much slower each is, and what was rejected."""
+    """Return the plan as lines of text: the best layouts, how much slower each is, and the rejected ones."""
     request, hw = plan.request, plan.hardware
     asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
     if request.lora is not None:
-        lines.append("adapters are trained; weights are frozen, without masters, gradients and moments")
+        lines.append("only LoRAs are trained; frozen weights have no masters, gradients or moments")
     if request.fp8 != "none":
-        lines.append(
-            f"products of blocks in 8 bits, {request.fp8}; their rates are those of data sheets; MFU: of bfloat16's"
-        )
+        lines.append(f"FP8 matmuls in blocks, {request.fp8}; FP8 rates are from data sheets; MFU refers to bfloat16")
         if request.fp8.endswith("_inner"):
-            lines.append(f"the first and the last block in {request.dtype}, whose time is spread over all of them")
+            lines.append(f"the first and the last block in {request.dtype}; their time is spread over all blocks")
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
         return [*lines, *_rejections(plan)]
     parts = _parts(plan, plan.best[0].memory)
     rows: list[tuple[str, ...]] = [
-        ("layout", "recompute", "schedule", "tokens", "n", *parts, "in all", "tok/s", "MFU c|f, %", "behind")
+        ("layout", "recompute", "schedule", "tokens", "n", *parts, "total", "tok/s", "MFU c|f, %", "behind")
     ]
     for fit in plan.best:
         c, m = fit.candidate, fit.memory
@@ -55,11 +53,11 @@ def describe(plan: Plan) -> list[str]:
         "",
         "tokens: per micro-batch; n: micro-batches per step of a data-parallel rank; memory: GiB of the largest rank;",
         f"of {hw.memory_bytes / GIB:.1f} GiB, {hw.reserve_bytes / GIB:.1f} are reserved for libraries, and, for",
-        f"fragmentation, {100 * hw.fragmentation:g} % of what a step allocates; tok/s: of one GPU.",
+        f"fragmentation, {100 * hw.fragmentation:g} % of a step's allocations; tok/s: of one GPU.",
     ]
     if plan.too_large:
         lines += ["", "Faster, but too large:"]
-        lines += [f"  {describe_candidate(p.candidate)}: lacks {-p.headroom / GIB:.1f} GiB" for p in plan.too_large]
+        lines += [f"  {describe_candidate(p.candidate)}: {-p.headroom / GIB:.1f} GiB too large" for p in plan.too_large]
     return [*lines, "", *_rejections(plan)]
 
 
@@ -83,7 +81,7 @@ def _gib(size: int) -> str:
 
 
 def _rejections(plan: Plan) -> list[str]:
-    """Return lines that say what the search rejected and what it did not try."""
+    """Return lines on rejected layouts and on what the search did not try."""
     rejected = plan.rejections
     lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
     if rejected.exceeds_memory:
@@ -95,7 +93,7 @@ def _rejections(plan: Plan) -> list[str]:
 
 
 def _state(plan: Plan) -> str:
-    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their adapters"
+    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their LoRAs"
 
 
 def describe_candidate(candidate: Candidate) -> str:
@@ -105,7 +103,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def _slowdown(best: Candidate, other: Candidate) -> str:
-    """Return by how much `other` is slower than `best`, and the part of the step in which it loses most."""
+    """Return how much slower `other` is than `best`, and the part of the step in which it loses most."""
     if other is best:
         return "-"
     slower = other.seconds.total / best.seconds.total - 1
@@ -113,11 +111,11 @@ def _slowdown(best: Candidate, other: Candidate) -> str:
 
 
 def explain_no_plan(plan: Plan) -> str:
-    """Return one line that says why no layout fits."""
+    """Return one line on why no layout fits."""
     request = plan.request
     if plan.closest is not None:
         closest, lacking = describe_candidate(plan.closest.candidate), -plan.closest.headroom / GIB
-        return f"No layout fits; the closest, {closest}, lacks {lacking:.1f} GiB."
+        return f"No layout fits; the closest, {closest}, needs {lacking:.1f} GiB more."
     if plan.considered:
         (message, count), *_ = plan.rejections.refused.most_common(1)
         return f"No layout fits that the engine accepts; it rejects {count:,} with: {message}"

@@ -1,4 +1,4 @@
-"""Performance figures of a GPU, its node and its network: data sheets as files, and the reader of a user's own file."""
+"""Performance figures of a GPU, its node and its network: data sheets as files, and a reader of users' files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Hardware(StrictModel):
     memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that kernels reach")
     link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
 
-    # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a device of its own.
+    # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a separate device.
     processors: float = Field(0, ge=0, description="ranks of a node that can run at full speed at once; 0: all")
     overlap: float = Field(1, ge=0, le=1, description="share of FSDP and pipeline traffic overlapped with computation")
     node_latency_per_rank_s: float = Field(0, ge=0, description="further latency of each rank beyond two, seconds")
     layer_overhead_s: float = Field(0, ge=0, description="host time of a layer of a micro-batch, seconds")
-    micro_batch_overhead_s: float = Field(0, ge=0, description="host time of the rest of a micro-batch, seconds")
+    micro_batch_overhead_s: float = Field(0, ge=0, description="host time of a micro-batch outside of layers, seconds")
     shard_overhead_s: float = Field(
         0, ge=0, description="host time of FSDP per gather or reduction of a block, seconds"
     )
@@ -48,20 +48,22 @@ class Hardware(StrictModel):
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
 
     def matmul_flops(self, dtype: str, fp8: str) -> float:
-        """Return the peak of a block's products, FLOP/s: in 8 bits unless `fp8` is none. Raises ConfigError where the
-        hardware has none.
+        """Return the peak of a block's matmuls, FLOP/s: FP8 unless `fp8` is none.
+
+        Raises:
+            ConfigError: the hardware has no FP8.
         """
         if fp8 == "none":
             return self.flops(dtype)
         if not self.fp8_flops:
             raise ConfigError(
-                f"fp8 is {fp8}, and {self.name} has no 8-bit products (fp8_flops is 0); set it to none, or choose "
+                f"fp8 is {fp8}, but {self.name} has no FP8 matmuls (fp8_flops is 0); set it to none, or choose "
                 "another GPU"
             )
         return self.fp8_flops
 
     def oversubscription(self, ranks: int) -> float:
-        """Return the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""
+        """Return the slowdown factor when `ranks` share their nodes' processors; at least 1."""
         in_node = min(ranks, self.gpus_per_node)
         return max(1.0, in_node / self.processors) if self.processors else 1.0
 
@@ -71,7 +73,7 @@ class Hardware(StrictModel):
 
 
 def known_hardware() -> list[str]:
-    """Return the names that `read_hardware` knows."""
+    """Return the hardware names of `read_hardware`."""
     return sorted(path.stem for path in DATA.glob("*.yaml"))
 
 

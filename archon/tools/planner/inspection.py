@@ -30,10 +30,12 @@ class ModelPart:
 
     @property
     def served_bytes(self) -> int:
+        """Bytes of the weights on a server."""
         return self.parameters * SERVED_BYTES
 
     @property
     def state(self) -> StateBytes:
+        """Bytes of the training state."""
         return training_state_bytes(self.parameters, MASTER_BYTES)
 
 
@@ -58,6 +60,7 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return sum(part.parameters for part in self.parts)
 
 
@@ -83,7 +86,7 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
 
 
 def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
-    """Return the errors of a config, one line per field: removes each wrong field and reads the rest again."""
+    """Return the errors of a config, one line per field: remove each wrong field and read the others again."""
     remaining, errors = dict(config), list[str]()
     while len(errors) < MAX_ERRORS:
         try:
@@ -110,10 +113,10 @@ def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
 
 
 IMAGE_PATCHES = 1024
-"""Patches of the image whose operations are counted; a patch is 16 by 16 pixels in published models."""
+"""Patches of the image whose FLOPs are counted; a patch is 16 by 16 pixels in published models."""
 PARTS = {
     "embedding": r"tok_embeddings\..*",
-    "vision tower": r"visual\..*",
+    "vision encoder": r"visual\..*",
     "attention": r"layers\.\d+\.attention\..*",
     "feed-forward": r"layers\.\d+\.(feed_forward|moe)\..*",
     "norms": r"(layers\.\d+\.)?\w*norm\..*",

@@ -1,7 +1,7 @@
-"""Predicts the memory of one rank by part: exactly what is always allocated, and by formula the peak of a step.
+"""Predict the memory of one rank by part: permanent allocations exactly, and the peak of a step by formula.
 
 The peak of a step is in the head (all activations and the loss's tiles), at the start of the backward pass (all
-activations and the last block's gradients), or at its end (all gradients, with those of the embedding and the head).
+activations and the last block's gradients), or at its end (all gradients, including embedding and head).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 class MemoryEstimate:
     """Peak bytes of one rank.
 
-    `parameters`, `lora` and `moments` are allocated throughout training, `gradients` are of this rank's shards.
+    `parameters`, `lora` and `moments` are allocated throughout training; `gradients` belong to this rank's shards.
     `gathered` are all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything
-    that grows with the tokens, `head` the tiles and sums of head and loss. With adapters, the parameters are frozen in
-    the compute dtype, and gradients and moments are the adapters'.
+    that grows with the tokens, `head` the tiles and sums of head and loss. With LoRA, the parameters are frozen in the
+    compute dtype, and gradients and moments belong to the LoRAs.
     """
 
     parameters: int
@@ -53,17 +53,17 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
+        """Peak bytes in total."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements of a rank's parameters, adapters not included.
+    """Elements of a rank's parameters, without LoRAs.
 
-    `local` are of its shards, `gathered` of all its layers after FSDP's all-gather. Parts of the latter are those of
-    `experts`, of the `largest_layer`, and of the `outside_layers` outside layers. `lora` are those of its adapters;
-    where
-    there are some, the others are frozen.
+    `local` counts its shards, `gathered` all its layers after FSDP's all-gather. Parts of the latter are `experts`, the
+    `largest_layer`, and `outside_layers` (outside of blocks). `lora` counts its LoRAs; if there are some, the others
+    are frozen.
     """
 
     local: int = 0
@@ -75,21 +75,21 @@ class RankParameters:
 
     @property
     def trained(self) -> RankParameters:
-        """What has masters, gradients and moments."""
+        """Elements with masters, gradients and moments."""
         return self.lora or self
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of weights, gradients and two moments; of frozen weights, in `dtype`, theirs alone."""
+        """Return the bytes of weights, gradients and two moments; of frozen weights, only the weights in `dtype`."""
         width = WIDTHS[dtype]
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
 
 def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
     """Return the parameter counts of `rank`."""
-    found = _rank_parameters(weights, layout, plan, rank, lora=False)
+    counts = _rank_parameters(weights, layout, plan, rank, lora=False)
     if not weights.has_lora:
-        return found
-    return replace(found, lora=_rank_parameters(weights, layout, plan, rank, lora=True))
+        return counts
+    return replace(counts, lora=_rank_parameters(weights, layout, plan, rank, lora=True))
 
 
 def _rank_parameters(
@@ -114,8 +114,8 @@ def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
     """Return the maximum number of forward passes of a pipeline rank whose backward has not run yet.
 
     Each is of one stage and one micro-batch. 1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-    Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. The zero-bubble
-    schedules: as 1F1B over all stages.
+    Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. Zero-bubble schedules:
+    as 1F1B over all stages.
     """
     stages = len(plan.rank_stages(rank))
     if plan.schedule == "interleaved_1f1b":
@@ -160,7 +160,7 @@ class MemoryModel:
 
 
 def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
-    """Return ranks of which one needs the most memory: in the first and last stage, and in the one with most layers.
+    """Return candidate ranks for the largest memory: in the first and last stage, and in the one with most layers.
 
     Within a stage the first rank has the largest shards.
     """
@@ -249,7 +249,7 @@ class _Step:
         return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
 
     def _backward_working(self) -> int:
-        """Return the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
+        """Return the peak bytes of a block's backward above its saved tensors: recomputed tensors and temporaries."""
         peak = 0
         for layer in set(self.model.layers):
             block = self._block(layer)
@@ -326,7 +326,7 @@ class _Step:
         )
 
     def _gathered(self, layers: int) -> int:
-        """Return the bytes of gathered weights while those of so many layers are needed."""
+        """Return the bytes of gathered weights while this number of layers is needed."""
         if not self.sharded:
             return 0
         parts = [self.counts] if self.counts.lora is None else [self.counts, self.counts.lora]

@@ -51,7 +51,7 @@ UNSEARCHED_NOTE = (
 class PlanRequest(NamedTuple):
     """The question: a model, and `tokens` of an optimizer step over all GPUs in documents of `seq` tokens.
 
-    `lora` are the fields of `model.lora`, of which the planner was given the sizes; None trains all weights.
+    `lora` holds the fields of `model.lora`; the planner already has the LoRA sizes. None trains all weights.
     """
 
     path: str
@@ -100,11 +100,10 @@ class CandidateFit:
 
 @dataclass
 class Rejections:
-    """Counts of what a search rejected.
+    """Counts of rejected candidates.
 
-    `exceeds_memory`: layouts × schedules whose masters, gradients and moments alone exceed the memory. `idle`:
-    layouts ×
-    schedules with too few documents for all ranks and stages. `refused`: candidates that fit, by the engine's error.
+    `exceeds_memory`: layouts × schedules whose masters, gradients and moments alone exceed the memory. `idle`: layouts
+    × schedules with too few documents for all ranks and stages. `refused`: candidates that fit, by the engine's error.
     """
 
     exceeds_memory: int = 0
@@ -116,8 +115,8 @@ class Rejections:
 class Plan:
     """The best candidates that fit, fastest first, and faster ones that do not.
 
-    If none fits, `closest` is the candidate that lacks the least memory. `max_positions` is the model's maximum length
-    of a document, in tokens.
+    If none fits, `closest` is the candidate that needs the least additional memory. `max_positions` is the model's
+    maximum document length, in tokens.
     """
 
     request: PlanRequest
@@ -132,7 +131,7 @@ class Plan:
 
 
 class Planner:
-    """Plans layouts for one model, or the adapters of its frozen weights, on one kind of hardware."""
+    """Planner of layouts for one model, or the LoRAs of its frozen weights, on one kind of hardware."""
 
     def __init__(
         self,
@@ -199,11 +198,11 @@ class Planner:
         """Return the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
         layout = parse_layout(config.layout)
         plan = self.memory_model.plan(config, layout)
-        own = -(-documents // layout.dp)
-        packed = min(own, max(1, config.max_tokens_per_mb // seq))
+        per_rank = -(-documents // layout.dp)
+        packed = min(per_rank, max(1, config.max_tokens_per_mb // seq))
         counts = self._largest_counts(layout, plan)
         return TimeModel(self.args, self.hardware, seq, self.weights.lora_layers).step(
-            config, layout, plan, counts, packed * seq, -(-own // packed)
+            config, layout, plan, counts, packed * seq, -(-per_rank // packed)
         )
 
     def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
@@ -222,10 +221,10 @@ class Planner:
                 rejections.idle += not sizes
                 for (tokens, n), policy in product(sizes, POLICIES):
                     for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
-                        own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
-                        config = self._config(request, "d1", own, tokens)
+                        chosen = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
+                        config = self._config(request, "d1", chosen, tokens)
                         seconds = times.step(config, layout, plan, counts, tokens, n)
-                        yield Candidate(layout, own, tokens, n, seconds)
+                        yield Candidate(layout, chosen, tokens, n, seconds)
 
     def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
         if layout.pp == 1:
@@ -249,7 +248,7 @@ class Planner:
         return self._configs[key]
 
     def _engine_error(self, request: PlanRequest, candidate: Candidate) -> str:
-        """Return the error with which the engine would reject a candidate, or an empty string."""
+        """Return the engine's error for a candidate, or an empty string."""
         config = self.config(request, candidate)
         try:
             resolve_layout(config, self.args.sizes, "cuda", supports_gathered=supports_gathered(config.attn_type))
@@ -263,7 +262,7 @@ def micro_batches(request: PlanRequest, layout: ParallelLayout) -> Iterator[tupl
     total = request.tokens // request.seq
     if total < layout.dp:
         return
-    documents = -(-total // layout.dp)  # of the rank with the most documents, for which the others wait
+    documents = -(-total // layout.dp)  # of the rank with the most documents; the others wait for it
     packed = 1
     while packed <= documents and packed * request.seq <= max(MAX_PACK, request.seq):
         n = -(-documents // packed)

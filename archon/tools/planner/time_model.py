@@ -54,7 +54,7 @@ class StepTime:
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     fsdp: float = 0.0
-    """Only what is not overlapped with computation, as in `stages`: hidden states sent between pipeline stages."""
+    """Only exposed time, as in `stages`: hidden states sent between pipeline stages."""
     stages: float = 0.0
     host: float = 0.0
     """Time of the host that the device does not hide."""
@@ -63,6 +63,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds in total."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     def largest_excess(self, other: StepTime) -> str:
@@ -80,6 +81,7 @@ class Link:
 
     @property
     def in_node(self) -> bool:
+        """Whether the group lies within one node."""
         return self.size * self.stride <= self.hardware.gpus_per_node
 
     @property
@@ -90,7 +92,7 @@ class Link:
     def seconds(self, bytes_: float, count: float) -> float:
         """Return seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
 
-        Across nodes there are as many rings as the group has ranks, and thus network adapters, in a node.
+        Across nodes there are as many rings, and thus network cards, as the group has ranks in a node.
         """
         hw = self.hardware
         if self.size == 1:
@@ -100,7 +102,7 @@ class Link:
         return count * self._latency + moved / (bandwidth * hw.link_efficiency)
 
     def all_to_all_seconds(self, bytes_: float, count: float) -> float:
-        """Return seconds of `count` all-to-alls; `bytes_` is what a rank sends in total, to itself included."""
+        """Return seconds of `count` all-to-alls; `bytes_` is all data that a rank sends, including to itself."""
         hw = self.hardware
         if self.size == 1:
             return 0.0
@@ -120,9 +122,9 @@ Layers = tuple[tuple[int, int], ...]
 
 
 class TimeModel:
-    """Predicts the time of steps of one model on one kind of hardware, in documents of `seq` tokens.
+    """Predictor of step times of one model on one kind of hardware, in documents of `seq` tokens.
 
-    `lora_layers` are the adapters of its layers (`ModelWeights.lora_layers`); with some, all weights are frozen.
+    `lora_layers` are the LoRAs of its layers (`ModelWeights.lora_layers`); with LoRA, all weights are frozen.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class TimeModel:
         distinct = list(dict.fromkeys(zip(args.layer_specs, active, strict=True)))
         self._distinct = [spec for spec, _ in distinct]
         self._lora_parameters = [parameters for _, parameters in distinct]
-        """Parameters of adapters that a token uses, by layer in `_distinct`."""
+        """LoRA parameters that a token uses, by layer in `_distinct`."""
         self._layers = [distinct.index(layer) for layer in zip(args.layer_specs, active, strict=True)]
         """By layer, its index in `_distinct`."""
         self._stages: dict[object, StepTime] = {}
@@ -173,12 +175,12 @@ class TimeModel:
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
-        """Return the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
+        """Return the number of pipeline ranks with equal stages, each as (layers, whether it is the last)."""
         bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
         layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
         stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
         ranks = [[0]] if plan is None else [plan.rank_stages(rank) for rank in range(plan.pp)]
-        return Counter(tuple(stages[stage] for stage in own) for own in ranks)
+        return Counter(tuple(stages[stage] for stage in local) for local in ranks)
 
     @property
     def _memory(self) -> float:
@@ -201,7 +203,7 @@ class TimeModel:
         peak = hw.flops(config.dtype) * hw.gemm_efficiency
         T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
         products = attention = elementwise = 0.0
-        # Frozen weights have no gradient, whose product is the third of three.
+        # Frozen weights have no gradient, which is the third of three matmuls.
         work = 4 if self.frozen else 6
         of_layer, of_experts = (self._matmul_seconds(config, experts) for experts in (False, True))
         for index, times in layers:
@@ -211,13 +213,13 @@ class TimeModel:
             causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
             dense = T * (spec.mixer.parameters(args.dim) * of_layer + 6 * self._lora_parameters[index] / peak) / tp
             # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
-            own = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
+            local = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
             network = T * active / tp * (of_experts if spec.feed_forward.n_experts else of_layer)
-            products += times * (dense + max(network, work / 2 * own * b / self._memory))
+            products += times * (dense + max(network, work / 2 * local * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args.dim, spec, shard, config.context_parallel)
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
-            rounded = block.saved + (own + spec.mixer.parameters(args.dim) / tp) * b
+            rounded = block.saved + (local + spec.mixer.parameters(args.dim) / tp) * b
             elementwise += times * self._fp8_fraction(config) * FP8_PASSES * rounded / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
@@ -241,15 +243,16 @@ class TimeModel:
         )
 
     def _matmul_seconds(self, config: EngineConfig, experts: bool) -> float:
-        """Return the seconds of the products of one parameter with one token: forward, and for the gradients of inputs
-        and, unless frozen, of weights. Weights' gradients are in 8 bits in `tensorwise` alone, and never of experts.
-        A block has the mean of those in 8 bits and those that are left out, wherever it is: a pipeline's first and last
-        stages are slower than that.
+        """Return the seconds of the matmuls of one parameter with one token: forward, input gradient, weight gradient.
+
+        Frozen weights have no weight gradient. Weight gradients are FP8 only with `tensorwise`, and never for experts.
+        Every block has the mean of FP8 and other blocks, wherever it is; the first and last stages of a pipeline are
+        slower than that.
         """
         hw, share = self.hardware, self._fp8_fraction(config)
-        own, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
-        mean = share * narrow + (1 - share) * own
-        of_weights = mean if config.fp8_recipe == "tensorwise" and not experts else own
+        wide, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
+        mean = share * narrow + (1 - share) * wide
+        of_weights = mean if config.fp8_recipe == "tensorwise" and not experts else wide
         return 4 * mean + (0 if self.frozen else 2 * of_weights)
 
     def _fp8_fraction(self, config: EngineConfig) -> float:
@@ -259,7 +262,7 @@ class TimeModel:
         """Return the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
         hidden = MicroBatchShard(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
         link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.rank_stages(0))
-        # Sending one tensor takes as long as an all-gather of two ranks, whose full size is two tensors.
+        # Sending one tensor takes as long as an all-gather of two ranks with a full size of two tensors.
         return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
 
     def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
@@ -281,7 +284,7 @@ class TimeModel:
             mixer = self._distinct[index].mixer
             kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
             if kind == "allgather":
-                # One all-gather of what a cache would hold, and one reduce-scatter of its gradient.
+                # One all-gather of keys and values, and one reduce-scatter of their gradient.
                 gathered = times * shard.tokens * mixer.cache.local_features(layout.tp) * shard.bytes
                 seconds += link.seconds(2 * gathered * layout.cp, 2 * times)
             else:

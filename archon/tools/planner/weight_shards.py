@@ -25,7 +25,8 @@ from archon.tools.planner.activations import LoRAMatrices, LoRAMatrix
 class ParameterShape:
     """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any.
 
-    An adapter's `name` ends with `lora.a` or `lora.b`; it is split as its matrix is, whose role and heads it has.
+    The `name` of a LoRA ends with `lora.a` or `lora.b`; it has the role and the heads of its matrix and is split like
+    it.
     """
 
     shape: tuple[int, ...]
@@ -35,15 +36,16 @@ class ParameterShape:
 
     @property
     def is_lora(self) -> bool:
+        """Whether it is part of a LoRA."""
         return "lora." in self.name
 
     @property
     def _is_split(self) -> tuple[bool, bool]:
-        """Whether rows and columns may be split: an adapter's a has its matrix's columns, its b the rows."""
+        """Whether rows and columns may be split: a LoRA's A has the columns of its matrix, B the rows."""
         return not self.name.endswith("lora.a"), not self.name.endswith("lora.b")
 
     def local(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Return its shape after tensor and expert parallelism, which is what FSDP gathers."""
+        """Return its shape after tensor and expert parallelism, the shape that FSDP gathers."""
         shape, tp = list(self.shape), layout.tp
         rows, columns = self._is_split
         if self.role == "experts":
@@ -79,9 +81,9 @@ def _chunk_rows(rows: int, ways: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Elements of a set of weights: of one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
+    """Elements of a set of weights: in one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
 
-    `experts` are the gathered elements of experts, which have an FSDP group of their own.
+    `experts` counts the gathered elements of experts, which have a separate FSDP group.
     """
 
     local: int
@@ -102,10 +104,10 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A model's weights. `tied`: the head is the embedding; a pipeline's last stage has a copy of it.
+    """Weights of a model. `tied`: the head is the embedding; the last pipeline stage has a copy.
 
-    `layers` has, by layer, the index of its weights in `distinct_layers`, and `lora_layers` its matrices with adapters.
-    Where there are some, all other weights are frozen.
+    `layers` has, by layer, the index of its weights in `distinct_layers`, and `lora_layers` its matrices with LoRA.
+    With LoRA, all other weights are frozen.
     """
 
     layers: tuple[int, ...]
@@ -129,12 +131,13 @@ class ModelWeights:
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         lora_layers = tuple(tuple(_lora_matrices(block)) if lora else None for block in model.layers.values())
-        # A tower is on the first stage as the embedding is; one that is frozen has less state than is counted here.
+        # A vision encoder is on the first stage, like the embedding; a frozen one has less state than counted here.
         embedding = outside["tok_embeddings"] + outside.get("visual", ())
         return cls(tuple(map(distinct.index, layers)), distinct, embedding, head, tied, lora_layers)
 
     @property
     def has_lora(self) -> bool:
+        """Whether any matrix has a LoRA."""
         return any(self.lora_layers)
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
@@ -144,10 +147,10 @@ class ModelWeights:
         """
         layers = self.layers if plan is None else self.layers[slice(*plan.layers[stage])]
         first, last = stage == 0, plan is None or stage == plan.n_stages - 1
-        others = self.embedding if first else ()
+        outside = self.embedding if first else ()
         if last:
-            others += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
-        return layers, others
+            outside += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
+        return layers, outside
 
 
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:
@@ -165,7 +168,7 @@ def _weights(module: nn.Module) -> Iterator[ParameterShape]:
 
 
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
-    """Yield the adapters of a module's matrices, by the name of the matrix; a linear layer's is empty."""
+    """Yield the LoRAs in a module by matrix name; the name of a linear layer is empty."""
     lora = getattr(module, "lora", None)
     if isinstance(lora, LoRALayer):
         yield "", lora

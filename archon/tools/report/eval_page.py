@@ -12,11 +12,11 @@ from archon.tools.report.sampled_trajectories import sample
 
 
 def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[dict[str, Any]]) -> Path:
-    """Write `report.html` to `folder`, and returns its path.
+    """Write `report.html` to `folder` and return its path.
 
     Args:
-        folder: of the evaluation; its `config.yaml` is shown.
-        result: what `archon eval` writes to `results.json`.
+        folder: directory of the evaluation; its `config.yaml` is shown.
+        result: content of `results.json` from `archon eval`.
         records: the answers, as in `answers.jsonl`, in the order of their prompts.
     """
     sampled = sample(records)
@@ -55,5 +55,5 @@ def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, 
 
 
 def _bound_or_mean(bound: float | None, score: Mapping[str, float]) -> float:
-    """Return the bound, or the mean where a single prompt has none."""
+    """Return the bound, or the mean for a single prompt, which has none."""
     return score["mean"] if bound is None else bound

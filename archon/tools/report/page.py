@@ -34,12 +34,12 @@ def render_page(run: RunData) -> str:
 
 
 def render_bench(record: BenchRecord, path: Path) -> str:
-    """Return the page of a sweep's record, whose file is `path`, as HTML."""
+    """Return the page of a sweep record at `path`, as HTML."""
     return render(path.name, bench_data(record, path), BENCH_SCRIPTS)
 
 
 def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
-    """Return a page as HTML, whose scripts draw `data`."""
+    """Return a page as HTML; its scripts draw `data`."""
     assets = resources.files("archon.tools.report") / "assets"
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -52,7 +52,7 @@ def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     }
     page = (assets / "page.html").read_text(encoding="utf-8")
     head, *parts = page.split("{{")
-    text = head + "".join(fields[name] + rest for name, _, rest in (part.partition("}}") for part in parts))
+    text = head + "".join(fields[name] + tail for name, _, tail in (part.partition("}}") for part in parts))
     # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -30,16 +30,18 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Address of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
 
 class ReportHandler(BaseHTTPRequestHandler):
-    """Answers GET / with the page, anything else with 404."""
+    """Request handler that answers GET / with the page, anything else with 404."""
 
     server: ReportServer
 
     def do_GET(self) -> None:
-        # Against DNS rebinding: another site whose name resolves to loopback must not read the run.
+        """Answer a GET request."""
+        # Against DNS rebinding: another site with a name that resolves to loopback must not read the run.
         if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
             self._answer(403, "text/plain", "only 127.0.0.1 and localhost are served")
         elif self.path != "/":

@@ -14,14 +14,14 @@ from archon.tools.report.sampled_trajectories import SampledTrajectories, sample
 from archon.training.metrics import IMAGES_FOLDER, METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 NOT_SERIES = {"step", "time"}
-MAX_DRAWN_VALUE = 1e300  # beyond it the length of an axis overflows
+MAX_DRAWN_VALUE = 1e300  # larger values overflow the length of an axis
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of the series whose names match `pattern`. `unit` labels the vertical axis.
+    """One chart of the series with names that match `pattern`. `unit` labels the vertical axis.
 
-    A panel with `hide_zero` is left out while all its values are 0, one of the `fleet` where no servers answered.
+    A panel with `hide_zero` is hidden while all its values are 0, a panel with `fleet` if no servers answered.
     """
 
     name: str
@@ -60,7 +60,7 @@ PANELS = (
     Panel("push_difference", "Verified |Δ logprob| of a push", r"push/difference", "nats", fleet=True),
 )
 FLEET_SERIES = "push/servers"
-"""What only runs on inference servers have."""
+"""Series that only runs on inference servers have."""
 
 
 @dataclass
@@ -90,10 +90,10 @@ class RunData:
         return [(p, series) for p, series in shown if any(not p.hide_zero or any(s.values) for s in series)]
 
     def remaining_series(self) -> list[Series]:
-        """Return the series without a panel whose values are not constant."""
+        """Return the non-constant series without a panel."""
         drawn = {s.name for _, series in self.panels() for s in series}
-        rest = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
-        return [s for s in rest if len(set(s.values)) > 1]
+        remaining = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
+        return [s for s in remaining if len(set(s.values)) > 1]
 
 
 def load_run(run_dir: str | Path) -> RunData:

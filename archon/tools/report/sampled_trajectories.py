@@ -19,7 +19,7 @@ MAX_TOKENS = 4096  # per answer
 MAX_CHARACTERS = 20_000  # per prompt or answer
 MAX_SIZE = 6_000_000  # of all groups together, in characters as `_size` counts them
 TOKEN_SIZE = 14  # approximate characters of a token in the page
-MAX_IMAGE_BYTES = 6_000_000  # of all pictures together, in bytes of their files
+MAX_IMAGE_BYTES = 6_000_000  # of all images together, in bytes of their files
 MAX_DEPTH = 20  # of nested lists and mappings
 MAX_LOGPROB = 1e300
 
@@ -42,7 +42,7 @@ TrajectoryGroup = list[dict[str, Any]]
 
 @dataclass
 class SampledTrajectories:
-    """The sampled groups (trajectories of one prompt at one step), and a sentence that says which they are."""
+    """The sampled groups (trajectories of one prompt at one step), and a sentence about their selection."""
 
     groups: list[TrajectoryGroup]
     selection: str
@@ -51,7 +51,7 @@ class SampledTrajectories:
 def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> SampledTrajectories:
     """Return as many groups as the limits allow, evenly spaced, including the first and the last.
 
-    `images` is the folder of the files that records name in `images`, which become data URLs.
+    `images` is the directory of the files named in the records' `images`, which become data URLs.
     """
     by_prompt: dict[tuple[int, str, str], TrajectoryGroup] = {}
     for record in records:
@@ -69,7 +69,7 @@ def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> Sam
 
 
 def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
-    """Replace the names of pictures by data URLs of their files; null for one that is missing or too many."""
+    """Replace image names by data URLs of their files; null for a missing one or one above the limit."""
     left, known = MAX_IMAGE_BYTES, dict[str, str | None]()
     for record in [record for group in groups for record in group if "images" in record]:
         for name in record["images"]:
@@ -81,7 +81,7 @@ def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
 
 
 def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
-    """Return the bytes of a picture of a run; None for another name, a file that is no PNG, and one above `limit`."""
+    """Return the bytes of an image of a run; None for another name, a file that is not PNG, or one above `limit`."""
     if folder is None or re.fullmatch(r"[0-9a-f]{1,64}\.png", name) is None:
         return None
     try:

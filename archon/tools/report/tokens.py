@@ -1,4 +1,4 @@
-"""Decodes the tokens of a vocabulary, such as `Ġthe` or `▁the`, to readable text."""
+"""Decode the tokens of a vocabulary, for example `Ġthe` or `▁the`, to readable text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Sequence
 def token_texts(tokens: Sequence[str], is_input: Sequence[bool], completion: str) -> list[str]:
     """Return the text of each token.
 
-    Uses the alphabet (plain, GPT-2's bytes, or SentencePiece) in which the tokens that are not `is_input`
-    concatenate to
-    `completion`; if there is none, the one whose marker of a space occurs. A character that several tokens encode is
-    shown with the last of them.
+    Uses the alphabet (plain, GPT-2's bytes, or SentencePiece) in which the tokens that are not `is_input` concatenate
+    to `completion`; if there is none, the one whose space marker occurs. A character encoded by several tokens is shown
+    with the last of them.
     """
     spellings = {"": list(tokens), "Ġ": _decode_byte_tokens(tokens), "▁": [token.replace("▁", " ") for token in tokens]}
     for texts in spellings.values():

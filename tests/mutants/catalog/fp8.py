@@ -41,7 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the planner takes every block to be in 8 bits",
         "archon/tools/planner/time_model.py",
-        "mean = share * narrow + (1 - share) * own",
+        "mean = share * narrow + (1 - share) * wide",
         "mean = narrow",
         ("tests/tools/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
     ),
@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the planner gives weights' gradients of rowwise products the 8-bit rate",
         "archon/tools/planner/time_model.py",
-        'mean if config.fp8_recipe == "tensorwise" and not experts else own',
+        'mean if config.fp8_recipe == "tensorwise" and not experts else wide',
         "mean",
         ("tests/tools/planner/test_time.py::test_8_bit_products_take_the_time_of_their_rate",),
     ),

@@ -29,7 +29,7 @@ def test_8_bit_products_are_twice_as_fast_where_there_are_some() -> None:
     for name in ("h100-80gb", "h200"):
         known = read_hardware(name)
         assert known.matmul_flops("bfloat16", "rowwise") == pytest.approx(2 * known.bf16_flops, rel=1e-3)
-    with pytest.raises(ConfigError, match="fp8 is rowwise, and a100-80gb has no 8-bit products"):
+    with pytest.raises(ConfigError, match="fp8 is rowwise, but a100-80gb has no FP8 matmuls"):
         read_hardware("a100-80gb").matmul_flops("bfloat16", "rowwise")
 
 
@@ -37,7 +37,7 @@ def test_a_gpu_is_not_taken_for_another_one() -> None:
     _check_name("h100-80gb", "NVIDIA H100 80GB HBM3")
     _check_name("h100-80gb", "NVIDIA B200")  # of which nothing is known
     _check_name("mine.yaml", "NVIDIA H200")
-    with pytest.raises(ConfigError, match=r"this GPU is NVIDIA A100-SXM4-80GB, not h100-80gb: give --gpu a100-80gb"):
+    with pytest.raises(ConfigError, match=r"this GPU is NVIDIA A100-SXM4-80GB, not h100-80gb: pass --gpu a100-80gb"):
         _check_name("h100-80gb", "NVIDIA A100-SXM4-80GB")
 
 

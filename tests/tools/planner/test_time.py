@@ -174,5 +174,5 @@ def test_8_bit_products_take_the_time_of_their_rate() -> None:
     assert (
         step("d1", slow, dtype="bfloat16", fp8="rowwise").elementwise > step("d1", slow, dtype="bfloat16").elementwise
     )
-    with pytest.raises(ConfigError, match="a100-80gb has no 8-bit products"):
+    with pytest.raises(ConfigError, match="a100-80gb has no FP8 matmuls"):
         step("d1", read_hardware("a100-80gb"), dtype="bfloat16", fp8="rowwise")

@@ -33,8 +33,8 @@ function sorted(items, order) {
 }
 
 function logprobClass(logprob) {
-  const found = LOGPROB_CLASSES.findIndex((end) => logprob >= end);
-  return found < 0 ? LOGPROB_CLASSES.length : found;
+  const match = LOGPROB_CLASSES.findIndex((end) => logprob >= end);
+  return match < 0 ? LOGPROB_CLASSES.length : match;
 }
 
 function percent(logprob) {
@@ -45,7 +45,7 @@ function percent(logprob) {
 function reading(record, i) {
   const parts = [`token ${i + 1} of ${record.tokens.length}`, JSON.stringify(record.tokens[i])];
   const logprob = record.logprobs[i];
-  parts.push(logprob === null ? "given to the model, not trained" : `logprob ${logprob}, p = ${percent(logprob)}`);
+  parts.push(logprob === null ? "input to the model, not trained" : `logprob ${logprob}, p = ${percent(logprob)}`);
   if (record.turn_ids && record.turn_ids[i] >= 0) parts.push(`turn ${record.turn_ids[i] + 1}`);
   if (logprob !== null) {
     const version = record.versions ? record.versions[i] : record.version;
@@ -63,18 +63,18 @@ function tokenText(record, tell) {
   const hasParts = record.turn_ids !== undefined || record.logprobs.includes(null);
   let part = null, version = null;
   record.tokens.forEach((token, i) => {
-    const given = record.logprobs[i] === null;
-    const now = given ? -1 : record.turn_ids ? record.turn_ids[i] : 0;
+    const input = record.logprobs[i] === null;
+    const now = input ? -1 : record.turn_ids ? record.turn_ids[i] : 0;
     if (hasParts && now !== part) {
-      text.append(make("span", { class: "turn" }, given ? "given to the model, not trained" : `turn ${now + 1}`));
+      text.append(make("span", { class: "turn" }, input ? "input to the model, not trained" : `turn ${now + 1}`));
       part = now;
     }
-    if (record.versions && !given && record.versions[i] !== version) {
+    if (record.versions && !input && record.versions[i] !== version) {
       version = record.versions[i];
       const title = `from here on weights of version ${version}`;
       text.append(make("span", { class: "version", title }, `v${version}`));
     }
-    const kind = given ? "token given" : `token p${logprobClass(record.logprobs[i])}`;
+    const kind = input ? "token input" : `token p${logprobClass(record.logprobs[i])}`;
     text.append(make("span", { class: kind, "data-token": i }, token));
   });
 
@@ -110,7 +110,7 @@ function legend() {
   const ends = LOGPROB_CLASSES.map((end) => `≥ ${end.toFixed(1)}`.replace("-", "−"));
   const swatches = [...ends, "below"].map((text, i) => make("span", { class: `token p${i}` }, text));
   return make("div", { class: "scale" }, make("span", {}, "logprob of a token"), ...swatches,
-    make("span", { class: "token given" }, "given, not trained"));
+    make("span", { class: "token input" }, "input, not trained"));
 }
 
 function answerCard(record, best, worst, colored, tell) {
@@ -173,7 +173,7 @@ function trajectories() {
     make("div", { class: "bar" }, search, splits, steps, order, count),
     make("div", { class: "browse" }, list, view));
 
-  let found = [], shown = 0, chosen = null, promptOpen = null;
+  let matches = [], shown = 0, chosen = null, promptOpen = null;
   const buttons = () => [...list.querySelectorAll("button.row")];
 
   function row(item, i) {
@@ -191,11 +191,11 @@ function trajectories() {
 
   function addRows() {
     list.querySelector(".more")?.remove();
-    const until = Math.min(shown + ROWS, found.length);
-    list.append(...found.slice(shown, until).map((item, i) => row(item, shown + i)));
+    const until = Math.min(shown + ROWS, matches.length);
+    list.append(...match.slice(shown, until).map((item, i) => row(item, shown + i)));
     shown = until;
-    if (shown === found.length) return;
-    const more = make("button", { type: "button" }, `show ${Math.min(ROWS, found.length - shown)} more`);
+    if (shown === matches.length) return;
+    const more = make("button", { type: "button" }, `show ${Math.min(ROWS, matches.length - shown)} more`);
     more.addEventListener("click", () => { const first = shown; addRows(); buttons()[first].focus(); });
     list.append(make("li", { class: "more" }, more));
   }
@@ -207,7 +207,7 @@ function trajectories() {
       if (j === i) button.setAttribute("aria-current", "true");
       else button.removeAttribute("aria-current");
     });
-    chosen = found[i];
+    chosen = matches[i];
     showGroup();
   }
 
@@ -260,11 +260,11 @@ function trajectories() {
 
   function refresh() {
     const wanted = search.value.toLowerCase();
-    found = sorted(items.filter((item) =>
+    matches = sorted(items.filter((item) =>
       (!splits.value || JSON.stringify(item.record.split) === splits.value) &&
       (!steps.value || JSON.stringify(item.record.step) === steps.value) &&
       (!wanted || textOf(item).includes(wanted))), order.value);
-    count.textContent = `${number(found.length)} of ${number(items.length)} found`;
+    count.textContent = `${number(matches.length)} of ${number(items.length)} match`;
     shown = 0;
     list.replaceChildren();
     addRows();
