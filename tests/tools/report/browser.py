@@ -137,7 +137,7 @@ def card(page: Page, script: str) -> object:
 
 @check
 def everything_is_listed_newest_step_first(page: Page) -> None:
-    assert page.run("document.querySelector('.where').textContent") == "48 of 48 found"
+    assert page.run("document.querySelector('.where').textContent") == "48 of 48 match"
     listed = rows(page)
     assert len(listed) == 48 and listed[0].startswith("step 6 · reward 0 · advantage"), listed[:2]
     assert listed[-1].startswith("step 1 · reward 0.875"), listed[-1]
@@ -161,7 +161,7 @@ def texts_of_the_run_are_only_text(page: Page) -> None:
 def search_finds_prompts_and_answers(page: Page) -> None:
     search(page, "ANSWER 3.5")
     assert [row.split(" answer")[-1] for row in rows(page)] == [" 3.5"], rows(page)
-    assert page.run("document.querySelector('.where').textContent") == "1 of 48 found"
+    assert page.run("document.querySelector('.where').textContent") == "1 of 48 match"
     search(page, "prompt of step 3")
     assert len(rows(page)) == 8
     search(page, "nowhere to be found")
@@ -260,16 +260,16 @@ def turns_and_versions_are_told_apart(page: Page) -> None:
         "version|v4",
         "token p0|no",
         "token p1|1",
-        "turn|given to the model, not trained",
-        "token given|again",
+        "turn|input to the model, not trained",
+        "token input|again",
         "turn|turn 2",
         "version|v5",
         "token p5|yes",
     ], parts
     chips = card(page, "[...c.querySelectorAll('.chip')].map(e => e.textContent)")
     assert isinstance(chips, list) and {"2 turns", "versions 4–5", "3 tokens"} <= set(chips), chips
-    page.point(".sample.chosen .token.given")
-    assert "given to the model, not trained" in page.run("document.querySelector('.reading').textContent")
+    page.point(".sample.chosen .token.input")
+    assert "input to the model, not trained" in page.run("document.querySelector('.reading').textContent")
 
 
 @check

@@ -192,7 +192,7 @@ function trajectories() {
   function addRows() {
     list.querySelector(".more")?.remove();
     const until = Math.min(shown + ROWS, matches.length);
-    list.append(...match.slice(shown, until).map((item, i) => row(item, shown + i)));
+    list.append(...matches.slice(shown, until).map((item, i) => row(item, shown + i)));
     shown = until;
     if (shown === matches.length) return;
     const more = make("button", { type: "button" }, `show ${Math.min(ROWS, matches.length - shown)} more`);
