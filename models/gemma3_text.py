@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import Field, dense_fields, layer_type_windows
+from archon.models.hf.config import ATTENTION_BIAS, Field, dense_fields, layer_type_windows
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.spec import NormPlacement
@@ -14,7 +14,7 @@ _FIELDS = dense_fields(
 ) | {
     "hidden_activation": Field("hidden_act", str, "gelu_pytorch_tanh"),
     "head_dim": Field("head_dim", int, 256),
-    "attention_bias": Field("attention_bias", bool, False),
+    **ATTENTION_BIAS,
     "query_pre_attn_scalar": Field("query_pre_attn_scalar", int, 256),
     "final_logit_softcapping": Field("logits_soft_cap", float, None, null=None),
 }

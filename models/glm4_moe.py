@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.moe import GroupRoutedArgs, group_routed_fields
-from archon.models.hf.config import MAX_LAYERS, NO_WINDOWS, Field, dense_fields
+from archon.models.args.moe import GROUP_ROUTED_FIELDS, GroupRoutedArgs
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, MAX_LAYERS, NO_WINDOWS, Field, dense_fields, with_defaults
 from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -25,12 +25,16 @@ class Glm4MoEModelArgs(GroupRoutedArgs):
     hf_examples = {"head_dim": (8, 12, 16)}
     hf_fields = (
         dense_fields(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
-        | group_routed_fields(
-            n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1
+        | with_defaults(
+            GROUP_ROUTED_FIELDS,
+            n_routed_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1408,
+            first_k_dense_replace=1,
         )
+        | HEAD_DIM
+        | ATTENTION_BIAS
         | {
-            "head_dim": Field("head_dim", int, 0),
-            "attention_bias": Field("attention_bias", bool, False),
             "use_qk_norm": Field("qk_norm", bool, False),
             "num_nextn_predict_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
         }

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
-from archon.models.args.moe import group_routed_fields
+from archon.models.args.moe import GROUP_ROUTED_FIELDS
 from archon.models.hf.checks import check_kind, reject_field
-from archon.models.hf.config import Field, as_dict, dense_fields
+from archon.models.hf.config import as_dict, dense_fields, with_defaults
 from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.spec import define_family
 
@@ -18,21 +18,18 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
     n_dense_layers: int = 1
 
     model_types = frozenset({"glm4_moe_lite"})
-    hf_fields = (
-        dense_fields(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5)
-        | LATENT_FIELDS
-        | {
-            "q_lora_rank": Field("q_rank", int, 768, null=0),
-            "qk_nope_head_dim": Field("key_dim", int, 192),
-            "v_head_dim": Field("value_dim", int, 256),
-        }
-        | group_routed_fields(
-            n_routed_experts=64,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1536,
-            first_k_dense_replace=1,
-            routed_scaling_factor=1.8,
-        )
+    hf_fields = dense_fields(
+        with_defaults(LATENT_FIELDS, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+    ) | with_defaults(
+        GROUP_ROUTED_FIELDS,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1536,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.8,
     )
 
     @classmethod

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import NO_WINDOWS, Field, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, NO_WINDOWS, Field, dense_fields
 from archon.models.spec import define_family
 
 
@@ -16,10 +16,7 @@ class GraniteModelArgs(BaseModelArgs):
     hf_windows = NO_WINDOWS
     hf_fixed_values = {"mlp_bias": False}
     hf_examples = {"attention_multiplier": (0.1, 0.25)}
-    hf_fields = dense_fields(num_key_value_heads=0, max_position_embeddings=2048) | {
-        # transformers' Granite uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0),
-        "attention_bias": Field("attention_bias", bool, False),
+    hf_fields = dense_fields(HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048) | {
         "embedding_multiplier": Field("embedding_multiplier", float, 1.0),
         "attention_multiplier": Field("attention_scale", float, 1.0),
         "residual_multiplier": Field("residual_multiplier", float, 1.0),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import NO_WINDOWS, Field, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, NULLABLE_HEAD_DIM, dense_fields
 from archon.models.spec import define_family
 
 
@@ -15,10 +15,7 @@ class LlamaModelArgs(BaseModelArgs):
     biases_all_projections = True
     hf_windows = NO_WINDOWS
     hf_fixed_values = {"mlp_bias": False, "pretraining_tp": 1}
-    hf_fields = dense_fields(num_key_value_heads=0, max_position_embeddings=2048) | {
-        "head_dim": Field("head_dim", int, 0, null=0),
-        "attention_bias": Field("attention_bias", bool, False),
-    }
+    hf_fields = dense_fields(NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048)
 
 
 LlamaModel, LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModelArgs)

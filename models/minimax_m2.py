@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from archon.models.args.moe import MoEModelArgs
-from archon.models.hf.config import NO_WINDOWS, Field, as_dict, dense_fields, reject_field
+from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.hf.config import NO_WINDOWS, Field, as_dict, dense_fields, reject_field, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.moe import ExpertsLayer
@@ -41,9 +41,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
     }
     hf_fields = dense_fields(num_key_value_heads=8, max_position_embeddings=196608) | {
         "head_dim": Field("head_dim", int, 128),
-        "num_local_experts": Field("n_experts", int, 256),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 8),
-        "router_aux_loss_coef": Field("", float, 0.001),
+        **with_defaults(LOCAL_EXPERT_FIELDS, num_local_experts=256, num_experts_per_tok=8),
         "auto_map": Field("", dict, None, null=None),
         "mlp_intermediate_size": Field("", int, 0, minimum=0),
         "shared_moe_mode": Field("", str, ""),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import Field, dense_fields, uniform_window
+from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
 from archon.models.hf.rope import RopePolicy
 from archon.models.spec import define_family
 
@@ -31,7 +31,7 @@ class Ministral3ModelArgs(BaseModelArgs):
     )
     hf_fields = dense_fields(
         num_key_value_heads=8, max_position_embeddings=262144, rms_norm_eps=1e-5, pad_token_id=11
-    ) | {"head_dim": Field("head_dim", int, 128, null=0)}
+    ) | with_defaults(NULLABLE_HEAD_DIM, head_dim=128)
 
 
 Ministral3Model, Ministral3StateDictAdapter, parallelize_ministral3, SPEC = define_family(

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.moe import MoEModelArgs
-from archon.models.hf.config import Field, dense_fields, uniform_window
+from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.spec import define_family
@@ -23,12 +23,9 @@ class MixtralModelArgs(MoEModelArgs):
     hf_ropes = RopePolicy(theta=1_000_000.0)
     hf_aliases = {"num_experts": "num_local_experts"}
     hf_fixed_values = {"router_jitter_noise": 0.0}
-    hf_fields = dense_fields(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5) | {
-        "head_dim": Field("head_dim", int, 0, null=0),
-        "num_local_experts": Field("n_experts", int, 8),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 2),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
+    hf_fields = dense_fields(
+        NULLABLE_HEAD_DIM, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+    ) | with_defaults(LOCAL_EXPERT_FIELDS, num_local_experts=8, num_experts_per_tok=2)
     # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
     hf_examples = {"num_experts_per_tok": (2, 3, 4)}
 

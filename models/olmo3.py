@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import Field, dense_fields, layer_type_windows
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, dense_fields, layer_type_windows
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.rope import RopeSpec
@@ -24,11 +24,9 @@ class Olmo3ModelArgs(BaseModelArgs):
     biases_all_projections = True
     hf_windows = layer_type_windows(default=4096, pattern=4)
     hf_ropes = RopePolicy(theta=500_000.0, local_theta=500_000.0)
-    hf_fields = dense_fields(num_key_value_heads=0, max_position_embeddings=2048, rms_norm_eps=1e-5, pad_token_id=1) | {
-        # transformers' OLMo 3 uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0),
-        "attention_bias": Field("attention_bias", bool, False),
-    }
+    hf_fields = dense_fields(
+        HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048, rms_norm_eps=1e-5, pad_token_id=1
+    )
 
     def rope(self, layer: int) -> RopeSpec | None:
         """See `BaseModelArgs.rope`; cos and sin stay in float32."""

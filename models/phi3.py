@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import Field, dense_fields, uniform_window
+from archon.models.hf.config import HEAD_DIM, dense_fields, uniform_window
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -18,11 +18,8 @@ class Phi3ModelArgs(BaseModelArgs):
     hf_windows = uniform_window(default=None)
     hf_ropes = RopePolicy(kinds=("default", "longrope"), original_length=4096, partial=1.0)
     hf_fields = dense_fields(
-        num_key_value_heads=0, max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=32000
-    ) | {
-        # transformers' Phi-3 uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0),
-    }
+        HEAD_DIM, num_key_value_heads=0, max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=32000
+    )
     hf_fixed_values = {"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 

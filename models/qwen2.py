@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import SWITCHED_WINDOW, Field, dense_fields
+from archon.models.hf.config import NULLABLE_HEAD_DIM, SWITCHED_WINDOW, dense_fields
 from archon.models.spec import define_family
 
 
@@ -15,10 +15,7 @@ class Qwen2ModelArgs(BaseModelArgs):
 
     model_types = frozenset({"qwen2"})
     hf_windows = SWITCHED_WINDOW
-    hf_fields = dense_fields(num_key_value_heads=32, max_position_embeddings=32768) | {
-        # transformers' Qwen2 uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0, null=0),
-    }
+    hf_fields = dense_fields(NULLABLE_HEAD_DIM, num_key_value_heads=32, max_position_embeddings=32768)
 
 
 Qwen2Model, Qwen2StateDictAdapter, parallelize_qwen2, SPEC = define_family("qwen2", Qwen2ModelArgs)

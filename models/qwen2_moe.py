@@ -4,9 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
+from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
 from archon.models.hf.checks import check_kind
-from archon.models.hf.config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
+from archon.models.hf.config import (
+    NULLABLE_HEAD_DIM,
+    SWITCHED_WINDOW,
+    Field,
+    WindowPolicy,
+    Windows,
+    dense_fields,
+    read_switched_window,
+    with_defaults,
+)
 from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
 
@@ -32,14 +41,12 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     hf_windows = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
     hf_aliases = {}
     hf_fields = (
-        dense_fields(num_key_value_heads=16, max_position_embeddings=32768)
+        dense_fields(NULLABLE_HEAD_DIM, num_key_value_heads=16, max_position_embeddings=32768)
         | {
-            # transformers uses `head_dim`, which its config class does not declare.
-            "head_dim": Field("head_dim", int, 0, null=0),
             "qkv_bias": Field("attention_bias", bool, True),
             "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 5632),
         }
-        | stepped_expert_fields(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+        | with_defaults(STEPPED_EXPERT_FIELDS, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import SWITCHED_WINDOW, Field, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, SWITCHED_WINDOW, dense_fields
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.spec import define_family
 
@@ -17,10 +17,9 @@ class Qwen3ModelArgs(BaseModelArgs):
     model_types = frozenset({"qwen3"})
     biases_all_projections = True
     hf_windows = SWITCHED_WINDOW
-    hf_fields = dense_fields(num_key_value_heads=32, max_position_embeddings=32768) | {
-        "head_dim": Field("head_dim", int, 128),
-        "attention_bias": Field("attention_bias", bool, False),
-    }
+    hf_fields = dense_fields(
+        HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=32, max_position_embeddings=32768, head_dim=128
+    )
 
 
 Qwen3Model, Qwen3StateDictAdapter, parallelize_qwen3, SPEC = define_family(

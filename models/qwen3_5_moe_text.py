@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import (
+    DELTA_NET_FIELDS,
+    MTP_FIELDS,
     QWEN3_5_FIXED_VALUES,
     QWEN3_5_HF_MAP,
     QWEN3_5_ROPES,
     DeltaNetModelArgs,
-    delta_net_fields,
-    mtp_fields,
 )
 from archon.models.args.moe import MoEModelArgs
-from archon.models.hf.config import Field
+from archon.models.hf.config import Field, dense_fields
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
@@ -31,14 +31,14 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     composite_types = {"qwen3_5_moe": "qwen3_5_moe_text"}
     shared_gate = True
     hf_ropes = QWEN3_5_ROPES
-    hf_fields = delta_net_fields(num_key_value_heads=2) | {
+    hf_fields = dense_fields(DELTA_NET_FIELDS, num_key_value_heads=2, max_position_embeddings=32768) | {
         "intermediate_size": Field("", int, 0, minimum=0),
         "num_experts": Field("n_experts", int, 256),
         "num_experts_per_tok": Field("n_experts_per_token", int, 8),
         "moe_intermediate_size": Field("hidden_dim", int, 512),
         "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
         "router_aux_loss_coef": Field("", float, 0.001),
-        **mtp_fields(),
+        **MTP_FIELDS,
     }
     hf_fixed_values = QWEN3_5_FIXED_VALUES | {
         "norm_topk_prob": True,

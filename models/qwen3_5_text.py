@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import (
+    DELTA_NET_FIELDS,
+    MTP_FIELDS,
     QWEN3_5_FIXED_VALUES,
     QWEN3_5_HF_MAP,
     QWEN3_5_ROPES,
     DeltaNetModelArgs,
-    delta_net_fields,
-    mtp_fields,
 )
+from archon.models.hf.config import dense_fields
 from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
 
@@ -21,7 +22,7 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
     model_types = frozenset({"qwen3_5_text"})
     composite_types = {"qwen3_5": "qwen3_5_text"}
     hf_ropes = QWEN3_5_ROPES
-    hf_fields = delta_net_fields(num_key_value_heads=4) | mtp_fields()
+    hf_fields = dense_fields(DELTA_NET_FIELDS, MTP_FIELDS, num_key_value_heads=4, max_position_embeddings=32768)
     hf_fixed_values = QWEN3_5_FIXED_VALUES
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
-from archon.models.hf.config import SWITCHED_WINDOW, Field, dense_fields
+from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
+from archon.models.hf.config import ATTENTION_BIAS, NULLABLE_HEAD_DIM, SWITCHED_WINDOW, dense_fields, with_defaults
 from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP
 from archon.models.spec import define_family
 
@@ -20,14 +20,9 @@ class Qwen3MoEModelArgs(MoEModelArgs):
     model_types = frozenset({"qwen3_moe"})
     biases_all_projections = True
     hf_windows = SWITCHED_WINDOW
-    hf_fields = (
-        dense_fields(num_key_value_heads=4, max_position_embeddings=32768)
-        | {
-            "head_dim": Field("head_dim", int, 0, null=0),
-            "attention_bias": Field("attention_bias", bool, False),
-        }
-        | stepped_expert_fields(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
-    )
+    hf_fields = dense_fields(
+        NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=4, max_position_embeddings=32768
+    ) | with_defaults(STEPPED_EXPERT_FIELDS, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from archon.models.args.delta_net import (
     DELTA_NET_BLOCKS_HF_MAP,
+    DELTA_NET_FIELDS,
     DELTA_NET_HF_MAP,
     DeltaNetModelArgs,
-    delta_net_fields,
 )
-from archon.models.args.moe import MoEModelArgs, stepped_expert_fields
-from archon.models.hf.config import Field
+from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
+from archon.models.hf.config import Field, dense_fields, with_defaults
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
 
@@ -26,13 +26,12 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
 
     model_types = frozenset({"qwen3_next"})
     shared_gate = True
-    hf_fields = (
-        delta_net_fields(num_key_value_heads=2)
-        | {
-            "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
-        }
-        | stepped_expert_fields(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True)
-    )
+    hf_fields = {
+        **dense_fields(DELTA_NET_FIELDS, num_key_value_heads=2, max_position_embeddings=32768),
+        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
+        **with_defaults(STEPPED_EXPERT_FIELDS, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512),
+        "norm_topk_prob": Field("norm_topk_prob", bool, True),
+    }
     hf_fixed_values = {"attn_output_gate": True}
 
 

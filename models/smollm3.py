@@ -6,7 +6,7 @@ from typing import Any
 
 from archon.models.args.base import BaseModelArgs
 from archon.models.hf.checks import check_kind, reject_field
-from archon.models.hf.config import Field, WindowPolicy, Windows, dense_fields, read_switched_window
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, WindowPolicy, Windows, dense_fields, read_switched_window
 from archon.models.hf.rope import RopePolicy
 from archon.models.spec import define_family
 
@@ -41,13 +41,13 @@ class SmolLM3ModelArgs(BaseModelArgs):
     )
     hf_fixed_values = {"mlp_bias": False}
     hf_examples = {"no_rope_layer_interval": (2, 3)}
-    hf_fields = dense_fields(
-        num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, pad_token_id=128004
-    ) | {
-        # transformers' SmolLM3 uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0),
-        "attention_bias": Field("attention_bias", bool, False),
-    }
+    hf_fields = (
+        dense_fields(
+            num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, pad_token_id=128004
+        )
+        | HEAD_DIM
+        | ATTENTION_BIAS
+    )
 
 
 SmolLM3Model, SmolLM3StateDictAdapter, parallelize_smollm3, SPEC = define_family("smollm3", SmolLM3ModelArgs)

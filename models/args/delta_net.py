@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_fields, reject_field
+from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, Field, WindowPolicy, reject_field
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
@@ -118,26 +118,21 @@ class DeltaNetModelArgs(BaseModelArgs):
         return config, extra | {"layer_types": tuple(layer_types or ())}
 
 
-def delta_net_fields(**dense: Any) -> dict[str, Field]:
-    """Return the config fields of these families; `dense` are the defaults passed to `dense_fields`."""
-    return dense_fields(max_position_embeddings=32768, **dense) | {
-        "head_dim": Field("head_dim", int, 256),
-        "attention_bias": Field("attention_bias", bool, False),
-        "full_attention_interval": Field("attention_interval", int, 4),
-        "linear_num_value_heads": Field("delta_heads", int, 32),
-        "linear_num_key_heads": Field("delta_key_heads", int, 16),
-        "linear_value_head_dim": Field("delta_value_dim", int, 128),
-        "linear_key_head_dim": Field("delta_key_dim", int, 128),
-        "linear_conv_kernel_dim": Field("delta_kernel_size", int, 4),
-    }
-
-
-def mtp_fields() -> dict[str, Field]:
-    """Return the config fields of multi-token-prediction layers, which are passthrough tensors."""
-    return {
-        "mtp_num_hidden_layers": Field("", int, 0, minimum=0),
-        "mtp_use_dedicated_embeddings": Field("", bool, False),
-    }
+DELTA_NET_FIELDS = {
+    "head_dim": Field("head_dim", int, 256),
+    **ATTENTION_BIAS,
+    "full_attention_interval": Field("attention_interval", int, 4),
+    "linear_num_value_heads": Field("delta_heads", int, 32),
+    "linear_num_key_heads": Field("delta_key_heads", int, 16),
+    "linear_value_head_dim": Field("delta_value_dim", int, 128),
+    "linear_key_head_dim": Field("delta_key_dim", int, 128),
+    "linear_conv_kernel_dim": Field("delta_kernel_size", int, 4),
+}
+# Multi-token-prediction layers are passthrough tensors.
+MTP_FIELDS = {
+    "mtp_num_hidden_layers": Field("", int, 0, minimum=0),
+    "mtp_use_dedicated_embeddings": Field("", bool, False),
+}
 
 
 _HF, _NATIVE = "model.layers.{}.linear_attn.", "layers.{}.delta_net."

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from archon.models.args.moe import GroupRoutedArgs, group_routed_fields
+from archon.models.args.moe import GroupRoutedArgs
 from archon.models.hf.checks import reject_field
-from archon.models.hf.config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
@@ -16,9 +16,9 @@ from archon.schema.errors import ConfigError
 # transformers normalizes latents with this epsilon and ignores `rms_norm_eps`.
 LATENT_NORM = NormSpec(1e-6)
 
-
-LATENT_FIELDS: dict[str, Field] = {
-    "attention_bias": Field("attention_bias", bool, False),
+# Config fields of `LatentModelArgs`, with DeepSeek-V3's defaults for attention.
+LATENT_FIELDS = {
+    **ATTENTION_BIAS,
     "q_lora_rank": Field("q_rank", int, 1536, null=0),
     "kv_lora_rank": Field("kv_rank", int, 512),
     "qk_rope_head_dim": Field("rotary_dim", int, 64),
@@ -33,21 +33,6 @@ LATENT_FIELDS: dict[str, Field] = {
     "seq_aux": Field("", bool, True),
     "ep_size": Field("", int, 1),
 }
-"""Config fields of `LatentModelArgs` with DeepSeek-V3's defaults."""
-
-DEEPSEEK_V3_FIELDS = (
-    dense_fields(num_key_value_heads=128, max_position_embeddings=4096)
-    | LATENT_FIELDS
-    | group_routed_fields(
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2048,
-        first_k_dense_replace=3,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-    )
-)
 
 
 @dataclass

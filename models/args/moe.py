@@ -102,43 +102,34 @@ class MoEModelArgs(BaseModelArgs):
         return config, extra
 
 
-def stepped_expert_fields(
-    *, num_experts: int, num_experts_per_tok: int, moe_intermediate_size: int, norm_topk_prob: bool = False
-) -> dict[str, Field]:
-    """Return the config fields of Qwen's experts in every `decoder_sparse_step`-th layer, with a family's defaults."""
-    return {
-        "num_experts": Field("n_experts", int, num_experts, minimum=0),
-        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
-        "norm_topk_prob": Field("norm_topk_prob", bool, norm_topk_prob),
-        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
-
-
-def group_routed_fields(
-    *,
-    n_routed_experts: int,
-    num_experts_per_tok: int,
-    moe_intermediate_size: int,
-    first_k_dense_replace: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    routed_scaling_factor: float = 1.0,
-) -> dict[str, Field]:
-    """Return the config fields of `GroupRoutedArgs`, with a family's defaults."""
-    return {
-        "n_routed_experts": Field("n_experts", int, n_routed_experts),
-        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
-        "n_shared_experts": Field("n_shared_experts", int, 1),
-        "first_k_dense_replace": Field("n_dense_layers", int, first_k_dense_replace, minimum=0),
-        "n_group": Field("n_group", int, n_group),
-        "topk_group": Field("topk_group", int, topk_group),
-        "routed_scaling_factor": Field("routed_scaling_factor", float, routed_scaling_factor),
-        "norm_topk_prob": Field("norm_topk_prob", bool, True),
-    }
+# Experts of Mixtral and MiniMax-M2, in every layer.
+LOCAL_EXPERT_FIELDS = {
+    "num_local_experts": Field("n_experts", int),
+    "num_experts_per_tok": Field("n_experts_per_token", int),
+    "router_aux_loss_coef": Field("", float, 0.001),
+}
+# Experts of Qwen, in every `decoder_sparse_step`-th layer.
+STEPPED_EXPERT_FIELDS = {
+    "num_experts": Field("n_experts", int, minimum=0),
+    "num_experts_per_tok": Field("n_experts_per_token", int),
+    "moe_intermediate_size": Field("moe_hidden_dim", int),
+    "norm_topk_prob": Field("norm_topk_prob", bool, False),
+    "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+    "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
+    "router_aux_loss_coef": Field("", float, 0.001),
+}
+# Experts of `GroupRoutedArgs`.
+GROUP_ROUTED_FIELDS = {
+    "n_routed_experts": Field("n_experts", int),
+    "num_experts_per_tok": Field("n_experts_per_token", int),
+    "moe_intermediate_size": Field("moe_hidden_dim", int),
+    "n_shared_experts": Field("n_shared_experts", int, 1),
+    "first_k_dense_replace": Field("n_dense_layers", int, minimum=0),
+    "n_group": Field("n_group", int, 1),
+    "topk_group": Field("topk_group", int, 1),
+    "routed_scaling_factor": Field("routed_scaling_factor", float, 1.0),
+    "norm_topk_prob": Field("norm_topk_prob", bool, True),
+}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from archon.models.hf.checks import check_kind, reject_field
@@ -48,33 +48,40 @@ MAX_FLOAT = 1e30
 MAX_LAYERS = 10_000
 
 
-def dense_fields(
-    *,
-    num_key_value_heads: int,
-    max_position_embeddings: int,
-    rms_norm_eps: float = 1e-6,
-    hidden_act: str = "silu",
-    tie_word_embeddings: bool = False,
-    pad_token_id: int | None = None,
-) -> dict[str, Field]:
-    """Return the config fields of Llama-style dense decoders with a family's defaults.
+_DENSE_FIELDS = {
+    "hidden_size": Field("dim", int),
+    "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
+    "num_attention_heads": Field("n_heads", int),
+    "num_key_value_heads": Field("n_kv_heads", int, null=0),
+    "intermediate_size": Field("hidden_dim", int),
+    "vocab_size": Field("vocab_size", int),
+    "rms_norm_eps": Field("norm_eps", float, 1e-6),
+    "max_position_embeddings": Field("max_seq_len", int, maximum=2**63 - 1),
+    "hidden_act": Field("hidden_act", str, "silu"),
+    "tie_word_embeddings": Field("tie_word_embeddings", bool, False),
+    "initializer_range": Field("initializer_range", float, 0.02),
+    "pad_token_id": Field("pad_token_id", int, None, null=None, minimum=0),
+}
+# 0 means hidden_size / num_attention_heads. Many families of transformers use `head_dim`, which their config classes do
+# not declare; some of them accept null.
+HEAD_DIM = {"head_dim": Field("head_dim", int, 0)}
+NULLABLE_HEAD_DIM = {"head_dim": Field("head_dim", int, 0, null=0)}
+ATTENTION_BIAS = {"attention_bias": Field("attention_bias", bool, False)}
 
-    `num_key_value_heads` 0 and null mean the number of attention heads.
+
+def dense_fields(*groups: Mapping[str, Field], **defaults: Any) -> dict[str, Field]:
+    """Return the config fields of Llama-style dense decoders and of `groups`, with a family's defaults.
+
+    Every family sets the defaults of `num_key_value_heads` (0 means the number of attention heads) and
+    `max_position_embeddings`.
     """
-    return {
-        "hidden_size": Field("dim", int),
-        "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
-        "num_attention_heads": Field("n_heads", int),
-        "num_key_value_heads": Field("n_kv_heads", int, num_key_value_heads, null=0),
-        "intermediate_size": Field("hidden_dim", int),
-        "vocab_size": Field("vocab_size", int),
-        "rms_norm_eps": Field("norm_eps", float, rms_norm_eps),
-        "max_position_embeddings": Field("max_seq_len", int, max_position_embeddings, maximum=2**63 - 1),
-        "hidden_act": Field("hidden_act", str, hidden_act),
-        "tie_word_embeddings": Field("tie_word_embeddings", bool, tie_word_embeddings),
-        "initializer_range": Field("initializer_range", float, 0.02),
-        "pad_token_id": Field("pad_token_id", int, pad_token_id, null=None, minimum=0),
-    }
+    fields = {name: field for group in (_DENSE_FIELDS, *groups) for name, field in group.items()}
+    return with_defaults(fields, **defaults)
+
+
+def with_defaults(fields: Mapping[str, Field], **defaults: Any) -> dict[str, Field]:
+    """Return config fields with a family's defaults, by config name."""
+    return {**fields, **{name: replace(fields[name], default=default) for name, default in defaults.items()}}
 
 
 Windows = tuple[int | None, tuple[int | None, ...]]

@@ -125,18 +125,18 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     text = re.sub(rf"\bparallelize_{spec.name}\b", f"parallelize_{model_type}", text)
     types = ", ".join(f'"{name}"' for name in sorted(spec.supported_model_types))
     definition = re.compile(rf'((?:define_family|family_spec)\(\s*)"{spec.name}"')
-    has_fields = "hf_fields" in text and "    }\n" in text
-    if f"frozenset({{{types}}})" not in text or not definition.search(text) or (coverage.added and not has_fields):
+    fields_end = re.search(r"^    hf_fields = .*?(?=\n(?:\n|    [\w#]))", text, re.DOTALL | re.MULTILINE)
+    if f"frozenset({{{types}}})" not in text or not definition.search(text) or (coverage.added and not fields_end):
         raise ConfigError(
             f"the file of the nearest family {spec.name!r} does not have the usual form; write yours by hand"
         )
+    if coverage.added and fields_end is not None:
+        lines = "".join(f"        {_field_line(name, mapped)}\n" for name, mapped in coverage.added.items())
+        text = f"{text[: fields_end.end()]} | {{\n{lines}    }}{text[fields_end.end() :]}"
+        if "Field," not in text:
+            text = text.replace("dense_fields", "Field, dense_fields", 1)
     text = text.replace(f"frozenset({{{types}}})", f'frozenset({{"{model_type}"}})')
     text = definition.sub(rf'\1"{model_type}"', text)
-    if coverage.added:
-        lines = "".join(f"        {_field_line(name, mapped)}\n" for name, mapped in coverage.added.items())
-        start = text.index("hf_fields")
-        end = text.index("    }\n", start)
-        text = text[:end] + lines + text[end:]
     return re.sub(r'\A"""(?:.|\n)*?"""\n', lambda _: _docstring(coverage, model_type), text)
 
 
