@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +102,16 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-class BaseArchonModel(nn.Module):
+Args = TypeVar("Args", bound=BaseModelArgs)
+
+
+class BaseArchonModel(nn.Module, Generic[Args]):
     """Decoder: an actor with a language-model head `output`, or a critic with a value head `score`.
 
     The engine builds it on the meta device, parallelizes it, allocates its memory and calls `init_buffers`. Modules of
     other pipeline stages are None.
+
+    `LlamaModel = BaseArchonModel[LlamaModelArgs]` creates the model class of a family, usable as an annotation.
 
     Attributes:
         model_class: the class at construction; `fully_shard` changes the type of the object.
@@ -115,9 +120,16 @@ class BaseArchonModel(nn.Module):
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
 
-    def __init__(self, args: BaseModelArgs) -> None:
+    def __class_getitem__(cls, args_class: Any) -> Any:
+        if not isinstance(args_class, type):  # a type variable: this is the generic base class of a model
+            return super().__class_getitem__(args_class)  # type: ignore[misc]  # of Generic
+        name = f"{args_class.__name__.removesuffix('ModelArgs')}Model"
+        doc = f"See `{cls.__name__}` and `{args_class.__name__}`."
+        return type(name, (cls,), {"__module__": args_class.__module__, "__doc__": doc, "args_class": args_class})
+
+    def __init__(self, args: Args) -> None:
         super().__init__()
-        self.args = args
+        self.args: BaseModelArgs = args
         self.model_class = type(self)
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.layer_specs = args.layer_specs

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.args.moe import GROUP_ROUTED_FIELDS
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import dense_fields, with_defaults
 from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.spec import define_family
@@ -26,6 +27,7 @@ class DeepseekV3ModelArgs(LatentModelArgs):
     )
 
 
-DeepseekV3Model, DeepseekV3StateDictAdapter, parallelize_deepseek_v3, SPEC = define_family(
-    "deepseek_v3", DeepseekV3ModelArgs, LATENT_HF_MAP, adapter=MTPStateDictAdapter
+DeepseekV3Model = BaseArchonModel[DeepseekV3ModelArgs]
+DeepseekV3StateDictAdapter, parallelize_deepseek_v3, SPEC = define_family(
+    "deepseek_v3", DeepseekV3Model, LATENT_HF_MAP, adapter=MTPStateDictAdapter
 )

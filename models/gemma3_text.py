@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, Field, dense_fields, layer_type_windows
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -51,6 +51,7 @@ class Gemma3TextModelArgs(BaseModelArgs):
         super().__post_init__()
 
 
-Gemma3TextModel, Gemma3TextStateDictAdapter, parallelize_gemma3_text, SPEC = define_family(
-    "gemma3_text", Gemma3TextModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | _NORMS
+Gemma3TextModel = BaseArchonModel[Gemma3TextModelArgs]
+Gemma3TextStateDictAdapter, parallelize_gemma3_text, SPEC = define_family(
+    "gemma3_text", Gemma3TextModel, DENSE_HF_MAP | QK_NORM_HF_MAP | _NORMS
 )

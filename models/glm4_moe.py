@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.moe import GROUP_ROUTED_FIELDS, GroupRoutedArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, MAX_LAYERS, NO_WINDOWS, Field, dense_fields, with_defaults
 from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
@@ -41,6 +42,7 @@ class Glm4MoEModelArgs(GroupRoutedArgs):
     )
 
 
-Glm4MoEModel, Glm4MoEStateDictAdapter, parallelize_glm4_moe, SPEC = define_family(
-    "glm4_moe", Glm4MoEModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | GROUP_ROUTED_HF_MAP, adapter=MTPStateDictAdapter
+Glm4MoEModel = BaseArchonModel[Glm4MoEModelArgs]
+Glm4MoEStateDictAdapter, parallelize_glm4_moe, SPEC = define_family(
+    "glm4_moe", Glm4MoEModel, DENSE_HF_MAP | QK_NORM_HF_MAP | GROUP_ROUTED_HF_MAP, adapter=MTPStateDictAdapter
 )

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.args.moe import GROUP_ROUTED_FIELDS
+from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.config import as_dict, dense_fields, with_defaults
 from archon.models.hf.mtp import MTPStateDictAdapter
@@ -58,6 +59,7 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
         return args
 
 
-Glm4MoELiteModel, Glm4MoELiteStateDictAdapter, parallelize_glm4_moe_lite, SPEC = define_family(
-    "glm4_moe_lite", Glm4MoELiteModelArgs, LATENT_HF_MAP, adapter=MTPStateDictAdapter
+Glm4MoELiteModel = BaseArchonModel[Glm4MoELiteModelArgs]
+Glm4MoELiteStateDictAdapter, parallelize_glm4_moe_lite, SPEC = define_family(
+    "glm4_moe_lite", Glm4MoELiteModel, LATENT_HF_MAP, adapter=MTPStateDictAdapter
 )

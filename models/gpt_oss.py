@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from archon.models.args.moe import MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields, layer_type_windows
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP
@@ -74,6 +75,5 @@ _EXPERTS_MAP: dict[str, str | Fused | None] = {
     f"{_HF}experts.down_proj_bias": f"{_EXPERTS}b2",
 }
 
-GptOssModel, GptOssStateDictAdapter, parallelize_gpt_oss, SPEC = define_family(
-    "gpt_oss", GptOssModelArgs, DENSE_HF_MAP | _EXPERTS_MAP
-)
+GptOssModel = BaseArchonModel[GptOssModelArgs]
+GptOssStateDictAdapter, parallelize_gpt_oss, SPEC = define_family("gpt_oss", GptOssModel, DENSE_HF_MAP | _EXPERTS_MAP)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, NO_WINDOWS, Field, dense_fields
 from archon.models.spec import define_family
 
@@ -24,4 +24,5 @@ class GraniteModelArgs(BaseModelArgs):
     }
 
 
-GraniteModel, GraniteStateDictAdapter, parallelize_granite, SPEC = define_family("granite", GraniteModelArgs)
+GraniteModel = BaseArchonModel[GraniteModelArgs]
+GraniteStateDictAdapter, parallelize_granite, SPEC = define_family("granite", GraniteModel)

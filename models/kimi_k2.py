@@ -6,6 +6,7 @@ transformers has no class for it; the published code has the defaults of DeepSee
 from dataclasses import dataclass
 
 from archon.models.args.latent import LATENT_HF_MAP
+from archon.models.base import BaseArchonModel
 from archon.models.deepseek_v3 import DeepseekV3ModelArgs
 from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.spec import define_family
@@ -18,6 +19,7 @@ class KimiK2ModelArgs(DeepseekV3ModelArgs):
     model_types = frozenset({"kimi_k2"})
 
 
-KimiK2Model, KimiK2StateDictAdapter, parallelize_kimi_k2, SPEC = define_family(
-    "kimi_k2", KimiK2ModelArgs, LATENT_HF_MAP, adapter=MTPStateDictAdapter
+KimiK2Model = BaseArchonModel[KimiK2ModelArgs]
+KimiK2StateDictAdapter, parallelize_kimi_k2, SPEC = define_family(
+    "kimi_k2", KimiK2Model, LATENT_HF_MAP, adapter=MTPStateDictAdapter
 )

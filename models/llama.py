@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, NULLABLE_HEAD_DIM, dense_fields
 from archon.models.spec import define_family
 
@@ -18,4 +18,5 @@ class LlamaModelArgs(BaseModelArgs):
     hf_fields = dense_fields(NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048)
 
 
-LlamaModel, LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModelArgs)
+LlamaModel = BaseArchonModel[LlamaModelArgs]
+LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModel)

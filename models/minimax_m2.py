@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import NO_WINDOWS, Field, as_dict, dense_fields, reject_field, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -68,6 +69,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
 
 _ROUTER_BIAS = {"model.layers.{}.block_sparse_moe.e_score_correction_bias": "layers.{}.moe.router.expert_bias"}
 
-MiniMaxM2Model, MiniMaxM2StateDictAdapter, parallelize_minimax_m2, SPEC = define_family(
-    "minimax_m2", MiniMaxM2ModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | BLOCK_SPARSE_HF_MAP | _ROUTER_BIAS
+MiniMaxM2Model = BaseArchonModel[MiniMaxM2ModelArgs]
+MiniMaxM2StateDictAdapter, parallelize_minimax_m2, SPEC = define_family(
+    "minimax_m2", MiniMaxM2Model, DENSE_HF_MAP | QK_NORM_HF_MAP | BLOCK_SPARSE_HF_MAP | _ROUTER_BIAS
 )

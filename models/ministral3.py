@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
 from archon.models.hf.rope import RopePolicy
 from archon.models.spec import define_family
@@ -34,6 +34,5 @@ class Ministral3ModelArgs(BaseModelArgs):
     ) | with_defaults(NULLABLE_HEAD_DIM, head_dim=128)
 
 
-Ministral3Model, Ministral3StateDictAdapter, parallelize_ministral3, SPEC = define_family(
-    "ministral3", Ministral3ModelArgs
-)
+Ministral3Model = BaseArchonModel[Ministral3ModelArgs]
+Ministral3StateDictAdapter, parallelize_ministral3, SPEC = define_family("ministral3", Ministral3Model)

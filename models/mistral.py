@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window
 from archon.models.spec import define_family
 
@@ -16,4 +16,5 @@ class MistralModelArgs(BaseModelArgs):
     hf_fields = dense_fields(NULLABLE_HEAD_DIM, num_key_value_heads=8, max_position_embeddings=131072)
 
 
-MistralModel, MistralStateDictAdapter, parallelize_mistral, SPEC = define_family("mistral", MistralModelArgs)
+MistralModel = BaseArchonModel[MistralModelArgs]
+MistralStateDictAdapter, parallelize_mistral, SPEC = define_family("mistral", MistralModel)

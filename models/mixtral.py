@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -30,6 +31,7 @@ class MixtralModelArgs(MoEModelArgs):
     hf_examples = {"num_experts_per_tok": (2, 3, 4)}
 
 
-MixtralModel, MixtralStateDictAdapter, parallelize_mixtral, SPEC = define_family(
-    "mixtral", MixtralModelArgs, DENSE_HF_MAP | BLOCK_SPARSE_HF_MAP
+MixtralModel = BaseArchonModel[MixtralModelArgs]
+MixtralStateDictAdapter, parallelize_mixtral, SPEC = define_family(
+    "mixtral", MixtralModel, DENSE_HF_MAP | BLOCK_SPARSE_HF_MAP
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, dense_fields, layer_type_windows
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -39,6 +39,7 @@ _POST_NORMS = {
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_post_norm.weight",
 }
 
-Olmo3Model, Olmo3StateDictAdapter, parallelize_olmo3, SPEC = define_family(
-    "olmo3", Olmo3ModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | _POST_NORMS
+Olmo3Model = BaseArchonModel[Olmo3ModelArgs]
+Olmo3StateDictAdapter, parallelize_olmo3, SPEC = define_family(
+    "olmo3", Olmo3Model, DENSE_HF_MAP | QK_NORM_HF_MAP | _POST_NORMS
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import HEAD_DIM, dense_fields, uniform_window
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP
@@ -32,4 +32,5 @@ _FUSED = {
     ),
 }
 
-Phi3Model, Phi3StateDictAdapter, parallelize_phi3, SPEC = define_family("phi3", Phi3ModelArgs, DENSE_HF_MAP | _FUSED)
+Phi3Model = BaseArchonModel[Phi3ModelArgs]
+Phi3StateDictAdapter, parallelize_phi3, SPEC = define_family("phi3", Phi3Model, DENSE_HF_MAP | _FUSED)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import NULLABLE_HEAD_DIM, SWITCHED_WINDOW, dense_fields
 from archon.models.spec import define_family
 
@@ -18,4 +18,5 @@ class Qwen2ModelArgs(BaseModelArgs):
     hf_fields = dense_fields(NULLABLE_HEAD_DIM, num_key_value_heads=32, max_position_embeddings=32768)
 
 
-Qwen2Model, Qwen2StateDictAdapter, parallelize_qwen2, SPEC = define_family("qwen2", Qwen2ModelArgs)
+Qwen2Model = BaseArchonModel[Qwen2ModelArgs]
+Qwen2StateDictAdapter, parallelize_qwen2, SPEC = define_family("qwen2", Qwen2Model)

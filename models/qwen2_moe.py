@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import check_kind
 from archon.models.hf.config import (
     NULLABLE_HEAD_DIM,
@@ -50,6 +51,7 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     )
 
 
-Qwen2MoEModel, Qwen2MoEStateDictAdapter, parallelize_qwen2_moe, SPEC = define_family(
-    "qwen2_moe", Qwen2MoEModelArgs, DENSE_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
+Qwen2MoEModel = BaseArchonModel[Qwen2MoEModelArgs]
+Qwen2MoEStateDictAdapter, parallelize_qwen2_moe, SPEC = define_family(
+    "qwen2_moe", Qwen2MoEModel, DENSE_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
 )

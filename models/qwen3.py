@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, SWITCHED_WINDOW, dense_fields
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.spec import define_family
@@ -22,6 +22,5 @@ class Qwen3ModelArgs(BaseModelArgs):
     )
 
 
-Qwen3Model, Qwen3StateDictAdapter, parallelize_qwen3, SPEC = define_family(
-    "qwen3", Qwen3ModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP
-)
+Qwen3Model = BaseArchonModel[Qwen3ModelArgs]
+Qwen3StateDictAdapter, parallelize_qwen3, SPEC = define_family("qwen3", Qwen3Model, DENSE_HF_MAP | QK_NORM_HF_MAP)

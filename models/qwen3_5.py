@@ -23,11 +23,7 @@ class Qwen35ModelArgs(Qwen35TextModelArgs, VisionLanguageModelArgs):
     model_types = frozenset({"qwen3_5"})
 
 
-Qwen35Model, Qwen35StateDictAdapter, parallelize_qwen3_5, SPEC = define_family(
-    "qwen3_5",
-    Qwen35ModelArgs,
-    QWEN3_5_HF_MAP,
-    model=VisionLanguageModel,
-    adapter=VisionLanguageStateDictAdapter,
-    text=TEXT,
+Qwen35Model = VisionLanguageModel[Qwen35ModelArgs]
+Qwen35StateDictAdapter, parallelize_qwen3_5, SPEC = define_family(
+    "qwen3_5", Qwen35Model, QWEN3_5_HF_MAP, adapter=VisionLanguageStateDictAdapter, text=TEXT
 )

@@ -11,6 +11,7 @@ from archon.models.args.delta_net import (
     DeltaNetModelArgs,
 )
 from archon.models.args.moe import MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
@@ -49,9 +50,10 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
 
 
 # transformers writes one matrix per expert; published checkpoints stack them, see `BaseStateDictAdapter.for_keys`.
-Qwen35MoeTextModel, Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text, SPEC = define_family(
+Qwen35MoeTextModel = BaseArchonModel[Qwen35MoeTextModelArgs]
+Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text, SPEC = define_family(
     "qwen3_5_moe_text",
-    Qwen35MoeTextModelArgs,
+    Qwen35MoeTextModel,
     QWEN3_5_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
     adapter=CompositeStateDictAdapter,
 )

@@ -10,6 +10,7 @@ from archon.models.args.delta_net import (
     QWEN3_5_ROPES,
     DeltaNetModelArgs,
 )
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import dense_fields
 from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
@@ -26,6 +27,7 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
     hf_fixed_values = QWEN3_5_FIXED_VALUES
 
 
-Qwen35TextModel, Qwen35TextStateDictAdapter, parallelize_qwen3_5_text, SPEC = define_family(
-    "qwen3_5_text", Qwen35TextModelArgs, QWEN3_5_HF_MAP, adapter=CompositeStateDictAdapter
+Qwen35TextModel = BaseArchonModel[Qwen35TextModelArgs]
+Qwen35TextStateDictAdapter, parallelize_qwen3_5_text, SPEC = define_family(
+    "qwen3_5_text", Qwen35TextModel, QWEN3_5_HF_MAP, adapter=CompositeStateDictAdapter
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import ATTENTION_BIAS, NULLABLE_HEAD_DIM, SWITCHED_WINDOW, dense_fields, with_defaults
 from archon.models.hf.names import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP
 from archon.models.spec import define_family
@@ -31,6 +32,7 @@ class Qwen3MoEModelArgs(MoEModelArgs):
         super().__post_init__()
 
 
-Qwen3MoEModel, Qwen3MoEStateDictAdapter, parallelize_qwen3_moe, SPEC = define_family(
-    "qwen3_moe", Qwen3MoEModelArgs, DENSE_HF_MAP | QK_NORM_HF_MAP | EXPERTS_HF_MAP
+Qwen3MoEModel = BaseArchonModel[Qwen3MoEModelArgs]
+Qwen3MoEStateDictAdapter, parallelize_qwen3_moe, SPEC = define_family(
+    "qwen3_moe", Qwen3MoEModel, DENSE_HF_MAP | QK_NORM_HF_MAP | EXPERTS_HF_MAP
 )

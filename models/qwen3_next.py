@@ -9,6 +9,7 @@ from archon.models.args.delta_net import (
     DeltaNetModelArgs,
 )
 from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
+from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields, with_defaults
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
@@ -35,9 +36,10 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     hf_fixed_values = {"attn_output_gate": True}
 
 
-Qwen3NextModel, Qwen3NextStateDictAdapter, parallelize_qwen3_next, SPEC = define_family(
+Qwen3NextModel = BaseArchonModel[Qwen3NextModelArgs]
+Qwen3NextStateDictAdapter, parallelize_qwen3_next, SPEC = define_family(
     "qwen3_next",
-    Qwen3NextModelArgs,
+    Qwen3NextModel,
     DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
     passthrough=("mtp.*",),
 )

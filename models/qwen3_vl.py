@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, NO_WINDOWS, dense_fields
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
@@ -43,14 +43,11 @@ class Qwen3VLModelArgs(Qwen3VLTextModelArgs, VisionLanguageModelArgs):
     hf_deepstack = (8, 16, 24)
 
 
-Qwen3VLTextModel, Qwen3VLTextStateDictAdapter, _, TEXT = define_family(
-    "qwen3_vl_text", Qwen3VLTextModelArgs, _HF_MAP, adapter=CompositeStateDictAdapter
+Qwen3VLTextModel = BaseArchonModel[Qwen3VLTextModelArgs]
+Qwen3VLTextStateDictAdapter, _, TEXT = define_family(
+    "qwen3_vl_text", Qwen3VLTextModel, _HF_MAP, adapter=CompositeStateDictAdapter
 )
-Qwen3VLModel, Qwen3VLStateDictAdapter, parallelize_qwen3_vl, SPEC = define_family(
-    "qwen3_vl",
-    Qwen3VLModelArgs,
-    _HF_MAP,
-    model=VisionLanguageModel,
-    adapter=VisionLanguageStateDictAdapter,
-    text=TEXT,
+Qwen3VLModel = VisionLanguageModel[Qwen3VLModelArgs]
+Qwen3VLStateDictAdapter, parallelize_qwen3_vl, SPEC = define_family(
+    "qwen3_vl", Qwen3VLModel, _HF_MAP, adapter=VisionLanguageStateDictAdapter, text=TEXT
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from archon.models.args.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, WindowPolicy, Windows, dense_fields, read_switched_window
 from archon.models.hf.rope import RopePolicy
@@ -50,4 +50,5 @@ class SmolLM3ModelArgs(BaseModelArgs):
     )
 
 
-SmolLM3Model, SmolLM3StateDictAdapter, parallelize_smollm3, SPEC = define_family("smollm3", SmolLM3ModelArgs)
+SmolLM3Model = BaseArchonModel[SmolLM3ModelArgs]
+SmolLM3StateDictAdapter, parallelize_smollm3, SPEC = define_family("smollm3", SmolLM3Model)

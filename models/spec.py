@@ -121,39 +121,36 @@ def family_spec(
 
 def define_family(
     name: str,
-    args_class: type[BaseModelArgs],
+    model: type[BaseArchonModel],
     hf_map: HFMap = DENSE_HF_MAP,
     *,
-    model: type[BaseArchonModel] = BaseArchonModel,
     adapter: type[BaseStateDictAdapter] = BaseStateDictAdapter,
     passthrough: tuple[str, ...] | None = None,
     text: ModelSpec | None = None,
-) -> tuple[type[BaseArchonModel], type[BaseStateDictAdapter], ParallelizeFn, ModelSpec]:
-    """Create the classes and the spec of a family that the shared layers can express.
+) -> tuple[type[BaseStateDictAdapter], ParallelizeFn, ModelSpec]:
+    """Define a family that the shared layers can express.
 
-        LlamaModel, LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModelArgs)
+        LlamaModel = BaseArchonModel[LlamaModelArgs]
+        LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModel)
 
     Args:
         name: The family's name.
-        args_class: Its arguments; the name of the class is `<Prefix>ModelArgs`.
+        model: Its model class.
         hf_map: Its checkpoint names, see `BaseStateDictAdapter.from_hf_map`.
-        model: Base class of the model `<Prefix>Model`.
         adapter: Base class of the adapter `<Prefix>StateDictAdapter`.
         passthrough: See `BaseStateDictAdapter.passthrough`; None for the base adapter's.
         text: See `ModelSpec.text`.
 
     Returns:
-        The model class, the adapter class, the parallelize function and the spec.
+        The adapter class, the parallelize function and the spec.
     """
-    prefix, module = args_class.__name__.removesuffix("ModelArgs"), {"__module__": args_class.__module__}
-    model_doc = f"See `{model.__name__}` and `{args_class.__name__}`."
-    model_class = type(f"{prefix}Model", (model,), {**module, "__doc__": model_doc, "args_class": args_class})
-    names = {**module, "__doc__": f"See `{adapter.__name__}`.", "model_class": model_class, "from_hf_map": hf_map}
+    names: dict[str, Any] = {"__module__": model.__module__, "__doc__": f"See `{adapter.__name__}`."}
+    names |= {"model_class": model, "from_hf_map": hf_map}
     if passthrough is not None:
         names["passthrough"] = passthrough
-    adapter_class = type(f"{prefix}StateDictAdapter", (adapter,), names)
-    parallelize_fn = make_parallelize_fn(MOE_TP_PLAN if issubclass(args_class, MoEModelArgs) else DENSE_TP_PLAN)
-    return model_class, adapter_class, parallelize_fn, family_spec(name, adapter_class, parallelize_fn, text=text)
+    adapter_class = type(f"{model.__name__.removesuffix('Model')}StateDictAdapter", (adapter,), names)
+    parallelize_fn = make_parallelize_fn(MOE_TP_PLAN if issubclass(model.args_class, MoEModelArgs) else DENSE_TP_PLAN)
+    return adapter_class, parallelize_fn, family_spec(name, adapter_class, parallelize_fn, text=text)
 
 
 class _Registry:

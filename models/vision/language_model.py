@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -135,14 +135,17 @@ class VisionLanguageModelArgs(BaseModelArgs):
         return sections[0], sections[1], sections[2]
 
 
-class VisionLanguageModel(BaseArchonModel):
+VisionArgs = TypeVar("VisionArgs", bound=VisionLanguageModelArgs)
+
+
+class VisionLanguageModel(BaseArchonModel[VisionArgs]):
     """Decoder with a vision encoder, see `BaseArchonModel`.
 
     Attributes:
         visual: The vision encoder; None on a pipeline stage without embeddings.
     """
 
-    def __init__(self, args: VisionLanguageModelArgs) -> None:
+    def __init__(self, args: VisionArgs) -> None:
         super().__init__(args)
         self.visual = args.vision.build(args.attn_type)
 

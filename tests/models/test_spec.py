@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -53,6 +54,25 @@ def test_a_thread_that_asks_while_another_reads_the_families_waits(
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: "qwen3" in registry.specs(), range(4)))
     assert found == [True] * 4
+
+
+def test_mypy_accepts_model_classes_as_annotations(tmp_path: Path) -> None:
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*,pydantic.*]\nfollow_imports = skip\n")
+    (tmp_path / "use.py").write_text(
+        "from archon.models.llama import LlamaModelArgs\n"
+        "from archon.models.qwen3 import Qwen3Model\n"
+        "def dim(model: Qwen3Model) -> int:\n"
+        "    return model.args.dim\n"
+        "def wrong(args: LlamaModelArgs) -> Qwen3Model:\n"
+        "    return Qwen3Model(args)\n"
+    )
+    options = ["--config-file", "mypy.ini", "--follow-imports", "silent", "--cache-dir", "cache", "use.py"]
+    command = [sys.executable, "-m", "mypy", *options]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    errors = [line.partition(" has ")[0] for line in run.stdout.splitlines() if " error: " in line]
+    assert errors == ['use.py:6: error: Argument 1 to "BaseArchonModel"'], run.stdout + run.stderr
 
 
 @pytest.mark.usefixtures("registry")
