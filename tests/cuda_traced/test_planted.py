@@ -70,11 +70,11 @@ class Planted:
 
 ROWS_OF_EXPERTS = "rows = x.index_select("
 SLOT_ROWS = "torch.from_numpy(slot_rows.reshape(-1))"
-RETURNS = "options: Any) -> Tensor | tuple[Tensor, Tensor]:"
+RETURNS = "options: Any) -> Any:"
 PLANTED = {
     "boundaries of documents are on the CPU": Planted(
         _Varlen,
-        "__call__",
+        "_run",
         "= self.queries, self.keys",
         "= self.queries, (torch.arange(len(self.keys[0])).int(), self.keys[1])",
         forward("qwen3"),
@@ -83,7 +83,7 @@ PLANTED = {
     ),
     "queries have another dtype than keys": Planted(
         _Varlen,
-        "__call__",
+        "_run",
         RETURNS,
         f"{RETURNS}\n    q = q.float()",
         forward("qwen3"),

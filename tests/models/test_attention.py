@@ -517,7 +517,7 @@ def test_the_operator_of_compiled_code_and_its_gradients_equal_the_definition(wi
     lengths = [7, 7, 20, 1]
     qkv = draw(sum(lengths))
     expected = definition(*qkv, lengths, -1 if window is None else window - 1)
-    actual = torch.ops.archon.packed_sdpa(*qkv, torch.tensor(lengths), window or 0, SCALE)
+    actual = torch.ops.archon.packed_sdpa(*qkv, None, torch.tensor(lengths), window or 0, SCALE, 0.0)
     assert relative_error(actual, expected) <= FORMULA_FP64
     weight = torch.randn_like(expected)
     for ours, theirs in zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True):

@@ -99,7 +99,7 @@ def test_the_operator_of_compiled_code(with_sinks: bool, soft_cap: float | None,
     lengths = [7, 7, 20, 1]
     qkv, sinks = draw(sum(lengths)), draw_sinks(with_sinks)
     expected = sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, window, soft_cap, sinks))
-    arguments = (torch.tensor(lengths), window or 0, SCALE, sinks, soft_cap or 0.0)
+    arguments = (sinks, torch.tensor(lengths), window or 0, SCALE, soft_cap or 0.0)
     check(torch.ops.archon.packed_sdpa(*qkv, *arguments), expected, [*qkv, sinks])
     torch.library.opcheck(torch.ops.archon.packed_sdpa.default, (*qkv, *arguments))
 

@@ -7,6 +7,7 @@ adjacent short ones take one call of a C kernel.
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ class ScaledDotProductAttention(AttentionBackend):
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
         """See `AttentionBackend.attend_packed`."""
         if torch.compiler.is_compiling() and spec.causal:
-            options = spec.window or 0, spec.scale, spec.sinks, spec.soft_cap or 0.0
-            return _packed_operator(q, k, v, documents.length_tensor, *options)
+            options = spec.window or 0, spec.scale, spec.soft_cap or 0.0
+            return _packed_operator(q, k, v, spec.sinks, documents.length_tensor, *options)
         if not tree_kernel.can_use(q, k, v, SHORT, spec):
             return sdpa_attention(q, k, v, documents.lengths, spec)
         check_lengths(sum(documents.lengths), q.shape[0])
@@ -101,54 +102,29 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sp
 
 @torch.library.custom_op("archon::packed_sdpa", mutates_args=())
 def _packed_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    sinks: Tensor | None = None,
-    soft_cap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor, window: int, scale: float, soft_cap: float
 ) -> Tensor:
     spec = AttentionSpec(scale, window or None, soft_cap or None, sinks)
     return sdpa_attention(q, k, v, tuple(lengths.tolist()), spec).contiguous()
 
 
 @_packed_operator.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    sinks: Tensor | None = None,
-    soft_cap: float = 0.0,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:2], v.shape[2])
 
 
 # Defined by schema, because the kernels of `custom_op` run with autograd disabled, and this one uses it.
 torch.library.define(
     "archon::packed_sdpa_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lengths, int window, float scale, Tensor? sinks, "
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor lengths, int window, float scale, "
     "float soft_cap) -> Tensor[]",
 )
 
 
 @torch.library.impl("archon::packed_sdpa_backward", ("cpu", "cuda"))
-def _packed_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    sinks: Tensor | None,
-    soft_cap: float,
-) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+def _packed_backward(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    *tensors, lengths, window, scale, soft_cap = inputs
+    leaves = [x.detach().requires_grad_() for x in tensors if x is not None]
     with torch.enable_grad():
         spec = AttentionSpec(scale, window or None, soft_cap or None, *leaves[3:])
         out = sdpa_attention(*leaves[:3], tuple(lengths.tolist()), spec)
@@ -156,29 +132,19 @@ def _packed_backward(
 
 
 @torch.library.register_fake("archon::packed_sdpa_backward")
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    sinks: Tensor | None,
-    soft_cap: float,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+def _(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs[:4] if x is not None]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, lengths, ctx.window, ctx.scale, sinks, ctx.soft_cap = inputs
-    ctx.save_for_backward(q, k, v, lengths, sinks)
+    *tensors, ctx.window, ctx.scale, ctx.soft_cap = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    q, k, v, lengths, sinks = ctx.saved_tensors
-    grads = torch.ops.archon.packed_sdpa_backward(grad, q, k, v, lengths, ctx.window, ctx.scale, sinks, ctx.soft_cap)
-    return *grads[:3], None, None, None, grads[3] if sinks is not None else None, None
+    inputs = *ctx.saved_tensors, ctx.window, ctx.scale, ctx.soft_cap
+    grads = torch.ops.archon.packed_sdpa_backward(grad, *inputs)
+    return *grads, *[None] * (len(inputs) - len(grads))
 
 
 _packed_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -6,10 +6,11 @@ test-cuda-traced`, and `make test-gpu` compares its gradients with float64.
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,49 +26,9 @@ from archon.parallel.torch_parts import require_private_apis
 PRIVATE_APIS = ("torch.nn.attention.varlen._varlen_attn_backward",)
 
 
-class VarlenAttention(AttentionBackend):
-    """`varlen_attn`."""
-
-    name = "varlen"
-    features = frozenset({"window", "sinks", "bidirectional"})
-    saved_ops = frozenset({"torch_attn::_varlen_attn"})
-
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """See `AttentionBackend.unsupported_reason`."""
-        return flash_unsupported_reason(device, dtype)
-
-    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        """See `AttentionBackend.attend_packed`."""
-        bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
-        return _attend(q, k, v, _Varlen(bounds, bounds, spec))
-
-    def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-        """See `AttentionBackend.attend_prefixed`."""
-        return cascade_attention(q, k, v, shared.cascade, shared.trees, spec, _attend, _Varlen)
-
-    def prepare_gathered(self, keys: GatheredKeys) -> None:
-        """See `AttentionBackend.prepare_gathered`."""
-        _ = keys.chunk_rows, keys.cu_seqlens
-
-    def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
-        """See `AttentionBackend.attend_gathered`."""
-        k, v = keys.by_chunk(kv)
-        cu_q, cu_k = keys.cu_seqlens
-        return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen) -> Tensor:
-    if kernel.spec.sinks is not None:
-        return attention_with_sinks(q, k, v, kernel.spec.sinks, kernel)
-    out = kernel(q, k, v)
-    assert isinstance(out, Tensor)
-    return out
-
-
 @dataclass
-class _Varlen(KernelWithLse):
-    """`varlen_attn` for given boundaries of queries and keys."""
+class FlashKernel(KernelWithLse):
+    """A FlashAttention kernel for fixed boundaries of queries and keys."""
 
     queries: Bounds
     keys: Bounds
@@ -78,7 +39,43 @@ class _Varlen(KernelWithLse):
         """(left, right): neighbors that a token attends to besides itself; -1 for all."""
         return -1 if self.spec.window is None else self.spec.window - 1, 0 if self.spec.causal else -1
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    @abc.abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention without sinks [T, H, D]; differentiable."""
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: FlashKernel) -> Tensor:
+    sinks = kernel.spec.sinks
+    return kernel.attend(q, k, v) if sinks is None else attention_with_sinks(q, k, v, sinks, kernel)
+
+
+class FlashKernelBackend(AttentionBackend):
+    """Backend of a FlashAttention kernel.
+
+    Attributes:
+        kernel: the kernel's class.
+    """
+
+    kernel: ClassVar[type[FlashKernel]]
+
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """See `AttentionBackend.unsupported_reason`."""
+        return flash_unsupported_reason(device, dtype)
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_packed`."""
+        bounds = Bounds(documents.cu_seqlens, documents.max_seqlen)
+        return _attend(q, k, v, self.kernel(bounds, bounds, spec))
+
+    def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_prefixed`."""
+        return cascade_attention(q, k, v, shared.cascade, shared.trees, spec, _attend, self.kernel)
+
+
+class _Varlen(FlashKernel):
+    """`varlen_attn`."""
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         from torch.nn.attention.varlen import varlen_attn
 
         (cu_q, max_q), (cu_k, max_k) = self.queries, self.keys
@@ -86,11 +83,16 @@ class _Varlen(KernelWithLse):
             options["enable_gqa"] = True
         return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=self.spec.scale, window_size=self.window, **options)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `FlashKernel.attend`."""
+        out: Tensor = self._run(q, k, v)
+        return out
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.varlen import AuxRequest
 
         _check_parts()
-        out, lse = self(q, k, v, return_aux=AuxRequest(lse=True))
+        out, lse = self._run(q, k, v, return_aux=AuxRequest(lse=True))
         return out, lse
 
     def backward(
@@ -102,6 +104,26 @@ class _Varlen(KernelWithLse):
         is_causal, no_dropout = self.window == (-1, 0), torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = max_q, max_k, is_causal, no_dropout, self.spec.scale, list(self.window)
         return _varlen_attn_backward(grad, q, k, v, out, lse, cu_q, cu_k, *options)
+
+
+class VarlenAttention(FlashKernelBackend):
+    """`varlen_attn`."""
+
+    name = "varlen"
+    features = frozenset({"window", "sinks", "bidirectional"})
+    saved_ops = frozenset({"torch_attn::_varlen_attn"})
+    kernel = _Varlen
+
+    def prepare_gathered(self, keys: GatheredKeys) -> None:
+        """See `AttentionBackend.prepare_gathered`."""
+        _ = keys.chunk_rows, keys.cu_seqlens
+
+    def attend_gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
+        """See `AttentionBackend.attend_gathered`."""
+        # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
+        k, v = keys.by_chunk(kv)
+        cu_q, cu_k = keys.cu_seqlens
+        return _attend(q, k, v, _Varlen(Bounds(cu_q, keys.max_queries), Bounds(cu_k, keys.max_keys), spec))
 
 
 @functools.cache

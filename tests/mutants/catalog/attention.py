@@ -155,9 +155,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "flash-attn is told of a window one token too wide",
-        "models/attention/packed/flash.py",
-        "return self.spec.window - 1, 0 if",
-        "return self.spec.window, 0 if",
+        "models/attention/packed/varlen.py",
+        "else self.spec.window - 1, 0 if",
+        "else self.spec.window, 0 if",
         ("tests/models/test_attention.py",),
     ),
     Mutant(
