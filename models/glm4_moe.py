@@ -18,10 +18,7 @@ class Glm4MoEModelArgs(GroupRoutedArgs):
     model_types = frozenset({"glm4_moe"})
     hf_windows = NO_WINDOWS
     hf_ropes = RopePolicy(partial=0.5)
-    hf_aliases = {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    }
+    hf_aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     # RoPE rotates half of the features, which must be an even number.
     hf_examples = {"head_dim": (8, 12, 16)}
     hf_fields = (

@@ -41,10 +41,7 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         "router_aux_loss_coef": Field("", float, 0.001),
         **MTP_FIELDS,
     }
-    hf_fixed_values = QWEN3_5_FIXED_VALUES | {
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    }
+    hf_fixed_values = QWEN3_5_FIXED_VALUES | {"norm_topk_prob": True, "decoder_sparse_step": 1}
     # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
     hf_examples = DeltaNetModelArgs.hf_examples | {"num_experts_per_tok": (2, 3, 4)}
 

@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.delta_net import (
-    DELTA_NET_BLOCKS_HF_MAP,
-    DELTA_NET_FIELDS,
-    DELTA_NET_HF_MAP,
-    DeltaNetModelArgs,
-)
+from archon.models.args.delta_net import DELTA_NET_BLOCKS_HF_MAP, DELTA_NET_FIELDS, DELTA_NET_HF_MAP, DeltaNetModelArgs
 from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields, with_defaults

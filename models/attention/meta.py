@@ -98,11 +98,7 @@ class PackedAttention(AttentionMeta):
     """
 
     def __init__(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        attn_type: str = "auto",
-        lengths: tuple[int, ...] | None = None,
+        self, cu_seqlens: Tensor, max_seqlen: int, attn_type: str = "auto", lengths: tuple[int, ...] | None = None
     ) -> None:
         self.documents = PackedDocuments(cu_seqlens, max_seqlen, lengths)
         self.attn_type = attn_type

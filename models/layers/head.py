@@ -110,13 +110,7 @@ class LMHead(nn.Linear):
             return self.loss_sum(hidden, labels, weights, temperature, rows, token_rows)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
         logprobs, entropies = token_scores(
-            hidden,
-            local(self.weight),
-            labels,
-            temperature,
-            with_entropy=entropy,
-            soft_cap=self.soft_cap,
-            group=self.tp,
+            hidden, local(self.weight), labels, temperature, with_entropy=entropy, soft_cap=self.soft_cap, group=self.tp
         )
         return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
 
