@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.models.attention.decode.paged_cache import PagedTensors
 from archon.models.attention.spec import AttentionSpec
-from archon.models.cpu.library import kernels
+from archon.models.cpu.library import kernel, kernels
 
 
 def can_use(q: Tensor, paged: PagedTensors) -> bool:
@@ -39,35 +39,17 @@ def attend(q: Tensor, paged: PagedTensors, pages: np.ndarray, lengths: np.ndarra
         lengths: int64 [B], tokens of each sequence, at least 1.
         spec: the layer's attention options.
     """
-    functions, rows, page_size = kernels(), paged.rows, paged.keys.shape[-2]
-    assert functions is not None
-    q = q.contiguous()
+    rows, page_size, q = paged.rows, paged.keys.shape[-2], q.contiguous()
     out = q.new_empty(*q.shape[:2], rows.value_features)
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     assert sinks is None or sinks.numel() == q.shape[1]
     assert pages.shape[1] * page_size >= lengths.max()
     pages, lengths = np.ascontiguousarray(pages, dtype=np.int64), np.ascontiguousarray(lengths, dtype=np.int64)
-    failed = functions["decode_attention"](
-        out.data_ptr(),
-        q.data_ptr(),
-        paged.keys.data_ptr(),
-        paged.values.data_ptr(),
-        pages.ctypes.data,
-        lengths.ctypes.data,
-        None if sinks is None else sinks.data_ptr(),
-        *q.shape[:2],
-        rows.heads,
-        rows.key_features,
-        rows.value_features,
-        paged.keys.stride(-2),
-        paged.values.stride(-2),
-        page_size,
-        pages.shape[1],
-        spec.window or 0,
-        spec.scale,
-        spec.soft_cap or 0.0,
-        torch.get_num_threads(),
-    )
-    if failed:
+    tensors = [x.data_ptr() for x in (out, q, paged.keys, paged.values)]
+    arrays = pages.ctypes.data, lengths.ctypes.data, None if sinks is None else sinks.data_ptr()
+    sizes = *q.shape[:2], rows.heads, rows.key_features, rows.value_features
+    strides = paged.keys.stride(-2), paged.values.stride(-2), page_size, pages.shape[1]
+    options = spec.window or 0, spec.scale, spec.soft_cap or 0.0, torch.get_num_threads()
+    if kernel("decode_attention")(*tensors, *arrays, *sizes, *strides, *options):
         raise MemoryError("attention to pages: out of memory")
     return out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from archon.models.cpu import elementwise
-from archon.models.cpu.library import kernels
+from archon.models.cpu.library import kernel
 
 
 def can_use(logits: Tensor) -> bool:
@@ -30,11 +30,11 @@ def draw(logits: Tensor, temperature: np.ndarray, greedy: np.ndarray, uniform: n
     Returns:
         Tokens int64 [R], and their logprobs float32 [R], NaN for rows with non-finite logits.
     """
-    functions, (rows, vocab) = kernels(), logits.shape
-    assert functions is not None and temperature.shape == greedy.shape == uniform.shape == (rows,)
+    rows, vocab = logits.shape
+    assert temperature.shape == greedy.shape == uniform.shape == (rows,)
     inputs = [np.ascontiguousarray(x, dtype) for x, dtype in ((temperature, float), (greedy, bool), (uniform, float))]
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
     threads = min(rows, torch.get_num_threads()) if logits.numel() >= elementwise.PARALLEL else 1
     pointers = *(x.data_ptr() for x in (tokens, logprobs, logits)), *(x.ctypes.data for x in inputs)
-    functions["draw"](*pointers, rows, vocab, logits.stride(0), threads)
+    kernel("draw")(*pointers, rows, vocab, logits.stride(0), threads)
     return tokens, logprobs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from archon.models.cpu.library import kernels
+from archon.models.cpu.library import kernel, kernels
 
 PARALLEL = 1 << 15
 """Minimum entries that repay waking a second thread."""
@@ -54,10 +54,9 @@ def _dense(grad: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """Return (offset + weight) * x / sqrt(mean(x^2) + eps) for x [..., d] and weight [d]."""
-    functions = kernels()
-    assert functions is not None and weight.shape == x.shape[-1:]
+    assert weight.shape == x.shape[-1:]
     out = _new(x)
-    functions["rms_norm"](out.data_ptr(), x.data_ptr(), weight.data_ptr(), *_layout(x), eps, offset, _threads(x))
+    kernel("rms_norm")(out.data_ptr(), x.data_ptr(), weight.data_ptr(), *_layout(x), eps, offset, _threads(x))
     return out
 
 
@@ -65,13 +64,13 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x [..., d] and, if needed, weight [d] of `rms_norm`."""
-    functions, grad = kernels(), _dense(grad)
-    assert functions is not None and grad.shape == x.shape and weight.shape == x.shape[-1:]
+    grad = _dense(grad)
+    assert grad.shape == x.shape and weight.shape == x.shape[-1:]
     x_grad = _new(x)
     weight_grad = torch.empty_like(weight) if needs_weight else None
     outs = x_grad.data_ptr(), None if weight_grad is None else weight_grad.data_ptr()
     pointers = grad.data_ptr(), x.data_ptr(), weight.data_ptr()
-    if functions["rms_norm_backward"](*outs, *pointers, *_layout(x), *_layout(grad)[-2:], eps, offset, _threads(x)):
+    if kernel("rms_norm_backward")(*outs, *pointers, *_layout(x), *_layout(grad)[-2:], eps, offset, _threads(x)):
         raise MemoryError(f"no memory for the gradient of a norm of {x.shape[-1]} features")
     return x_grad, weight_grad
 
@@ -89,47 +88,43 @@ def rotate(
 
     With a weight [d], x is first normalized by `rms_norm`.
     """
-    functions, pairs = kernels(), cos.shape[-1]
-    assert functions is not None and cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
+    pairs = cos.shape[-1]
+    assert cos.shape == sin.shape == (len(x), 1, pairs) and 2 * pairs <= x.shape[-1]
     assert weight is None or weight.shape == x.shape[-1:]
     out = _new(x)
     cos, sin = cos.contiguous(), sin.contiguous()
     pointers = out.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr()
     angles = cos.data_ptr(), sin.data_ptr()
-    functions["rotate"](*pointers, *angles, *_layout(x), pairs, interleaved, eps, offset, _threads(x))
+    kernel("rotate")(*pointers, *angles, *_layout(x), pairs, interleaved, eps, offset, _threads(x))
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up for two tensors [..., d]."""
-    functions, features = kernels(), gate.shape[-1]
-    assert functions is not None and gate.shape == up.shape
-    out = _new(gate)
+    assert gate.shape == up.shape
+    out, features = _new(gate), gate.shape[-1]
     gate, up = gate.reshape(-1, features), up.reshape(-1, features)
-    functions["swiglu"](
-        out.data_ptr(), gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0), _threads(gate)
-    )
+    pointers = out.data_ptr(), gate.data_ptr(), up.data_ptr()
+    kernel("swiglu")(*pointers, *gate.shape, gate.stride(0), up.stride(0), _threads(gate))
     return out
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up [..., d] of `swiglu`."""
-    functions, features = kernels(), gate.shape[-1]
-    assert functions is not None and grad.shape == gate.shape == up.shape
+    assert grad.shape == gate.shape == up.shape
     outs = [_new(x) for x in (gate, up)]
-    rows = [x.reshape(-1, features) for x in (_dense(grad), gate, up)]
+    rows = [x.reshape(-1, gate.shape[-1]) for x in (_dense(grad), gate, up)]
     pointers, strides = [x.data_ptr() for x in (*outs, *rows)], [x.stride(0) for x in rows]
-    functions["swiglu_backward"](*pointers, *rows[1].shape, *strides, _threads(gate))
+    kernel("swiglu_backward")(*pointers, *rows[1].shape, *strides, _threads(gate))
     return outs[0], outs[1]
 
 
 def store_rows(memory: Tensor, places: Tensor, x: Tensor) -> None:
     """Store x [T, H, d] at rows `places`, int64 [T H], of memory [n, d]; IndexError for a row outside."""
-    functions = kernels()
-    assert functions is not None and memory.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert memory.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
     assert x.ndim == 3 and memory.shape[1] == x.shape[2] and len(places) == x.shape[0] * x.shape[1]
     pointers = memory.data_ptr(), x.data_ptr(), places.data_ptr()
-    if functions["store_rows"](*pointers, *_layout(x), len(memory)):
+    if kernel("store_rows")(*pointers, *_layout(x), len(memory)):
         raise IndexError(f"places of {len(places)} rows exceed the memory's {len(memory)}")
 
 

@@ -63,6 +63,14 @@ def kernels() -> dict[str, Callable[..., int]] | None:
     return functions
 
 
+@functools.cache
+def kernel(name: str) -> Callable[..., int]:
+    """Return a compiled function; `kernels` must not be None."""
+    functions = kernels()
+    assert functions is not None
+    return functions[name]
+
+
 def _library() -> Path:
     """Return the path of the library for this source, compiler and processor; build it if it is missing."""
     compiler = shlex.split(os.environ.get("CC") or "cc")

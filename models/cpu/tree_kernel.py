@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from archon.models.attention.spans import bounds, ranges
 from archon.models.attention.spec import AttentionSpec
 from archon.models.cpu import elementwise
-from archon.models.cpu.library import kernels
+from archon.models.cpu.library import kernel
 
 LONGEST = 32
 """Maximum tokens of a path for these kernels."""
@@ -78,14 +78,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec)
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, routes: Routes, scale: float, window: int) -> Tensor:
-        functions = kernels()
-        assert functions is not None and len(q) == len(k) == len(v) == routes.trees[-1] and q.shape[1] % k.shape[1] == 0
+        assert len(q) == len(k) == len(v) == routes.trees[-1] and q.shape[1] % k.shape[1] == 0
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
         sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], window
         pointers = [x.data_ptr() for x in (out, lse, q, k, v)]
         threads = torch.get_num_threads()
-        if functions["tree_attention"](*pointers, *_places(routes), routes.longest, *sizes, scale, threads):
+        if kernel("tree_attention")(*pointers, *_places(routes), routes.longest, *sizes, scale, threads):
             raise MemoryError("attention in trees or short documents: out of memory")
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.routes, ctx.sizes, ctx.scale = routes, sizes, scale
@@ -94,14 +93,12 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        functions, (q, k, v, out, lse) = kernels(), ctx.saved_tensors
-        assert functions is not None
+        q, k, v, out, lse = ctx.saved_tensors
         grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         grad = grad.contiguous()
         pointers = [x.data_ptr() for x in (*grads, grad, out, lse, q, k, v)]
-        functions["tree_attention_backward"](
-            *pointers, *_places(ctx.routes), *ctx.sizes, ctx.scale, torch.get_num_threads()
-        )
+        sizes = *_places(ctx.routes), *ctx.sizes
+        kernel("tree_attention_backward")(*pointers, *sizes, ctx.scale, torch.get_num_threads())
         return *grads, None, None, None
 
 
