@@ -6,7 +6,7 @@ from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelA
 from archon.models.args.moe import GROUP_ROUTED_FIELDS
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import dense_fields, with_defaults
-from archon.models.hf.mtp import MTPStateDictAdapter
+from archon.models.hf.state_dict import MTPStateDictAdapter
 from archon.models.spec import define_family
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from archon.models.args.moe import GROUP_ROUTED_FIELDS, GroupRoutedArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, MAX_LAYERS, NO_WINDOWS, Field, dense_fields, with_defaults
-from archon.models.hf.mtp import MTPStateDictAdapter
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
+from archon.models.hf.state_dict import MTPStateDictAdapter
 from archon.models.spec import define_family
 
 

@@ -8,7 +8,7 @@ from archon.models.args.moe import GROUP_ROUTED_FIELDS
 from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.config import as_dict, dense_fields, with_defaults
-from archon.models.hf.mtp import MTPStateDictAdapter
+from archon.models.hf.state_dict import MTPStateDictAdapter
 from archon.models.spec import define_family
 
 

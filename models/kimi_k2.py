@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from archon.models.args.latent import LATENT_HF_MAP
 from archon.models.base import BaseArchonModel
 from archon.models.deepseek_v3 import DeepseekV3ModelArgs
-from archon.models.hf.mtp import MTPStateDictAdapter
+from archon.models.hf.state_dict import MTPStateDictAdapter
 from archon.models.spec import define_family
 
 

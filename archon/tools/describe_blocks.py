@@ -264,7 +264,7 @@ def _mixer_kind(spec: MixerSpec) -> str:
 def _network_kind(spec: FeedForwardSpec) -> str:
     if not spec.n_experts:
         return "dense feed-forward"
-    return f"mixture of experts ({spec.n_active_experts} of {spec.n_experts})"
+    return f"mixture of experts ({spec.top_k} of {spec.n_experts})"
 
 
 def _ranges(layers: Sequence[int]) -> str:

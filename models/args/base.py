@@ -270,7 +270,7 @@ class BaseModelArgs:
             self.n_layers,
             tuple(sorted({width for network in networks for width in network.hidden_dims})),
             experts=max((network.n_experts for network in sparse), default=0),
-            expert_hidden=max((network.expert_dim for network in sparse), default=0),
+            expert_hidden=max((network.hidden_dim for network in sparse), default=0),
             extra_heads=tuple(sorted(extra_heads)),
             needs_ulysses=f"a {min(scans)} layer has a state in place of keys" if scans else None,
         )

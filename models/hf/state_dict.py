@@ -98,29 +98,26 @@ class BaseStateDictAdapter:
         }
 
     @cached_property
-    def _shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], frozenset[str]]:
+    def meta_model(self) -> BaseArchonModel:
+        """The model on the meta device."""
         with torch.device("meta"):
-            model = self.model_class(self.args)
-        buffers = ((name, buffer) for name, buffer in model.named_buffers() if self._hf_template(name) is not None)
-        parameters, stored_buffers = (
-            {name: tuple(tensor.shape) for name, tensor in tensors} for tensors in (model.named_parameters(), buffers)
-        )
-        return parameters, stored_buffers, model.full_precision_names()
+            return self.model_class(self.args)
 
-    @property
+    @cached_property
     def native_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by name, in the model's order; tied parameters occur once."""
-        return self._shapes[0]
+        return {name: tuple(parameter.shape) for name, parameter in self.meta_model.named_parameters()}
 
-    @property
+    @cached_property
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every buffer in the map by name; such buffers are loaded and exported like parameters."""
-        return self._shapes[1]
+        buffers = self.meta_model.named_buffers()
+        return {name: tuple(buffer.shape) for name, buffer in buffers if self._hf_template(name) is not None}
 
-    @property
+    @cached_property
     def full_precision_names(self) -> frozenset[str]:
         """See `BaseArchonModel.full_precision_names`."""
-        return self._shapes[2]
+        return self.meta_model.full_precision_names()
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -378,6 +375,20 @@ class BaseStateDictAdapter:
 
     def _where(self) -> str:
         return f" in {self.hf_assets_path}" if self.hf_assets_path else ""
+
+
+class MTPStateDictAdapter(BaseStateDictAdapter):
+    """Adapter that passes multi-token-prediction layers after the last layer through (DeepSeek-AI 2024, section 2.2).
+
+    `num_nextn_predict_layers` or `num_mtp_layers` of the config is their number. Published checkpoints without either
+    field, or with 0, have up to one such layer.
+    """
+
+    def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hf_config, *args, **kwargs)
+        config, last = as_dict(hf_config), self.args.n_layers
+        count = max(1, *(config.get(name) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers")))
+        self.passthrough = tuple(f"model.layers.{layer}.*" for layer in range(last, last + count))
 
 
 def _fill_whole_tensor(tensor: Tensor, target: NativeTarget) -> Tensor:

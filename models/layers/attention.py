@@ -103,9 +103,11 @@ class Attention(nn.Module):
 
     @staticmethod
     def _qk_norm(s: AttentionLayer, heads: int) -> RMSNorm | None:
-        if s.qk_norm is None or not s.full_width_qk_norm:
-            return None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
-        return s.qk_norm.build_full_width(heads, s.head_dim)
+        if s.qk_norm is None:
+            return None
+        if s.full_width_qk_norm:
+            return FullWidthRMSNorm(heads, s.head_dim, s.qk_norm)
+        return s.qk_norm.build(s.head_dim, "head_norm")
 
     def _normed(self, norm: RMSNorm | None, x_THK: Tensor) -> Tensor:
         if norm is None:

@@ -81,6 +81,7 @@ class DenseLayer(FeedForwardSpec):
     hidden_dim: int
     hidden_act: str | ClampedSwiGLU = "silu"
     n_experts: int = field(default=0, init=False)
+    top_k: int = field(default=0, init=False)
 
     def build(self, dim: int) -> FeedForward:
         """See `FeedForwardSpec.build`."""

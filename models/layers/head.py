@@ -88,7 +88,9 @@ class LMHead(nn.Linear):
             labels: int64 [T], the token that each position predicts, -100 for rows that are not scored.
             temperature: divides the logits; a positive number, or [T].
             entropy: compute entropies too, which takes three more passes over each tile.
-            weights: [T]; compute the fused weighted loss instead of scores.
+            weights: [T], known before the forward, as for cross-entropy; compute the weighted loss and its gradient in
+                one pass instead of scores. Without `rows`, tokens of weight 0 are not scored and have logprob 0.
+                `backward` can be called once.
             rows: int64 [n], positions to score, with valid labels. By default this method finds and checks them, which
                 makes the host wait for the GPU.
             token_rows: int64 [T], the row of hidden (over all tensor-parallel ranks) that predicts each label; row t by
@@ -106,41 +108,18 @@ class LMHead(nn.Linear):
                     "labels are None; under tensor parallelism full logits are never computed: pass labels"
                 )
             return apply_soft_cap(linear(hidden, self.weight), self.soft_cap)
-        if weights is not None:
-            return self.loss_sum(hidden, labels, weights, temperature, rows, token_rows)
-        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
-        logprobs, entropies = token_scores(
-            hidden, local(self.weight), labels, temperature, with_entropy=entropy, soft_cap=self.soft_cap, group=self.tp
-        )
-        return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
-
-    def loss_sum(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        temperature: float | Tensor = 1.0,
-        rows: Tensor | None = None,
-        token_rows: Tensor | None = None,
-    ) -> WeightedLoss:
-        """Return the sum over tokens of -weight * log p(label), with its gradient computed in the same pass.
-
-        For losses with weights that are known before the forward, such as cross-entropy. The arguments are those of
-        `forward`. Without `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
-        """
-        if rows is None:
+        if weights is not None and rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
-        loss, logprobs = weighted_loss(
-            hidden,
-            local(self.weight),
-            labels,
-            selected.select(weights),
-            temperature,
-            soft_cap=self.soft_cap,
-            group=self.tp,
+        matrix, soft_cap, group = local(self.weight), self.soft_cap, self.tp
+        if weights is not None:
+            weights = selected.select(weights)
+            loss, logprobs = weighted_loss(hidden, matrix, labels, weights, temperature, soft_cap=soft_cap, group=group)
+            return WeightedLoss(loss, selected.scatter(logprobs))
+        logprobs, entropies = token_scores(
+            hidden, matrix, labels, temperature, with_entropy=entropy, soft_cap=soft_cap, group=group
         )
-        return WeightedLoss(loss, selected.scatter(logprobs))
+        return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
 
     def _select_rows(
         self,

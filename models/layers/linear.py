@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.layers.fp8 import fp8_linear
-from archon.models.layers.matmul import linear
+from archon.models.layers.matmul import linear, lora_linear
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import Group, local, reduce_scatter
@@ -86,7 +86,7 @@ class Linear(nn.Linear):
         if self.fp8 is not None:
             return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)
         if isinstance(self.lora, LoRALayer) and self.lora.enabled:
-            return self.lora(x, weight, bias, self.rows)
+            return lora_linear(x, weight, bias, *self.lora.parts(x.dtype, self.rows), self.lora.scale)
         return self.apply_lora(linear(x, weight, bias), x, lora_mapping)
 
     def apply_lora(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping | None) -> Tensor:

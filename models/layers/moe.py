@@ -144,15 +144,10 @@ class ExpertsLayer(FeedForwardSpec):
         """See `FeedForwardSpec.hidden_dims`."""
         return (self.shared_hidden_dim,) if self.shared_hidden_dim else ()
 
-    @property
-    def n_active_experts(self) -> int:
-        """See `FeedForwardSpec.n_active_experts`."""
-        return self.top_k
 
-    @property
-    def expert_dim(self) -> int:
-        """See `FeedForwardSpec.expert_dim`."""
-        return self.hidden_dim
+def _moved(bias: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    leaves_meta = bias.is_meta and device.type != "meta"
+    return torch.zeros_like(bias, dtype=dtype, device=device) if leaves_meta else bias.to(device, dtype)
 
 
 class Router(nn.Module):
@@ -175,20 +170,14 @@ class Router(nn.Module):
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias is not None:
-            device, dtype = self.expert_bias.device, torch.promote_types(self.expert_bias.dtype, torch.float32)
-            leaves_meta = before.is_meta and device.type != "meta"
-            self.expert_bias = (
-                torch.zeros_like(before, dtype=dtype, device=device) if leaves_meta else before.to(device, dtype)
-            )
+            dtype = torch.promote_types(self.expert_bias.dtype, torch.float32)
+            self.expert_bias = _moved(before, self.expert_bias.device, dtype)
         return self
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Move the bias to `device`; a bias on the meta device becomes 0, another one keeps its values."""
         if self.expert_bias is not None:
-            meta = self.expert_bias.is_meta
-            self.expert_bias = (
-                torch.zeros_like(self.expert_bias, device=device) if meta else self.expert_bias.to(device)
-            )
+            self.expert_bias = _moved(self.expert_bias, torch.device(device), self.expert_bias.dtype)
 
     def forward(
         self, x: Tensor, valid_mask: Tensor | None, routed_experts: Tensor | None = None
@@ -284,9 +273,10 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.b1 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
-        self.b2 = nn.Parameter(torch.empty(n_experts, dim)) if spec.expert_biases else None
-        self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
+        self.b1, self.b2, self.b3 = (
+            nn.Parameter(torch.empty(n_experts, out)) if spec.expert_biases else None
+            for out in (hidden_dim, dim, hidden_dim)
+        )
 
     def forward(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...] = ()) -> Tensor:
         """Return [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] are the rows of each expert.
@@ -306,9 +296,8 @@ class GroupedExperts(nn.Module):
             return product(gated_activation(self.act, gate, up), "w2")
         experts = torch.arange(counts.shape[0], device=counts.device)
         experts = experts.repeat_interleave(counts, output_size=x.shape[0])
-        hidden = gated_activation(
-            self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts)
-        )
+        gate, up = _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts)
+        hidden = gated_activation(self.act, gate, up)
         out_bias = local(self.b2)
         assert out_bias is not None
         if self.etp is not None:

@@ -29,10 +29,6 @@ class NormSpec:
         """Return a norm over `dim` features."""
         return RMSNorm(dim, self.eps, role=role, offset=self.offset, rounds_once=self.rounds_once)
 
-    def build_full_width(self, heads: int, head_dim: int) -> FullWidthRMSNorm:
-        """Return one norm over the features of all heads."""
-        return FullWidthRMSNorm(heads, head_dim, self)
-
 
 class RMSNorm(nn.Module):
     """(offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension.

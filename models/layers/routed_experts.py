@@ -34,7 +34,7 @@ def routed_experts_sizes(args: BaseModelArgs) -> tuple[int, int, int]:
         ConfigError: the model has no experts, or its layers differ in these numbers.
     """
     layers = [args.layer_specs[layer].feed_forward for layer in args.expert_layers]
-    sizes = {(layer.n_active_experts, layer.n_experts) for layer in layers}
+    sizes = {(layer.top_k, layer.n_experts) for layer in layers}
     if len(sizes) != 1:
         layout = f"(experts per token, experts) {sorted(sizes)}" if sizes else "no MoE layers"
         raise ConfigError(

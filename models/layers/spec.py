@@ -79,14 +79,14 @@ class FeedForwardSpec(abc.ABC):
 
     Attributes:
         module_name: the block's attribute that holds the module; `moe` for one that also returns `RouterStats`.
-        hidden_dims: inner widths that tensor parallelism divides.
-        n_experts, n_active_experts, expert_dim: experts of the layer, experts per token, and the inner width of one
-            expert; 0 for a dense network.
-        has_balancing_loss: whether the load-balancing loss is defined for its router.
+        hidden_dim: inner width of the network, or of one expert.
+        n_experts, top_k: experts of the layer, and experts per token; 0 for a dense network.
     """
 
     module_name: ClassVar[str] = "feed_forward"
+    hidden_dim: int
     n_experts: int
+    top_k: int
 
     @abc.abstractmethod
     def build(self, dim: int) -> nn.Module:
@@ -109,16 +109,6 @@ class FeedForwardSpec(abc.ABC):
     def has_balancing_loss(self) -> bool:
         """Whether the load-balancing loss is defined for its router."""
         return False
-
-    @property
-    def n_active_experts(self) -> int:
-        """Experts per token."""
-        return 0
-
-    @property
-    def expert_dim(self) -> int:
-        """Inner width of one expert."""
-        return 0
 
 
 @dataclass(frozen=True)

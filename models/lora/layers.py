@@ -20,7 +20,6 @@ from archon.models.layers.matmul import (
     LoRAGroup,
     add_loras,
     grouped_linear,
-    lora_linear,
     padded_group_width,
     supports_grouped_mm,
 )
@@ -51,16 +50,8 @@ class LoRALayer(nn.Module):
         self.a = nn.Parameter(torch.empty(*stack, rank, in_features))
         self.b = nn.Parameter(torch.empty(*stack, out_features, rank))
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-        """Return x W^T + bias + scale * x a^T b^T: [T, out] for x [T, in].
-
-        `rows` are this rank's rows of b for a replicated head.
-        """
-        a, b = self.parts(x.dtype, rows)
-        return lora_linear(x, weight, bias, a, b, self.scale)
-
     def parts(self, dtype: torch.dtype, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return this rank's a and b in the compute dtype."""
+        """Return this rank's a and b in the compute dtype; `rows` are its rows of b for a replicated head."""
         a = local(self.a)
         b = local(self.b)
         return a.to(dtype), (b if rows is None else b[rows]).to(dtype)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.linear import Linear
 from archon.models.layers.moe import GroupedExperts
@@ -83,10 +81,8 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
 
 def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
     """Return the native names of the matrices that support LoRA, in the model's order."""
-    with torch.device("meta"):
-        model = adapter.model_class(adapter.args)
     names = []
-    for prefix, module in model.named_modules():
+    for prefix, module in adapter.meta_model.named_modules():
         if isinstance(module, Linear) and module.role in LORA_ROLES:
             names.append(f"{prefix}.weight")
         elif isinstance(module, GroupedExperts):
@@ -143,6 +139,6 @@ def active_parameters(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASiz
     active = 0
     for name, size in sizes.items():
         *experts, rows, columns = adapter.native_shapes[name]
-        chosen = adapter.args.layer_specs[int(name.split(".")[1])].feed_forward.n_active_experts if experts else 1
+        chosen = adapter.args.layer_specs[int(name.split(".")[1])].feed_forward.top_k if experts else 1
         active += chosen * parameter_count((rows, columns), size)
     return active

@@ -102,10 +102,6 @@ class VisionSpec:
         rows = patches // self.merge_size**2 * (1 + len(self.deepstack))
         return 2 * (patches * (features * self.dim + self.depth * block) + rows * width * (width + self.out_dim))
 
-    def build(self, attn_type: str) -> VisionEncoder:
-        """Return the encoder with the attention backend `attn_type`."""
-        return VisionEncoder(self, attn_type)
-
 
 class PatchEmbedding(nn.Module):
     """Linear layer over the pixels of a patch.

@@ -17,7 +17,7 @@ from archon.models.hf.names import replace_prefix
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.rope import RopeSpec
 from archon.models.vision.config import read_vision_config
-from archon.models.vision.encoder import VisionSpec
+from archon.models.vision.encoder import VisionEncoder, VisionSpec
 from archon.models.vision.images import Grid
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
@@ -147,7 +147,7 @@ class VisionLanguageModel(BaseArchonModel[VisionArgs]):
 
     def __init__(self, args: VisionArgs) -> None:
         super().__init__(args)
-        self.visual = args.vision.build(args.attn_type)
+        self.visual = VisionEncoder(args.vision, args.attn_type)
 
     def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """See `BaseArchonModel.encode_images`."""

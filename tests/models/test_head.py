@@ -86,7 +86,7 @@ def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tens
     expected_logprobs, _ = plain(hidden, head.weight, labels, temperature, soft_cap)
     expected = -(expected_logprobs * weights).sum()
 
-    result = head.loss_sum(hidden, labels, weights, temperature)
+    result = head(hidden, labels, temperature, weights=weights)
 
     torch.testing.assert_close(result.loss, expected, rtol=FORMULA_FP64, atol=0)
     torch.testing.assert_close(
@@ -230,7 +230,7 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: float | Tens
 
 def test_the_weighted_loss_refuses_a_second_backward_pass() -> None:
     head, hidden, labels = case()
-    loss = head.loss_sum(hidden, labels, torch.ones(T)).loss
+    loss = head(hidden, labels, weights=torch.ones(T)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward of the weighted loss was called twice"):
         loss.backward()
@@ -239,8 +239,8 @@ def test_the_weighted_loss_refuses_a_second_backward_pass() -> None:
 def test_without_gradient_the_weighted_loss_is_the_same() -> None:
     head, hidden, labels = case()
     weights = torch.rand(T, dtype=torch.float64)
-    with_gradient = head.loss_sum(hidden, labels, weights)
+    with_gradient = head(hidden, labels, weights=weights)
     with torch.no_grad():
-        without = head.loss_sum(hidden, labels, weights)
+        without = head(hidden, labels, weights=weights)
     torch.testing.assert_close(without.loss, with_gradient.loss, rtol=FORMULA_FP64, atol=0)
     torch.testing.assert_close(without.logprobs, with_gradient.logprobs, rtol=0, atol=FORMULA_FP64)

@@ -27,7 +27,7 @@ def test_never_tokens_by_vocabulary(use: str) -> None:
     labels = torch.randint(0, VOCAB, (TOKENS,))
     with LargestAllocation() as recorder:
         if use == "weighted loss":
-            head.loss_sum(hidden, labels, torch.rand(TOKENS)).loss.backward()
+            head(hidden, labels, weights=torch.rand(TOKENS)).loss.backward()
         elif use == "no gradient":
             with torch.no_grad():
                 head(hidden, labels)

@@ -108,7 +108,7 @@ class LoRAMatrix:
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
         """Return the LoRA parameters that a token uses, in a layer with this network."""
-        times = network.n_active_experts if self.role == "experts" else 1
+        times = network.top_k if self.role == "experts" else 1
         return times * self.rank * (self.in_features + self.out_features)
 
 
@@ -160,7 +160,7 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
     """Return the tensors of a LoRA: x A, which is saved, and (x A) B."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
-        rows = shard.rows * layout.etp * network.n_active_experts
+        rows = shard.rows * layout.etp * network.top_k
         out_features = matrix.out_features // (1 if matrix.name.endswith("w2") else layout.etp)
     else:
         rows = shard.rows if matrix.role == "latent" else shard.tokens

@@ -296,7 +296,7 @@ class TimeModel:
     def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
         networks = [(self._distinct[index].feed_forward, times) for index, times in layers]
         sparse = sum(times for network, times in networks if network.n_experts)
-        chosen = sum(times * network.n_active_experts for network, times in networks)
+        chosen = sum(times * network.top_k for network, times in networks)
         sent = 4 * chosen * shard.rows * layout.etp * self.args.dim * shard.bytes
         gathered = 4 * sparse * shard.rows * layout.etp * self.args.dim * shard.bytes
         inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)

@@ -78,7 +78,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a new sequence begins with the state that its slot's last one left",
-        "models/attention/decode/states.py",
+        "models/attention/decode/paged_cache.py",
         "return tuple(x.masked_fill(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)",
         "return state",
         (f"{STATES}::test_forks_of_a_prompt_answer_as_alone",),

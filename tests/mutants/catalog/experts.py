@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "giving buffers a device erases the bias that was loaded",
         "models/layers/moe.py",
-        "device=device) if meta else self.expert_bias.to(device)",
+        "device=device) if leaves_meta else bias.to(device, dtype)",
         "device=device)",
         (f"{ROUTER}::test_the_correction_bias_stays_wide_is_0_where_given_memory_and_keeps_what_was_loaded",),
     ),

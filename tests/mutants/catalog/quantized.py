@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one further layer is carried, whatever the config says",
-        "models/hf/mtp.py",
+        "models/hf/state_dict.py",
         "range(last, last + count)",
         "range(last, last + 1)",
         ("tests/models/test_latent_families.py::test_as_many_further_layers_are_carried_as_the_config_says",),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.attention.decode.states import StateCache
+from archon.models.attention.decode.paged_cache import StateCache
 from archon.models.attention.meta import PackedAttention, PrefixAttention
 from archon.tools.check.isolation import check_forks, check_isolation, check_shared_prefixes
 from archon.tools.check.oracle import SLOW_DECAYS, ContractError
