@@ -316,9 +316,6 @@ class BaseModelArgs:
         """Return the text-decoder config (nested in multimodal configs) and extra constructor arguments.
 
         Families with a different config layout extend this method.
-
-        Raises:
-            ConfigError: A field has an unsupported value; the message names both.
         """
         model_type = config.get("model_type")
         text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None

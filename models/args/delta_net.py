@@ -39,10 +39,6 @@ class DeltaNetModelArgs(BaseModelArgs):
         delta_kernel_size: Tokens in the convolution's receptive field.
         delta_rule: Implementation, see `archon.models.layers.delta_rule.DeltaRule`; not part of a checkpoint.
         layer_types: Kind of each layer; empty means attention in every `attention_interval`-th layer.
-        attention_interval: Used only without `layer_types`.
-
-    Raises:
-        ConfigError: Values contradict each other.
     """
 
     delta_heads: int = 32

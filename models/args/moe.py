@@ -22,17 +22,13 @@ class MoEModelArgs(BaseModelArgs):
     Attributes:
         n_experts, n_experts_per_token: Experts in a layer, and experts chosen per token.
         moe_hidden_dim: Inner width of one expert; `hidden_dim` is the width of dense layers.
-        shared_hidden_dim: Inner width of the shared expert; 0 for none.
+        shared_hidden_dim, shared_gate: See `ExpertsLayer`.
         norm_topk_prob: Divide the chosen experts' weights by their sum.
         n_dense_layers: Number of leading dense layers.
         decoder_sparse_step: Layers n - 1, 2n - 1, ... after them have experts.
         mlp_only_layers: Further dense layers, counted from zero.
-        shared_gate: See `ExpertsLayer`.
         has_no_dense_layers: `hidden_dim` sets `moe_hidden_dim`, since `intermediate_size` is the experts' width.
         hf_aliases: Alternative names of config fields that transformers accepts.
-
-    Raises:
-        ConfigError: Values contradict each other.
     """
 
     n_experts: int = 0

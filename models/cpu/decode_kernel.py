@@ -34,7 +34,7 @@ def attend(q: Tensor, paged: PagedTensors, pages: np.ndarray, lengths: np.ndarra
 
     Args:
         q: queries, accepted by `can_use`.
-        paged: keys and values of the layer.
+        paged: keys and values of the layer, accepted by `can_use`.
         pages: int64 [B, width], the pages of each sequence, in order.
         lengths: int64 [B], tokens of each sequence, at least 1.
         spec: the layer's attention options.

@@ -123,12 +123,7 @@ class Placement:
 
 
 def place_parts(fused: Fused, shapes: Sequence[Shape], args: Any) -> list[Placement]:
-    """Return the placement of each part of a fused tensor.
-
-    Args:
-        fused: The declaration.
-        shapes: Shapes of the parts, or of one row of each.
-        args: Model arguments, for `Fused.blocks`.
+    """Return the placement of each part of a fused tensor, from the shapes of the parts, or of one row of each.
 
     Raises:
         CheckpointError: The shapes contradict the declaration, which is an error in the family's map.

@@ -94,15 +94,7 @@ class RopePolicy:
         return frozenset(known if self.partial is None else known | {"partial_rotary_factor"})
 
     def read(self, config: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the RoPE arguments, by native name.
-
-        Args:
-            config: The Hugging Face config.
-            args: The model arguments without the RoPE arguments.
-
-        Raises:
-            ConfigError: A field has an unsupported value; the message names both.
-        """
+        """Read the RoPE arguments, by native name, from a config and the other model arguments."""
         source, parameters = self._parameters(config)
         length, n_layers = args["max_seq_len"], args["n_layers"]
         if self.local_theta is None:

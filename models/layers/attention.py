@@ -79,10 +79,6 @@ class Attention(nn.Module):
 
     Shapes: q [T, H, K], k and v [T, G, K], with T tokens, H query heads, G key heads, K features.
     `AttentionMeta.attend` hides packing, caches and kernels.
-
-    Args:
-        layer: index of the layer, used by caches.
-        dim: width of the residual stream.
     """
 
     parameter_roles: ClassVar[Mapping[str, Role]] = {"sinks": "heads"}

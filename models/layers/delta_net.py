@@ -91,12 +91,7 @@ class DeltaNetLayer(MixerSpec):
 
 
 class DeltaNet(nn.Module):
-    """Mixer module of `DeltaNetLayer`.
-
-    Args:
-        layer: index of the layer, used by caches.
-        dim: width of the residual stream.
-    """
+    """Mixer module of `DeltaNetLayer`."""
 
     tp: Group | None = None
 

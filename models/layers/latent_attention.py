@@ -88,12 +88,7 @@ class LatentLayer(MixerSpec):
 
 
 class LatentAttention(nn.Module):
-    """Attention module of `LatentLayer`.
-
-    Args:
-        layer: index of the layer, used by caches.
-        dim: width of the residual stream.
-    """
+    """Attention module of `LatentLayer`."""
 
     tp: Group | None = None
 

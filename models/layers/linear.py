@@ -64,14 +64,10 @@ class Linear(nn.Linear):
         self.lora: LoRALayer | MultiLoRALayer | None = None
 
     def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
-        """Return [T, out] for x [T, in].
+        """Return [T, out] for x [T, in] with the LoRA of each row, for a multi-LoRA layer.
 
         Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
         features, and returns all features of its token shard.
-
-        Args:
-            x: input rows.
-            lora_mapping: LoRA of each row, for a multi-LoRA layer; None if no row has one.
         """
         weight, bias = local(self.weight), local(self.bias)
         if self.rows is not None:

@@ -182,16 +182,13 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, valid_mask: Tensor | None, routed_experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterStats]:
-        """Choose the experts of x [T, dim].
+        """Return weights [T, k] in the dtype of x, experts int64 [T, k], and statistics.
 
         Args:
             x: hidden states [T, dim].
             valid_mask: [T], how often each row counts in the statistics; None for once.
             routed_experts: [T, k], experts to replay, negative for tokens whose experts the router chooses. Their
                 weights come from the current scores (Ma et al. 2025, arXiv:2510.11370).
-
-        Returns:
-            weights [T, k] in the dtype of x, experts int64 [T, k], and statistics.
         """
         # 1. Choose the experts of each token: by score plus bias, or as recorded.
         logits = self._logits(x)
@@ -235,9 +232,8 @@ class Router(nn.Module):
 def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Replace `chosen` [T, k] by `routed_experts` where these are not negative.
 
-    Returns:
-        experts int64 [T, k]; the number of replayed tokens; the number of replayed tokens with another choice. A row
-        counts `valid_mask` times.
+    Returns the experts int64 [T, k], and the numbers of replayed tokens and of replayed tokens with another choice. A
+    row counts `valid_mask` times.
     """
     is_replayed = routed_experts[:, :1] >= 0
     experts = torch.where(is_replayed, routed_experts.to(chosen.dtype), chosen)
@@ -377,16 +373,13 @@ class MoE(nn.Module):
         lora_mapping: LoRAMapping | None = None,
         routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
-        """Run router and experts.
+        """Return [T, dim] for x [T, dim], and the router's statistics.
 
         Args:
-            x: hidden states [T, dim].
-            valid_mask: see `AttentionMeta.valid_mask`.
-            lora_mapping: LoRA of each row, for a multi-LoRA model.
-            routed_experts: [T, k], experts to replay, see `Router`.
-
-        Returns:
-            [T, dim], and the router's statistics.
+            x: hidden states.
+            valid_mask: see `AttentionMeta`.
+            lora_mapping: see `AttentionMeta`.
+            routed_experts: [T, k], experts to replay, see `Router.forward`.
         """
         names, ids = ((), None) if lora_mapping is None else (lora_mapping.names, lora_mapping.local_rows.ids)
         weights, experts, stats = self.router(x, valid_mask, routed_experts)

@@ -65,10 +65,7 @@ class MixerSpec(abc.ABC):
     def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
         """Return the bytes that Ulysses exchanges per token in a forward: operands and result.
 
-        Args:
-            tp: tensor-parallel ranks, which divide the heads.
-            cp: context-parallel ranks of the exchange.
-            itemsize: bytes of a number in the compute dtype.
+        `tp` and `cp` are numbers of ranks; `itemsize` is the bytes of a number in the compute dtype.
         """
         heads, kv_heads = (max(1, count // tp) for count in self.heads)
         return 2 * (self.attention_width // self.heads[0]) * (heads + max(kv_heads, cp)) * itemsize

@@ -83,11 +83,8 @@ class MultiLoRALayer(nn.ModuleDict):
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
         """Add the LoRA terms of rows x [N, in], sorted by expert, then LoRA, to out [N, out].
 
-        Args:
-            out: output of the experts.
-            x: rows of the experts.
-            names: the n LoRAs of the batch; a name that this matrix lacks adds nothing.
-            counts: int64 [E (n + 1)], rows of each LoRA in each expert, rows without one last.
+        `counts` int64 [E (n + 1)] holds the rows of each of the n LoRAs in each expert, rows without one last. A LoRA
+        that this matrix lacks adds nothing.
         """
         return self._add_to(out, x, names, counts) if self._has_any(names) else out
 
@@ -135,11 +132,7 @@ def _groups(
 ) -> list[LoRAGroup]:
     """Return the nonempty groups of rows.
 
-    Args:
-        counts: rows of every group.
-        groups_per_expert: groups of each expert.
-        places: index and scale of a LoRA, by its group's index within the expert.
-        stacked: whether the LoRA matrices are stacks over experts.
+    `places` holds the index and scale of a LoRA, by its group's index within the expert.
     """
     groups = []
     for group, count in enumerate(counts):

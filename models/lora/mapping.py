@@ -44,8 +44,8 @@ class LoRAMapping:
         """Return the mapping of rows with LoRA indices `ids`.
 
         Args:
-            names: names of the LoRAs; the index `NO_LORA` means none.
-            ids: int64 [T] on the CPU.
+            names: names of the LoRAs.
+            ids: int64 [T] on the CPU; `NO_LORA` means none.
             device: device of the mapping.
             tp: ranks that hold equal token shards between layers.
         """

@@ -146,10 +146,7 @@ def merge_lora_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole weights with their LoRAs merged, in the weights' dtypes.
 
-    Args:
-        weights: (name, whole tensor) of the frozen model.
-        lora_weights: whole tensors of the LoRAs, by name.
-        sizes: by the name of the matrix.
+    `lora_weights` holds whole tensors by name; `sizes` are by the name of the matrix.
     """
     for name, weight in weights:
         if name in sizes:

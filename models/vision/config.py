@@ -29,12 +29,7 @@ DEEPSTACK = "deepstack_visual_indexes"
 def read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> VisionSpec:
     """Read a `vision_config`; null means the defaults of transformers' class.
 
-    Args:
-        config: The value of `vision_config`.
-        deepstack: Default of `VisionSpec.deepstack`; None for families without it.
-
-    Raises:
-        ConfigError: A field or value is not supported; the message names both.
+    `deepstack` is the default of `VisionSpec.deepstack`; None for families without it.
     """
     fields = FIELDS | ({} if deepstack is None else {DEEPSTACK: Field("deepstack", list, deepstack)})
     fixed_values = FIXED_VALUES | ({DEEPSTACK: []} if deepstack is None else {})

@@ -221,11 +221,8 @@ def multimodal_positions(
 def _image_positions(starts: tuple[int, ...], sizes: tuple[Grid, ...]) -> tuple[Tensor, int]:
     """Return positions int64 [3, T] of the tokens up to the end of the last image, and the next position.
 
-    Cached, since all answers to a prompt share this part.
-
-    Args:
-        starts: First placeholder of each image.
-        sizes: Rows and columns of merged patches of each image.
+    `starts` are the first placeholders of the images, `sizes` their rows and columns of merged patches. Cached, since
+    all answers to a prompt share this part.
     """
     end = starts[-1] + sizes[-1][0] * sizes[-1][1] if starts else 0
     positions = torch.empty(3, end, dtype=torch.int64)

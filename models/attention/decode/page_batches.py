@@ -53,11 +53,7 @@ class PageBatch:
 def attend_to_pages(q: Tensor, paged: PagedTensors, batches: Sequence[PageBatch], spec: AttentionSpec) -> Tensor:
     """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages in one layer.
 
-    Args:
-        q: queries.
-        paged: keys and values of the layer.
-        batches: pages within the window of `spec`, from `page_batches`.
-        spec: the layer's attention options.
+    `batches` are the pages within the window of `spec`, from `page_batches`.
     """
     n_rows, n_heads = q.shape[:2]
     wide = batches[0].bias.dtype

@@ -46,14 +46,7 @@ class PagedTensors:
 
 
 class StateCache:
-    """`n_slots` states in every layer that caches `RecurrentStates`, for sequences or shared prompts.
-
-    Args:
-        specs: cache spec of each layer.
-        n_slots: number of states.
-        dtype: dtype of the model.
-        device: device of the states.
-    """
+    """`n_slots` states in every layer that caches `RecurrentStates`, for sequences or shared prompts."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], n_slots: int, dtype: torch.dtype, device: torch.device | str
@@ -94,15 +87,7 @@ class StateCache:
 
 
 class PagedCache:
-    """`n_pages` pages in every layer that caches rows.
-
-    Args:
-        specs: cache spec of each layer.
-        n_pages: pages of the pool.
-        page_size: tokens of a page.
-        dtype: dtype of keys and values.
-        device: device of the pool.
-        n_states: slots for recurrent states.
+    """`n_pages` pages of `page_size` tokens in every layer that caches rows, and `n_states` recurrent states.
 
     Attributes:
         groups: one `PagedTensors` for the layers of each spec.

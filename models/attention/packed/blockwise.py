@@ -182,14 +182,8 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) ->
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Return attention [B, S, H, E] of B documents of L tokens; the last S are queries.
 
-    Short and long documents, and on a GPU all without a window, use `scaled_dot_product_attention`. The others,
-    soft-capped scores and sinks use blocks.
-
-    Args:
-        q: [B, S, H, D].
-        k: [B, L, G, D] with H a multiple of G.
-        v: [B, L, G, E].
-        spec: attention options.
+    Shapes: q [B, S, H, D], k [B, L, G, D] with H a multiple of G, v [B, L, G, E]. Short and long documents, and on a
+    GPU all without a window, use `scaled_dot_product_attention`. The others, soft-capped scores and sinks use blocks.
     """
     queries, length = q.shape[1], k.shape[1]
     if not spec.causal:

@@ -68,10 +68,7 @@ class Part:
 class Cascade:
     """Runs of tokens outside trees, numbered from the end of the trees; each part is built once.
 
-    Args:
-        parents: see `archon.models.attention.prefix.plan.SharedPrefixes`.
-        in_trees: number of tokens in trees.
-        device: device of the indices.
+    `parents` is documented in `archon.models.attention.prefix.plan.SharedPrefixes`; `in_trees` counts tokens in trees.
     """
 
     def __init__(self, parents: Sequence[tuple[int, int, int]], in_trees: int, device: torch.device) -> None:

@@ -118,12 +118,7 @@ def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: AttentionSpec) -> Tensor:
     """Return attention along paths [U, H, E], computed in at least float32.
 
-    Args:
-        q: [U, H, D].
-        k: [U, G, D] with H a multiple of G.
-        v: [U, G, E].
-        trees: the trees of the U tokens.
-        spec: attention options.
+    Shapes: q [U, H, D], k [U, G, D] with H a multiple of G, v [U, G, E].
     """
     if tree_kernel.can_use(q, k, v, trees.routes.longest, spec):
         return tree_kernel.attend(q, k, v, trees.routes, spec)
