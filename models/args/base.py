@@ -302,9 +302,8 @@ class BaseModelArgs:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
-        types = cls.model_types | {*cls.composite_types.values()}
         config, extra = cls.decoder_config(as_dict(hf_config))
-        args = read_config(config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_fixed_values)
+        args = read_config(config, cls)
         if "sliding_window" in kwargs:
             # The override applies to the sliding layers of the config, or to all layers if none slides.
             windows, window = args["layer_windows"], kwargs["sliding_window"]

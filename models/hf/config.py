@@ -14,7 +14,6 @@ from typing import Any
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.quantization import read_quantization
-from archon.models.hf.rope import RopePolicy
 from archon.schema.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -177,33 +176,20 @@ def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
     return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 
-def read_config(
-    hf_config: Any,
-    fields: Mapping[str, Field],
-    model_types: frozenset[str],
-    windows: WindowPolicy,
-    ropes: RopePolicy,
-    fixed_values: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Read model arguments, by native name, from a config of one of `model_types`.
+def read_config(config: Mapping[str, Any], family: Any) -> dict[str, Any]:
+    """Read model arguments, by native name, from a config.
 
-    Args:
-        hf_config: Object or dictionary.
-        fields: Config fields that become arguments, by name.
-        model_types: Accepted values of the config's `model_type`.
-        windows: Rule for the sliding windows.
-        ropes: Rule for the RoPEs of the layers.
-        fixed_values: Further fields with their only supported value; null and a missing field are accepted too.
+    `family` is a subclass of `BaseModelArgs`. Null is accepted for `hf_fixed_values`, and a field may be missing.
 
     Raises:
         ConfigError: A field or value is not supported; the message names both.
     """
-    config = as_dict(hf_config)
-    model_type = config.get("model_type")
+    model_type, model_types = config.get("model_type"), family.model_types | {*family.composite_types.values()}
     if not isinstance(model_type, str) or model_type not in model_types:
         reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
-    read = {*fields, *ropes.known_fields, *windows.fields}
-    fixed_values = {name: value for name, value in (FIXED_VALUES | dict(fixed_values)).items() if name not in read}
+    read = {*family.hf_fields, *family.hf_ropes.known_fields, *family.hf_windows.fields}
+    fixed_values = FIXED_VALUES | family.hf_fixed_values
+    fixed_values = {name: value for name, value in fixed_values.items() if name not in read}
     known = {*read, *fixed_values, *NO_EFFECT, QUANTIZATION_FIELD}
     for name, value in config.items():
         if name not in known:
@@ -213,10 +199,10 @@ def read_config(
         if name in fixed_values and value is not None and value != fixed_values[name]:
             reject_field(name, value, f"archon supports only {fixed_values[name]!r}")
     read_quantization(config.get(QUANTIZATION_FIELD))
-    args = {field.native: read_field(config, name, field) for name, field in fields.items()}
+    args = {field.native: read_field(config, name, field) for name, field in family.hf_fields.items()}
     args.pop("", None)
-    args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])
-    return args | ropes.read(config, args)
+    args["sliding_window"], args["layer_windows"] = family.hf_windows.read(config, args["n_layers"])
+    return args | family.hf_ropes.read(config, args)
 
 
 def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:

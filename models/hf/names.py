@@ -13,20 +13,22 @@ The first `{}` is the layer index, a further one the row of a stacked parameter.
 last entry of a parameter wins, so a family overrides a shared entry by naming the parameter again.
 """
 
+
+def _gated(hf: str, native: str) -> dict[str, str | Fused | None]:
+    """Return the names of a gated feed-forward network."""
+    projections = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    return {f"model.layers.{{}}.{hf}.{a}.weight": f"layers.{{}}.{native}.{b}.weight" for a, b in projections.items()}
+
+
 # Names of Llama-style dense decoders; entries without a weight come from old exports.
 DENSE_HF_MAP: dict[str, str | Fused | None] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
-    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.wk.weight",
-    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.wv.weight",
-    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.wo.weight",
-    "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.wq.bias",
-    "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.wk.bias",
-    "model.layers.{}.self_attn.v_proj.bias": "layers.{}.attention.wv.bias",
-    "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attention.wo.bias",
-    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.w1.weight",
-    "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.w2.weight",
-    "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
+    **{
+        f"model.layers.{{}}.self_attn.{name}_proj.{part}": f"layers.{{}}.attention.w{name}.{part}"
+        for part in ("weight", "bias")
+        for name in "qkvo"
+    },
+    **_gated("mlp", "feed_forward"),
     "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
     "model.norm.weight": "norm.weight",
@@ -55,15 +57,11 @@ STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
 # DeepSeek-V3's experts, with a correction bias of the router and shared experts.
 GROUP_ROUTED_HF_MAP: dict[str, str | Fused | None] = EXPERTS_HF_MAP | {
     "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.router.expert_bias",
-    "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
-    "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
-    "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+    **_gated("mlp.shared_experts", "moe.shared_experts"),
 }
 # Qwen's shared expert with an output gate.
 GATED_SHARED_EXPERT_HF_MAP: dict[str, str | Fused | None] = {
-    "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
-    "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
-    "model.layers.{}.mlp.shared_expert.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+    **_gated("mlp.shared_expert", "moe.shared_experts"),
     "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.moe.shared_gate.weight",
 }
 # The experts of Mixtral and MiniMax-M2.

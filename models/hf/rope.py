@@ -161,9 +161,7 @@ class RopePolicy:
             reject_field("partial_rotary_factor", outer, f"it contradicts the {fraction!r} of {rope.source}; keep one")
         rotary_dim = int(head_dim * min(fraction, 2.0))
         if not 2 <= rotary_dim <= head_dim or (rotary_dim % 2 and rotary_dim < head_dim):
-            expected = (
-                f"expected a fraction that rotates an even number of the {head_dim} features of a head, at least 2"
-            )
+            expected = f"expected a fraction that rotates an even number of a head's {head_dim} features, at least 2"
             reject_field("partial_rotary_factor", fraction, expected)
         return {"rotary_dim": rotary_dim}
 
@@ -187,12 +185,12 @@ class _Rope:
         self.policy, self.config, self.source = policy, config, source
         remaining = {name: value for name, value in parameters.items() if name not in policy.ignored}
         kinds = [remaining.pop(key) for key in ("rope_type", "type") if key in remaining] or ["default"]
-        kind = kinds[0]
-        known = _REQUIRED if policy.kinds is None else policy.kinds
+        kind, known = kinds[0], _REQUIRED if policy.kinds is None else policy.kinds
         if kind != kinds[-1] or not isinstance(kind, str) or kind not in known:
             reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(known)}, set once")
         self.theta = self._theta(remaining.pop("rope_theta", None), theta_field, theta)
-        self.query_beta = self._query_beta(remaining)
+        name = policy.query_beta_field
+        self.query_beta = None if name is None else check_kind(f"{source}.{name}", remaining.pop(name, None), float)
         self.partial: float | None = None
         proportion = 1.0
         if "partial_rotary_factor" in remaining:
@@ -231,10 +229,6 @@ class _Rope:
             reject_field(name or "rope_theta", theta, "expected a number above 1")
         return theta
 
-    def _query_beta(self, remaining: dict[str, Any]) -> float | None:
-        name = self.policy.query_beta_field
-        return None if name is None else check_kind(f"{self.source}.{name}", remaining.pop(name, None), float)
-
     def _partial(self, kind: str, fraction: Any) -> float:
         name = f"{self.source}.partial_rotary_factor"
         if self.policy.partial is None and kind != "proportional":
@@ -261,11 +255,8 @@ class _Rope:
         if (truncate := values.get("truncate", True)) is None:
             reject_field(f"{self.source}.truncate", None, "expected true or false")
         if not truncate and self.policy.local_theta is not None:
-            reject_field(
-                f"{self.source}.truncate",
-                truncate,
-                "transformers ignores it in parameters per kind of layer; remove it",
-            )
+            expected = "transformers ignores it in parameters per kind of layer; remove it"
+            reject_field(f"{self.source}.truncate", truncate, expected)
         return values
 
 

@@ -18,7 +18,7 @@ from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.packed.blockwise import batched_attention
-from archon.models.attention.packed.documents import PackedDocuments
+from archon.models.attention.packed.documents import PackedDocuments, cu_seqlens_from_lengths
 from archon.models.attention.spec import AttentionSpec
 from archon.models.cpu import decode_kernel
 from archon.models.lora.mapping import LoRAMapping
@@ -151,42 +151,38 @@ class PagedAttention(AttentionMeta):
 
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
         """See `AttentionMeta.run_recurrence`."""
-        outs, first = list[Tensor](), self.n_decode
-        if first:
-            slots, fresh, documents = self._decode_states
+        outs, first = list[Tensor](), 0
+        for slots, fresh, documents in self._state_groups:
+            last = first + sum(documents.lengths)
             before = self.cache.states.read(layer, slots, fresh)
-            out, after = scan([x[:first] for x in rows], weights, documents, before)
+            out, after = scan([x[first:last] for x in rows], weights, documents, before)
             outs.append(out)
             self.cache.states.write(layer, slots, after)
-            if self._duplicates is not None:
+            if first == 0 and self._duplicates is not None:
                 assert self.decode.duplicate_states is not None
                 copies = self._on_device(self.decode.duplicate_states)
                 self.cache.states.write(layer, copies, tuple(x.index_select(0, self._duplicates) for x in after))
-        if self.chunks:
-            slots, fresh, documents = self._chunk_states
-            before = self.cache.states.read(layer, slots, fresh)
-            out, after = scan([x[first : len(self._positions)] for x in rows], weights, documents, before)
-            outs.append(out)
-            self.cache.states.write(layer, slots, after)
+            first = last
         return self._concat_outputs(outs)
 
     @cached_property
-    def _decode_states(self) -> tuple[Tensor, Tensor | None, PackedDocuments]:
-        assert self.decode.states is not None
-        return self._states(self.decode.states, self.decode.lengths == 1, (1,) * self.n_decode)
-
-    @cached_property
-    def _chunk_states(self) -> tuple[Tensor, Tensor | None, PackedDocuments]:
-        slots, starts = np.array([[chunk.state, chunk.start] for chunk in self.chunks]).T
-        return self._states(slots, starts == 0, tuple(chunk.length for chunk in self.chunks))
-
-    def _states(
-        self, slots: np.ndarray, fresh: np.ndarray, lengths: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, PackedDocuments]:
-        """Return the slots, a mask of new sequences (None if none), and the tokens as documents."""
-        bounds = self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
-        mask = self._on_device(fresh) if fresh.any() else None
-        return self._on_device(np.ascontiguousarray(slots)), mask, PackedDocuments(bounds, max(lengths), lengths)
+    def _state_groups(self) -> list[tuple[Tensor, Tensor | None, PackedDocuments]]:
+        """Slots, mask of new sequences (None if none) and documents of the decode rows, then of the chunks."""
+        groups = list[tuple[np.ndarray, np.ndarray, tuple[int, ...]]]()
+        if self.n_decode:
+            assert self.decode.states is not None
+            groups.append((self.decode.states, self.decode.lengths == 1, (1,) * self.n_decode))
+        if self.chunks:
+            slots, starts = np.array([[chunk.state, chunk.start] for chunk in self.chunks]).T
+            groups.append((slots, starts == 0, tuple(chunk.length for chunk in self.chunks)))
+        return [
+            (
+                self._on_device(np.ascontiguousarray(slots)),
+                self._on_device(fresh) if fresh.any() else None,
+                PackedDocuments(cu_seqlens_from_lengths(lengths, self.device), max(lengths), lengths),
+            )
+            for slots, fresh, lengths in groups
+        ]
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Attend to latents for decoding sequences, and to expanded keys for prompts.
