@@ -2,25 +2,19 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.delta_net import (
-    DELTA_NET_FIELDS,
-    MTP_FIELDS,
-    QWEN3_5_FIXED_VALUES,
-    QWEN3_5_HF_MAP,
-    QWEN3_5_ROPES,
-    DeltaNetModelArgs,
-)
+from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_HF_MAP
 from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
+from archon.models.qwen3_5_text import Qwen35TextModelArgs
 from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass
-class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
-    """Arguments of Qwen3.5-MoE's decoder, see `DeltaNetModelArgs` and `MoEModelArgs`."""
+class Qwen35MoeTextModelArgs(Qwen35TextModelArgs, MoEModelArgs):
+    """Arguments of Qwen3.5-MoE's decoder, see `Qwen35TextModelArgs` and `MoEModelArgs`."""
 
     n_experts: int = 256
     n_experts_per_token: int = 8
@@ -31,7 +25,6 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     has_no_dense_layers = True
     composite_types = {"qwen3_5_moe": "qwen3_5_moe_text"}
     shared_gate = True
-    hf_ropes = QWEN3_5_ROPES
     hf_fields = dense_fields(DELTA_NET_FIELDS, num_key_value_heads=2, max_position_embeddings=32768) | {
         "intermediate_size": Field("", int, 0, minimum=0),
         "num_experts": Field("n_experts", int, 256),
@@ -41,9 +34,9 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         "router_aux_loss_coef": Field("", float, 0.001),
         **MTP_FIELDS,
     }
-    hf_fixed_values = QWEN3_5_FIXED_VALUES | {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    hf_fixed_values = Qwen35TextModelArgs.hf_fixed_values | {"norm_topk_prob": True, "decoder_sparse_step": 1}
     # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
-    hf_examples = DeltaNetModelArgs.hf_examples | {"num_experts_per_tok": (2, 3, 4)}
+    hf_examples = Qwen35TextModelArgs.hf_examples | {"num_experts_per_tok": (2, 3, 4)}
 
 
 # transformers writes one matrix per expert; published checkpoints stack them, see `BaseStateDictAdapter.for_keys`.

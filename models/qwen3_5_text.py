@@ -2,16 +2,10 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.delta_net import (
-    DELTA_NET_FIELDS,
-    MTP_FIELDS,
-    QWEN3_5_FIXED_VALUES,
-    QWEN3_5_HF_MAP,
-    QWEN3_5_ROPES,
-    DeltaNetModelArgs,
-)
+from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_HF_MAP, DeltaNetModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import dense_fields
+from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.spec import define_family
 from archon.models.vision.language_model import CompositeStateDictAdapter
 
@@ -22,9 +16,15 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
 
     model_types = frozenset({"qwen3_5_text"})
     composite_types = {"qwen3_5": "qwen3_5_text"}
-    hf_ropes = QWEN3_5_ROPES
+    hf_ropes = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
     hf_fields = dense_fields(DELTA_NET_FIELDS, MTP_FIELDS, num_key_value_heads=4, max_position_embeddings=32768)
-    hf_fixed_values = QWEN3_5_FIXED_VALUES
+    # Fields of published configs that transformers ignores.
+    hf_fixed_values = {
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+    }
 
 
 Qwen35TextModel = BaseArchonModel[Qwen35TextModelArgs]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
+from archon.models.hf.checks import require
 from archon.models.hf.config import Field, WindowPolicy, as_dict, read_config, text_config
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.attention import AttentionLayer
@@ -152,28 +153,25 @@ class BaseModelArgs:
         uses: tuple[RopeUse, ...] = ("global",)
         self.layer_ropes = tuple(self.layer_ropes) or uses * self.n_layers
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_kv_heads is {self.n_kv_heads}; expected a divisor of n_heads {self.n_heads}")
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+        divides = self.n_heads % self.n_kv_heads == 0
+        require(divides, f"n_kv_heads is {self.n_kv_heads}; expected a divisor of n_heads {self.n_heads}")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
             raise ConfigError(
                 f"{name} is {self.rotary_dim}; expected an even number of at most head_dim {self.head_dim}, since RoPE "
                 "rotates pairs of features"
             )
-        if self.rotary_dim > MAX_ROTARY_DIM:
-            raise ConfigError(f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
+        fits = self.rotary_dim <= MAX_ROTARY_DIM
+        require(fits, f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
         get_activation(self.hidden_act)  # raises for an unknown name, like the next line
         candidates(self.attn_type)
         for name in ("logits_divisor", "logits_soft_cap", "attention_scale", "attention_soft_cap"):
             if (value := getattr(self, name)) is not None and not MIN_FACTOR <= value <= 1 / MIN_FACTOR:
                 raise ConfigError(f"{name} is {value}; expected {MIN_FACTOR:g} to {1 / MIN_FACTOR:g}")
         for name in ("layer_windows", "layer_ropes"):
-            if len(getattr(self, name)) != self.n_layers:
-                raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} entries; expected one per layer, {self.n_layers}"
-                )
+            count = len(getattr(self, name))
+            require(count == self.n_layers, f"{name} has {count} entries; expected one per layer, {self.n_layers}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
         for scaling in (self.rope_scaling, self.local_rope_scaling):

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, Field, WindowPolicy, reject_field
+from archon.models.hf.checks import reject_field, require
+from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, Field, WindowPolicy
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
-from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
+from archon.models.hf.rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.delta_rule import DeltaRule
 from archon.models.layers.norm import NormSpec
@@ -18,15 +19,6 @@ from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
 """Kinds of layers, by their Hugging Face names."""
-
-QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
-# Fields of Qwen3.5's published configs that transformers ignores.
-QWEN3_5_FIXED_VALUES: dict[str, Any] = {
-    "attn_output_gate": True,
-    "output_gate_type": "swish",
-    "mamba_ssm_dtype": "float32",
-    "mlp_only_layers": [],
-}
 
 
 @dataclass
@@ -82,12 +74,9 @@ class DeltaNetModelArgs(BaseModelArgs):
                 field="layer_types",
             )
         for name in ("delta_heads", "delta_key_heads", "delta_value_dim", "delta_key_dim", "delta_kernel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.delta_heads % self.delta_key_heads:
-            raise ConfigError(
-                f"delta_key_heads is {self.delta_key_heads}; expected a divisor of delta_heads {self.delta_heads}"
-            )
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+        heads, key_heads = self.delta_heads, self.delta_key_heads
+        require(heads % key_heads == 0, f"delta_key_heads is {key_heads}; expected a divisor of delta_heads {heads}")
 
     def mixer(self, layer: int) -> MixerSpec:
         """See `BaseModelArgs.mixer`."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from archon.models.args.moe import GroupRoutedArgs
-from archon.models.hf.checks import reject_field
+from archon.models.hf.checks import reject_field, require
 from archon.models.hf.config import ATTENTION_BIAS, MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
-from archon.schema.errors import ConfigError
 
 # transformers normalizes latents with this epsilon and ignores `rms_norm_eps`.
 LATENT_NORM = NormSpec(1e-6)
@@ -65,11 +64,8 @@ class LatentModelArgs(GroupRoutedArgs):
     def __post_init__(self) -> None:
         self.head_dim = self.key_dim + self.rotary_dim
         super().__post_init__()
-        if self.n_kv_heads != self.n_heads:
-            raise ConfigError(
-                f"n_kv_heads is {self.n_kv_heads}; expected n_heads, {self.n_heads}: each head expands the latent to "
-                "its own keys and values"
-            )
+        expected = f"expected n_heads, {self.n_heads}: each head expands the latent to its own keys and values"
+        require(self.n_kv_heads == self.n_heads, f"n_kv_heads is {self.n_kv_heads}; {expected}")
 
     def mixer(self, layer: int) -> LatentLayer:
         """See `BaseModelArgs.mixer`."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
-from archon.models.hf.config import Field, reject_field
+from archon.models.hf.checks import reject_field, require
+from archon.models.hf.config import Field
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
-from archon.schema.errors import ConfigError
 
 # Bounds the number of tensor names; no real model has more than 25,000 experts over all layers.
 MAX_EXPERTS = 2**20
@@ -49,17 +49,13 @@ class MoEModelArgs(BaseModelArgs):
         if self.has_no_dense_layers:
             self.moe_hidden_dim = self.hidden_dim
         super().__post_init__()
-        if self.n_layers * self.n_experts > MAX_EXPERTS:
-            raise ConfigError(
-                f"n_experts is {self.n_experts} in {self.n_layers} layers; expected at most {MAX_EXPERTS} in total"
-            )
+        n_experts, chosen = self.n_experts, self.n_experts_per_token
+        problem = f"n_experts is {n_experts} in {self.n_layers} layers"
+        require(self.n_layers * n_experts <= MAX_EXPERTS, f"{problem}; expected at most {MAX_EXPERTS} in total")
         if any(self.is_sparse(layer) for layer in range(self.n_layers)):
-            if not 1 <= self.n_experts_per_token <= self.n_experts:
-                raise ConfigError(
-                    f"n_experts_per_token is {self.n_experts_per_token}; expected 1 to n_experts {self.n_experts}"
-                )
-            if self.moe_hidden_dim < 1:
-                raise ConfigError(f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
+            expected = f"expected 1 to n_experts {n_experts}"
+            require(1 <= chosen <= n_experts, f"n_experts_per_token is {chosen}; {expected}")
+            require(self.moe_hidden_dim >= 1, f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer (from 0) has experts."""

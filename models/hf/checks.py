@@ -1,4 +1,4 @@
-"""Checks of Hugging Face config values."""
+"""Checks of config values and model arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from archon.schema.errors import ConfigError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
 
 
 def reject_field(name: str, value: Any, expected: str) -> NoReturn:

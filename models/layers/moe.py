@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated_activation, get_activation
 from archon.models.layers.fp8 import fp8_grouped_linear
 from archon.models.layers.linear import Linear, Role
-from archon.models.layers.matmul import grouped_linear, padded_group_width
+from archon.models.layers.matmul import grouped_linear
 from archon.models.layers.spec import FeedForwardSpec
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.mapping import LoRAMapping
@@ -323,14 +323,7 @@ class GroupedExperts(nn.Module):
             return out
         lora = self.lora[matrix]
         assert isinstance(lora, LoRALayer | MultiLoRALayer)
-        if not lora.enabled:
-            return out
-        if isinstance(lora, MultiLoRALayer):
-            return lora.add_to_experts(out, x, lora_names, groups)
-        a, b = lora.parts(x.dtype)
-        if missing := padded_group_width(a.shape[1], x) - a.shape[1]:
-            a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-        return out + grouped_linear(grouped_linear(x, a, counts) * lora.scale, b, counts)
+        return lora.add_to_experts(out, x, lora_names, groups) if lora.enabled else out
 
     def extra_repr(self) -> str:
         """Describe the module in one line."""

@@ -56,6 +56,12 @@ class LoRALayer(nn.Module):
         b = local(self.b)
         return a.to(dtype), (b if rows is None else b[rows]).to(dtype)
 
+    def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
+        """Add the LoRA term of rows x [N, in], sorted by expert, to out [N, out]; `counts` int64 [E], no `names`."""
+        a, b = self.parts(x.dtype)
+        a, b = _padded((a, b), padded_group_width(a.shape[1], x))
+        return out + grouped_linear(grouped_linear(x, a, counts) * self.scale, b, counts)
+
     def extra_repr(self) -> str:
         """Describe the module in one line."""
         return f"{tuple(self.a.shape)}, {tuple(self.b.shape)}, scale={self.scale:g}"

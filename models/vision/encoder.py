@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.spec import AttentionSpec
 from archon.models.cpu.fused import rotate
+from archon.models.hf.checks import require
 from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.linear import Linear, Role
 from archon.models.layers.rope import Rotation
 from archon.models.vision.images import Grid, patch_coordinates
 from archon.parallel.comm import local
 from archon.parallel.transfer import to_device_async
-from archon.schema.errors import ConfigError
 
 NORM_EPS = 1e-6
 
@@ -66,18 +66,18 @@ class VisionSpec:
 
     def __post_init__(self) -> None:
         get_activation(self.hidden_act)
-        if [*self.deepstack] != sorted({*self.deepstack} & {*range(self.depth)}):
-            raise ConfigError(
-                f"deepstack_visual_indexes is {[*self.deepstack]}; expected increasing indices below the "
-                f"encoder's depth {self.depth}"
-            )
-        if self.dim % (4 * self.n_heads):
-            raise ConfigError(
-                f"the vision encoder has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of "
-                "a multiple of 4 features, since RoPE rotates pairs by row and by column"
-            )
-        if self.side**2 != self.n_positions:
-            raise ConfigError(f"num_position_embeddings is {self.n_positions}; expected a square number")
+        require(
+            [*self.deepstack] == sorted({*self.deepstack} & {*range(self.depth)}),
+            f"deepstack_visual_indexes is {[*self.deepstack]}; expected increasing indices below the encoder's depth "
+            f"{self.depth}",
+        )
+        require(
+            self.dim % (4 * self.n_heads) == 0,
+            f"the vision encoder has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of a multiple "
+            "of 4 features, since RoPE rotates pairs by row and by column",
+        )
+        is_square = self.side**2 == self.n_positions
+        require(is_square, f"num_position_embeddings is {self.n_positions}; expected a square number")
 
     @property
     def side(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from archon.models.args.base import BaseModelArgs, ImageFormat
 from archon.models.base import BaseArchonModel
-from archon.models.hf.checks import reject_field
+from archon.models.hf.checks import reject_field, require
 from archon.models.hf.config import Field, read_field
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import replace_prefix
@@ -20,7 +20,6 @@ from archon.models.vision.config import read_vision_config
 from archon.models.vision.encoder import VisionEncoder, VisionSpec
 from archon.models.vision.images import Grid
 from archon.parallel.layout import ModelSizes
-from archon.schema.errors import ConfigError
 
 _VISION_MODULES = {
     "patch_embed.proj": "patch_embedding",
@@ -68,21 +67,13 @@ class VisionLanguageModelArgs(BaseModelArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vision.out_dim != self.dim:
-            raise ConfigError(
-                f"out_hidden_size of the vision encoder is {self.vision.out_dim}; expected the decoder's hidden_size "
-                f"{self.dim}"
-            )
-        if len(self.vision.deepstack) > self.n_layers:
-            raise ConfigError(
-                f"deepstack_visual_indexes is {[*self.vision.deepstack]}, one entry per decoder layer from the first; "
-                f"expected at most {self.n_layers}"
-            )
-        if self.rope_scaling.depends_on_length:
-            raise ConfigError(
-                f"RoPE of type {self.rope_scaling.kind!r} depends on the document length, which image positions do "
-                "not define; expected another type"
-            )
+        out_dim, deepstack, kind = self.vision.out_dim, [*self.vision.deepstack], self.rope_scaling.kind
+        problem = f"out_hidden_size of the vision encoder is {out_dim}"
+        require(out_dim == self.dim, f"{problem}; expected the decoder's hidden_size {self.dim}")
+        problem = f"deepstack_visual_indexes is {deepstack}, one entry per decoder layer from the first"
+        require(len(deepstack) <= self.n_layers, f"{problem}; expected at most {self.n_layers}")
+        problem = f"RoPE of type {kind!r} depends on the document length, which image positions do not define"
+        require(not self.rope_scaling.depends_on_length, f"{problem}; expected another type")
 
     @property
     def image_format(self) -> ImageFormat:

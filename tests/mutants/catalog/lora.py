@@ -39,8 +39,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "experts' adapters have no scale",
-        "models/layers/moe.py",
-        "grouped_linear(x, a, counts) * lora.scale",
+        "models/lora/layers.py",
+        "grouped_linear(x, a, counts) * self.scale",
         "grouped_linear(x, a, counts)",
         (f"{TRAINING}::test_experts_adapters_are_added_to_their_matrices",),
     ),
