@@ -14,7 +14,7 @@ from torch.utils._pytree import register_dataclass
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.registry import saved_ops
-from archon.models.layers.convolution import ShortConvolution
+from archon.models.layers.delta_net import ShortConvolution
 from archon.models.layers.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts, Router, RouterStats

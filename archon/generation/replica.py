@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.models.base import BaseArchonModel
-from archon.models.cpu.linear import pack
+from archon.models.cpu.operations import pack_weight
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
 from archon.models.layers.head import LMHead
@@ -149,7 +149,7 @@ def _pack_linears(replica: nn.Module) -> int:
 
 def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
     """Return the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
-    if (product := pack(weight, bias)) is not None:
+    if (product := pack_weight(weight, bias)) is not None:
         return product
     if not has_onednn():
         return None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archon.models.cpu import draw as kernel
+from archon.models.cpu import operations
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
 
@@ -77,7 +77,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Raises NotFiniteError where logits are not finite.
     """
-    partial = params.partial if kernel.can_use(logits) else np.ones(len(logits), dtype=bool)
+    partial = params.partial if operations.can_use(logits) else np.ones(len(logits), dtype=bool)
     if partial.all() or not partial.any():
         tokens, logprobs = (_sample_torch if partial.all() else _sample_native)(logits, params)
     else:  # what a row draws must not depend on the others
@@ -93,7 +93,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 def _sample_native(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """See `sample`: of all of the vocabulary."""
-    return kernel.draw(logits, params.temperature, params.greedy, counter_uniform(params.seed, params.index))
+    return operations.draw(logits, params.temperature, params.greedy, counter_uniform(params.seed, params.index))
 
 
 def _sample_torch(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

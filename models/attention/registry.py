@@ -47,7 +47,7 @@ def supports_gathered(attn_type: str) -> bool:
 
 
 def saved_ops(attn_type: str) -> frozenset[str]:
-    """Return the operators of `attn_type` whose results selective recomputation keeps."""
+    """Return the operators of `attn_type` with results that selective recomputation keeps."""
     return frozenset().union(*(backend.saved_ops for backend in candidates(attn_type)))
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from archon.models.cpu import elementwise
+from archon.models.cpu import operations
 
 Function = Callable[..., Tensor]
 
@@ -70,8 +70,8 @@ def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> tuple[Tensor, Tensor | None]:
     """Return the norm of x [..., d], and 1 / sqrt(mean(x^2) + eps) [..., 1] or None from the C kernel."""
-    if elementwise.can_use(x, weight):
-        return elementwise.rms_norm(x, weight, eps, offset), None
+    if operations.can_use(x, weight):
+        return operations.rms_norm(x, weight, eps, offset), None
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # The 2-norm reads x once and does not write its square to memory.
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -96,7 +96,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if rstd is None:
             needs_weight = ctx.needs_input_grad[1]
-            grads = elementwise.rms_norm_backward(grad, x, weight, ctx.eps, ctx.offset, needs_weight)
+            grads = operations.rms_norm_backward(grad, x, weight, ctx.eps, ctx.offset, needs_weight)
             return *grads, None, None, None
         wide, wide_weight, wide_grad = (t.to(rstd.dtype) for t in (x, weight, grad))
         if ctx.offset:
@@ -127,8 +127,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int = 1) -> Tensor:
-    if cos.shape[0] == len(x) and elementwise.can_use(x, cos, sin):
-        return elementwise.rotate(x, cos, sin if direction == 1 else -sin, interleaved)
+    if cos.shape[0] == len(x) and operations.can_use(x, cos, sin):
+        return operations.rotate(x, cos, sin if direction == 1 else -sin, interleaved)
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
     (x1, x2), (out1, out2) = _pairs(x, width, interleaved), _pairs(out, width, interleaved)
     if width < x.shape[-1]:
@@ -139,8 +139,8 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direct
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if gate.shape == up.shape and elementwise.can_use(gate, up):
-        return elementwise.swiglu(gate, up)
+    if gate.shape == up.shape and operations.can_use(gate, up):
+        return operations.swiglu(gate, up)
     return F.silu(gate).mul_(up)
 
 
@@ -154,8 +154,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if gate.shape == up.shape and elementwise.can_use(gate, up):
-            return elementwise.swiglu_backward(grad, gate, up)
+        if gate.shape == up.shape and operations.can_use(gate, up):
+            return operations.swiglu_backward(grad, gate, up)
         up_grad = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), up_grad
 
@@ -202,8 +202,8 @@ def norm_and_rotate(
 ) -> Tensor:
     """Return `rotate` of `rms_norm` of x [T, H, d]; `norm` is (weight [d], eps, offset, `rounds_once`)."""
     weight, eps, offset, _ = norm
-    if not torch.is_grad_enabled() and cos.shape[0] == len(x) and elementwise.can_use(x, cos, sin, weight):
-        return elementwise.rotate(x, cos, sin, interleaved, weight, eps, offset)
+    if not torch.is_grad_enabled() and cos.shape[0] == len(x) and operations.can_use(x, cos, sin, weight):
+        return operations.rotate(x, cos, sin, interleaved, weight, eps, offset)
     return rotate(rms_norm(x, *norm), cos, sin, interleaved)
 
 

@@ -121,9 +121,9 @@ int decode_attention(float *out, const float *q, const float *keys, const float 
             int64_t head = task / rows, row = task % rows, length = lengths[row];
             int64_t first = window > 0 && length > window ? length - window : 0;
             int64_t later = task + threads < rows * kv_heads ? task + threads : task;
-            const float *own = q + (row * heads + head * group) * key_features;
+            const float *query = q + (row * heads + head * group) * key_features;
             for (int64_t i = 0; i < group * key_features; i++)
-                queries[i] = own[i] * scale;
+                queries[i] = query[i] * scale;
             memset(sums, 0, sizeof(float) * (size_t)(group * value_features));
             for (int64_t g = 0; g < group; g++) {
                 maxima[g] = sinks == NULL ? -1e30f : sinks[head * group + g];
@@ -210,14 +210,14 @@ int tree_attention(float *out, float *lse, const float *q, const float *keys, co
             for (int64_t token = trees[tree]; token < trees[tree + 1]; token++) {
                 int64_t first, count = seen_of(starts, token, window, &first);
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-                    const float *own = q + (token * heads + head) * key_features;
+                    const float *query = q + (token * heads + head) * key_features;
                     float maximum = -INFINITY, total = 0;
                     for (int64_t t = 0; t < count; t++) {
                         const float *key = keys + (paths[first + t] * kv_heads + kv_head) * key_features;
                         float sum = 0;
 #pragma omp simd reduction(+ : sum)
                         for (int64_t i = 0; i < key_features; i++)
-                            sum += own[i] * key[i];
+                            sum += query[i] * key[i];
                         scores[t] = sum * scale;
                         maximum = scores[t] > maximum ? scores[t] : maximum;
                     }
@@ -260,10 +260,10 @@ void tree_attention_backward(float *restrict q_grad, float *restrict key_grad, f
             int64_t first, count = seen_of(starts, token, window, &first);
             for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
                 int64_t row = token * heads + head;
-                const float *own = q + row * key_features, *d = grad + row * value_features;
+                const float *query = q + row * key_features, *d = grad + row * value_features;
                 const float *result = out + row * value_features;
-                float *own_grad = q_grad + row * key_features, mean = 0;
-                memset(own_grad, 0, sizeof(float) * (size_t)key_features);
+                float *query_grad = q_grad + row * key_features, mean = 0;
+                memset(query_grad, 0, sizeof(float) * (size_t)key_features);
 #pragma omp simd reduction(+ : mean)
                 for (int64_t i = 0; i < value_features; i++)
                     mean += d[i] * result[i];
@@ -274,7 +274,7 @@ void tree_attention_backward(float *restrict q_grad, float *restrict key_grad, f
                     float score = 0, slope = 0;
 #pragma omp simd reduction(+ : score)
                     for (int64_t i = 0; i < key_features; i++)
-                        score += own[i] * key[i];
+                        score += query[i] * key[i];
                     float above = score * scale - lse[row]; /* 0 at most, but for rounding */
                     float weight = exp_of_negative(above > 0 ? 0 : above); /* a NaN stays one */
 #pragma omp simd reduction(+ : slope)
@@ -285,8 +285,8 @@ void tree_attention_backward(float *restrict q_grad, float *restrict key_grad, f
                     slope = weight * (slope - mean) * scale;
 #pragma omp simd
                     for (int64_t i = 0; i < key_features; i++) {
-                        own_grad[i] += slope * key[i];
-                        to_key[i] += slope * own[i];
+                        query_grad[i] += slope * key[i];
+                        to_key[i] += slope * query[i];
                     }
                 }
             }
@@ -328,7 +328,7 @@ int rms_norm_backward(float *x_grad, float *weight_grad, const float *grad, cons
     int failed = weight_grad != NULL && sums == NULL;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        double *own = sums == NULL ? NULL : sums + omp_get_thread_num() * features;
+        double *thread_sums = sums == NULL ? NULL : sums + omp_get_thread_num() * features;
 #pragma omp for schedule(static)
         for (int64_t vector = 0; vector < (failed ? 0 : rows * heads); vector++) {
             const float *v = x + vector / heads * row_stride + vector % heads * head_stride;
@@ -344,10 +344,10 @@ int rms_norm_backward(float *x_grad, float *weight_grad, const float *grad, cons
 #pragma omp simd
             for (int64_t i = 0; i < features; i++)
                 result[i] = g[i] * (offset + weight[i]) * factor - v[i] * slope;
-            if (own != NULL)
+            if (thread_sums != NULL)
 #pragma omp simd
                 for (int64_t i = 0; i < features; i++)
-                    own[i] += (double)(v[i] * g[i] * factor);
+                    thread_sums[i] += (double)(v[i] * g[i] * factor);
         }
     }
     for (int64_t i = 0; sums != NULL && i < features; i++) {
@@ -597,7 +597,7 @@ void product(float *out, const float *x, const float *panels, const float *bias,
                 const float *block = x + row * x_stride + k;
                 for (int64_t r = 0; copies != NULL && r < height; r++)
                     memcpy(copies + r * COPY_STRIDE, block + r * x_stride, sizeof(float) * (size_t)depth);
-                /* A thread has the same panels every time, so that it finds its own sums in out. */
+                /* A thread has the same panels every time, so that out holds its sums. */
 #pragma omp for schedule(static) nowait
                 for (int64_t p = 0; p < count; p++) {
                     float *result = out + row * columns + p * PANEL;

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from archon.models.attention.spans import bounds, ranges
 from archon.models.attention.spec import AttentionSpec
-from archon.models.cpu import elementwise
+from archon.models.cpu import operations
 from archon.models.cpu.library import kernel
 
 LONGEST = 32
@@ -67,7 +67,7 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, longest: int, spec: AttentionSpec) 
     They support short paths, a window, no sinks and no soft cap.
     """
     plain = spec.causal and spec.sinks is None and spec.soft_cap is None
-    return plain and longest <= LONGEST and elementwise.can_use(q, k, v)
+    return plain and longest <= LONGEST and operations.can_use(q, k, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, routes: Routes, spec: AttentionSpec) -> Tensor:

@@ -48,12 +48,6 @@ EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
 }
-# Checkpoints with stacked experts, [E, 2F, dim] and [E, dim, F].
-STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
-    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
-    "model.layers.{}.mlp.experts.gate_up_proj": Fused(("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), dim=1),
-    "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
-}
 # DeepSeek-V3's experts, with a correction bias of the router and shared experts.
 GROUP_ROUTED_HF_MAP: dict[str, str | Fused | None] = EXPERTS_HF_MAP | {
     "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.router.expert_bias",

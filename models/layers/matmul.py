@@ -171,7 +171,7 @@ class _AddLoRAs(torch.autograd.Function):
                 result_rows.copy_(out_rows)
                 continue
             a, b = _matrices(rows, parts)
-            # Not in place, and in the order of `_LoRALinear`, so that a LoRA computes the same bits as on its own.
+            # Not in place, and in the order of `_LoRALinear`, so that a LoRA computes the same bits as alone.
             lows.append(matmul_nt(x_rows, a) * rows.scale)
             torch.add(out_rows, mm(lows[-1], b.t()), out=result_rows)
         ctx.save_for_backward(x, *parts, *lows)

@@ -187,7 +187,7 @@ class Router(nn.Module):
         Args:
             x: hidden states [T, dim].
             valid_mask: [T], how often each row counts in the statistics; None for once.
-            routed_experts: [T, k], experts to replay, negative for tokens whose experts the router chooses. Their
+            routed_experts: [T, k], experts to replay, negative where the router chooses. Their
                 weights come from the current scores (Ma et al. 2025, arXiv:2510.11370).
         """
         # 1. Choose the experts of each token: by score plus bias, or as recorded.

@@ -15,7 +15,7 @@ from archon.schema.errors import BatchError, ConfigError
 FIELD = "routed_experts"
 """Name of the column, [B, S, MoE layers, experts per token]; index t holds the experts of input token t."""
 UNKNOWN_EXPERT = -1
-"""Replay value of a token whose experts the router chooses."""
+"""Replay value of a token for which the router chooses."""
 _MAX_EXPERTS = 2**15
 
 

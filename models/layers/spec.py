@@ -94,7 +94,7 @@ class FeedForwardSpec(abc.ABC):
         """Return (active, total) parameter counts of its matrices; a token uses the active ones."""
 
     def with_balancing_bias(self) -> FeedForwardSpec:
-        """Return a copy whose router has a balancing bias; see `ExpertsLayer.balance`."""
+        """Return a copy with a balancing bias in its router; see `ExpertsLayer.balance`."""
         return self
 
     @property

@@ -355,7 +355,7 @@ def weighted_loss(
     """Return the sum of -weights * log p(label), differentiable, and constant logprobs [N].
 
     The sum is differentiable in hidden and weight; the logprobs are not differentiable. Weights [N] are constants; the
-    other arguments are those of `token_scores`.
+    other arguments are as in `token_scores`.
     """
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():

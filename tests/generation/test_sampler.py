@@ -16,14 +16,14 @@ from archon.generation.sampler import (
     inverse_cdf_sample,
     sample,
 )
-from archon.models.cpu import draw
+from archon.models.cpu import operations
 from tests.tolerances import CHI_SQUARE_P, FORMULA_FP32, FORMULA_FP64
 
 
 @pytest.fixture(params=["a C function", "PyTorch"], autouse=True)
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "PyTorch":
-        monkeypatch.setattr(draw, "can_use", lambda logits: False)
+        monkeypatch.setattr(operations, "can_use", lambda *_: False)
     return str(request.param)
 
 
@@ -209,7 +209,7 @@ def test_the_c_function_never_draws_a_token_of_probability_zero() -> None:
         possible = torch.randperm(vocab)[: max(1, vocab // 50)]
         logits[:, possible] = torch.randn(len(possible)) * 3
         uniform = np.array([0.0, 1 - 2.0**-53])
-        tokens, logprobs = draw.draw(logits, np.ones(2), np.zeros(2, dtype=bool), uniform)
+        tokens, logprobs = operations.draw(logits, np.ones(2), np.zeros(2, dtype=bool), uniform)
         assert tokens.tolist() == [possible.min(), possible.max()] and logprobs.isfinite().all()
 
 
@@ -220,8 +220,8 @@ def test_the_c_function_draws_the_tokens_that_operations_draw(
 ) -> None:
     """Of rows that lie apart, with temperatures and greedy rows of their own; logprobs are as near to float64."""
     called = list[int]()
-    one = draw.draw
-    monkeypatch.setattr(draw, "draw", lambda *args: (called.append(1), one(*args))[1])
+    one = operations.draw
+    monkeypatch.setattr(operations, "draw", lambda *args: (called.append(1), one(*args))[1])
     logits = (torch.randn(40, vocab + 3) * 4)[:, 1:-2]
     given = params(40, temperature=np.linspace(0.2, 3, 40), greedy=np.arange(40) % 5 == 0, seed=7, index=np.arange(40))
     torch.set_num_threads(threads)
@@ -230,7 +230,7 @@ def test_the_c_function_draws_the_tokens_that_operations_draw(
     finally:
         torch.set_num_threads(1)
     assert len(called) == (by == "a C function")
-    monkeypatch.setattr(draw, "can_use", lambda logits: False)
+    monkeypatch.setattr(operations, "can_use", lambda *_: False)
     theirs = sample(logits, given)
     assert ours[0].equal(theirs[0])
     exact = (logits.double() / torch.from_numpy(given.temperature)[:, None]).log_softmax(-1).gather(1, ours[0][:, None])

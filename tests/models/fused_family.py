@@ -16,7 +16,7 @@ from torch import Tensor
 from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.hf.fused_tensors import Fused
-from archon.models.hf.names import STACKED_EXPERTS_HF_MAP, replace_prefix
+from archon.models.hf.names import replace_prefix
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
@@ -44,6 +44,13 @@ SPARSE = DENSE | {
 }
 ATTENTION, NETWORK, EXPERTS = "layers.{}.attention.", "layers.{}.feed_forward.", "layers.{}.moe.experts."
 HF_ATTENTION, HF_NETWORK = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+
+# Checkpoints with stacked experts, [E, 2F, dim] and [E, dim, F].
+STACKED_EXPERTS_HF_MAP = {
+    f"{HF_NETWORK}gate.weight": "layers.{}.moe.router.gate.weight",
+    f"{HF_NETWORK}experts.gate_up_proj": Fused((f"{EXPERTS}w1", f"{EXPERTS}w3"), dim=1),
+    f"{HF_NETWORK}experts.down_proj": f"{EXPERTS}w2",
+}
 
 Native = dict[str, Tensor]
 

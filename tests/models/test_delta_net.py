@@ -16,8 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from archon.models.attention.meta import PackedAttention
 from archon.models.attention.packed.documents import PackedDocuments
-from archon.models.layers.convolution import causal_convolution
-from archon.models.layers.delta_net import DeltaNet, DeltaNetLayer
+from archon.models.layers.delta_net import DeltaNet, DeltaNetLayer, causal_convolution
 from archon.models.layers.delta_rule import gated_delta_rule, require_delta_rule
 from archon.models.layers.norm import NormSpec
 from archon.schema.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.models.cpu import elementwise, fused, library, linear
+from archon.models.cpu import fused, library, operations
 from archon.parallel.torch_dispatch import FakeTensorMode
 from tests.tolerances import FORMULA_FP32
 
@@ -126,7 +126,7 @@ def spied_functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         key: lambda *args, key=key, c_function=c_function: (called.append(key), c_function(*args))[1]
         for key, c_function in functions.items()
     }
-    monkeypatch.setattr(elementwise, "kernel", spied.__getitem__)
+    monkeypatch.setattr(operations, "kernel", spied.__getitem__)
     return called
 
 
@@ -153,7 +153,7 @@ def test_layers_equal_their_plain_twins(name: str, monkeypatch: pytest.MonkeyPat
 def test_products_with_packed_weights(features: int, columns: int, with_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(columns, features), torch.randn(columns) if with_bias else None
-    packed = linear.pack(weight, bias)
+    packed = operations.pack_weight(weight, bias)
     assert packed is not None
     wide = None if bias is None else bias.double()
     threads = torch.get_num_threads()
@@ -172,7 +172,7 @@ def test_products_with_packed_weights(features: int, columns: int, with_bias: bo
 
 
 def test_a_product_reads_rows_of_any_layout() -> None:
-    packed = linear.pack(torch.randn(40, 24), None)
+    packed = operations.pack_weight(torch.randn(40, 24), None)
     assert packed is not None
     x = torch.randn(24, 6).t()
     torch.testing.assert_close(packed(x), packed(x.contiguous()), rtol=0, atol=0)
@@ -206,21 +206,21 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 def test_where_they_apply() -> None:
     x = torch.randn(4, 8)
-    assert elementwise.can_use(x, torch.nn.Parameter(x))
-    assert not elementwise.can_use(x, x.double())
-    assert not elementwise.can_use(x.to("meta"))
-    assert not elementwise.can_use(x, x.to("meta"))
-    assert not elementwise.can_use(x.as_subclass(Ordinary))
-    assert not elementwise.can_use(x.t())
-    assert not elementwise.can_use(x.view(1, 1, 4, 8))
-    assert not elementwise.can_use(x[0, 0]) and not elementwise.can_use(x[:, :0])
-    assert not elementwise.can_use(torch._neg_view(x))
+    assert operations.can_use(x, torch.nn.Parameter(x))
+    assert not operations.can_use(x, x.double())
+    assert not operations.can_use(x.to("meta"))
+    assert not operations.can_use(x, x.to("meta"))
+    assert not operations.can_use(x.as_subclass(Ordinary))
+    assert not operations.can_use(x.t())
+    assert not operations.can_use(x.view(1, 1, 4, 8))
+    assert not operations.can_use(x[0, 0]) and not operations.can_use(x[:, :0])
+    assert not operations.can_use(torch._neg_view(x))
     weight = torch.ones(8)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(AssertionError, match="tensors without memory"):
         fused.rms_norm(x, weight, 1e-6)
     traced = torch.jit.trace(lambda x: fused.rms_norm(x, torch.ones(8), 1e-6), x, check_trace=False)
     torch.testing.assert_close(traced(2 * x), fused.rms_norm(2 * x, torch.ones(8), 1e-6))
-    assert not torch.compile(elementwise.can_use, backend="eager", fullgraph=True)(x)
+    assert not torch.compile(operations.can_use, backend="eager", fullgraph=True)(x)
     # The operations without a compiler give the same layouts and dtypes.
     assert fused.rms_norm(x.t().unsqueeze(0).unsqueeze(0), torch.ones(4), 1e-6).shape == (1, 1, 8, 4)
 
@@ -229,12 +229,12 @@ def test_rows_are_stored_at_their_places() -> None:
     memory, x = torch.zeros(50, 8), torch.randn(5, 12, 8)[:, 2:5]
     places = torch.randperm(50)[:15]
     expected = memory.index_copy(0, places, x.reshape(15, 8))
-    elementwise.store_rows(memory, places, x)
+    operations.store_rows(memory, places, x)
     assert torch.equal(memory, expected)
     for wrong in (-1, 50):
         places[7] = wrong
         with pytest.raises(IndexError, match="exceed the memory's 50"):
-            elementwise.store_rows(memory, places, 2 * x)
+            operations.store_rows(memory, places, 2 * x)
         assert torch.equal(memory, expected), "nothing is stored"
 
 

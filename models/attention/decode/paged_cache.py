@@ -17,7 +17,7 @@ from torch import Tensor
 
 from archon.models.attention.decode.cache import CacheSpec, PagedRows, RecurrentStates
 from archon.models.attention.meta import RecurrentState
-from archon.models.cpu import elementwise
+from archon.models.cpu import operations
 from archon.parallel.transfer import to_device_async
 
 
@@ -143,8 +143,8 @@ class PagedCache:
         paged = self.layers[layer]
         for cache, x in zip(paged.stored, new, strict=True):
             memory, places = cache.view(-1, x.shape[-1]), rows[paged.rows.heads]
-            if elementwise.can_use(memory, x):
-                elementwise.store_rows(memory, places, x)
+            if operations.can_use(memory, x):
+                operations.store_rows(memory, places, x)
             else:
                 memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
 

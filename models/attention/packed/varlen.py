@@ -1,4 +1,4 @@
-"""PyTorch's own variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision.
+"""PyTorch's variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision.
 
 With sinks and shared prefixes it is tested against a reference of its interface, its forward is traced by `make
 test-cuda-traced`, and `make test-gpu` compares its gradients with float64.

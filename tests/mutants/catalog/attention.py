@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "compiled layers are given tensors whose memory may be elsewhere",
-        "models/cpu/elementwise.py",
+        "models/cpu/operations.py",
         "        type(x) in (Tensor, nn.Parameter)\n        and x.is_cpu\n",
         "        x.is_cpu\n",
         (f"{NATIVE}::test_where_they_apply",),

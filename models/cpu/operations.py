@@ -1,17 +1,26 @@
-"""Elementwise layers of `kernels.c`: a fifth of the time of PyTorch's operations for few rows.
+"""Layers, matmuls and sampling by `kernels.c`, in float32 on a CPU.
 
-They record no gradient: `archon.models.cpu.fused` calls them within autograd functions.
+Elementwise layers take a fifth of the time of PyTorch's operations for few rows. They record no gradient:
+`archon.models.cpu.fused` calls them within autograd functions. Sampling is one call and two passes over the logits;
+PyTorch needs twenty calls and ten passes. Matmuls with packed weights are a tenth to a sixth faster than oneDNN with
+few rows, as in a decoding step, and the result of a row does not depend on other rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.cpu.library import kernel, kernels
 
 PARALLEL = 1 << 15
 """Minimum entries that repay waking a second thread."""
+PARALLEL_PRODUCTS = 1 << 18
+"""Minimum multiplications of a matmul that repay it."""
 
 
 def can_use(x: Tensor, *operands: Tensor) -> bool:
@@ -138,3 +147,63 @@ def _layout(x: Tensor) -> tuple[int, int, int, int, int]:
 
 def _threads(x: Tensor) -> int:
     return torch.get_num_threads() if x.numel() >= PARALLEL else 1
+
+
+def draw(logits: Tensor, temperature: np.ndarray, greedy: np.ndarray, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Sample from softmax(logits / temperature).
+
+    Args:
+        logits: [R, V] with V at least 1, two-dimensional and accepted by `can_use`.
+        temperature: float64 [R], > 0.
+        greedy: bool [R]; these rows take the most likely token.
+        uniform: float64 [R] in [0, 1): position of each sampled token in the cumulative distribution.
+
+    Returns:
+        Tokens int64 [R], and their logprobs float32 [R], NaN for rows with non-finite logits.
+    """
+    rows, vocab = logits.shape
+    assert temperature.shape == greedy.shape == uniform.shape == (rows,)
+    inputs = [np.ascontiguousarray(x, dtype) for x, dtype in ((temperature, float), (greedy, bool), (uniform, float))]
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+    threads = min(rows, torch.get_num_threads()) if logits.numel() >= PARALLEL else 1
+    pointers = *(x.data_ptr() for x in (tokens, logprobs, logits)), *(x.ctypes.data for x in inputs)
+    kernel("draw")(*pointers, rows, vocab, logits.stride(0), threads)
+    return tokens, logprobs
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """Weight of a linear layer in panels of columns.
+
+    Attributes:
+        panels: [columns / width, in, width].
+        bias: [columns]; None for none.
+        columns: output features.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    columns: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [..., columns] for x [..., in]."""
+        depth = self.panels.shape[1]
+        assert x.dtype == torch.float32 and x.shape[-1] == depth
+        rows = x.reshape(-1, depth)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.columns)
+        threads = torch.get_num_threads() if len(rows) * depth * self.columns >= PARALLEL_PRODUCTS else 1
+        bias = None if self.bias is None else self.bias.data_ptr()
+        pointers = out.data_ptr(), rows.data_ptr(), self.panels.data_ptr(), bias
+        kernel("product")(*pointers, *rows.shape, self.columns, rows.stride(0), threads)
+        return out
+
+
+def pack_weight(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    """Return packed copies of weight [out, in] and bias [out]; None without kernels."""
+    if kernels() is None:
+        return None
+    width = kernel("panel_width")()
+    missing = -len(weight) % width
+    panels = F.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    return PackedLinear(panels, None if bias is None else bias.contiguous(), len(weight))
