@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from archon.models.args.moe import GROUP_ROUTED_FIELDS, GroupRoutedArgs
 from archon.models.base import BaseArchonModel
-from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, MAX_LAYERS, NO_WINDOWS, Field, dense_fields, with_defaults
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, MAX_LAYERS, Field, dense_fields, with_defaults
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.hf.state_dict import MTPStateDictAdapter
@@ -16,7 +16,6 @@ class Glm4MoEModelArgs(GroupRoutedArgs):
     """Arguments of GLM-4.5, see `GroupRoutedArgs`."""
 
     model_types = frozenset({"glm4_moe"})
-    hf_windows = NO_WINDOWS
     hf_ropes = RopePolicy(partial=0.5)
     hf_aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     # RoPE rotates half of the features, which must be an even number.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, NO_WINDOWS, Field, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, Field, dense_fields
 from archon.models.spec import define_family
 
 
@@ -13,7 +13,6 @@ class GraniteModelArgs(BaseModelArgs):
 
     model_types = frozenset({"granite"})
     biases_all_projections = True
-    hf_windows = NO_WINDOWS
     hf_fixed_values = {"mlp_bias": False}
     hf_examples = {"attention_multiplier": (0.1, 0.25)}
     hf_fields = dense_fields(HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048) | {

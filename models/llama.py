@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, NULLABLE_HEAD_DIM, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, NULLABLE_HEAD_DIM, dense_fields
 from archon.models.spec import define_family
 
 
@@ -13,7 +13,6 @@ class LlamaModelArgs(BaseModelArgs):
 
     model_types = frozenset({"llama"})
     biases_all_projections = True
-    hf_windows = NO_WINDOWS
     hf_fixed_values = {"mlp_bias": False, "pretraining_tp": 1}
     hf_fields = dense_fields(NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048)
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.args.moe import LOCAL_EXPERT_FIELDS, SEVERAL_EXPERTS, MoEModelArgs
 from archon.models.base import BaseArchonModel
-from archon.models.hf.config import NO_WINDOWS, Field, as_dict, dense_fields, reject_field, with_defaults
+from archon.models.hf.config import Field, as_dict, dense_fields, reject_field, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.moe import ExpertsLayer
@@ -24,7 +24,6 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
 
     model_types = frozenset({"minimax_m2"})
     has_no_dense_layers = True
-    hf_windows = NO_WINDOWS
     hf_ropes = RopePolicy(theta=5_000_000.0, partial=1.0, rotary_dim_field="rotary_dim")
     hf_aliases = {"num_experts": "num_local_experts"}
     # Fields of the published configs that transformers ignores.
@@ -50,8 +49,7 @@ class MiniMaxM2ModelArgs(MoEModelArgs):
         "num_mtp_modules": Field("", int, 0, minimum=0),
         "mtp_transformer_layers": Field("", int, 0, minimum=0),
     }
-    # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
-    hf_examples = {"num_experts_per_tok": (2, 3, 4)}
+    hf_examples = SEVERAL_EXPERTS
 
     def experts(self) -> ExpertsLayer:
         """See `MoEModelArgs.experts`."""

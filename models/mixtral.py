@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
+from archon.models.args.moe import LOCAL_EXPERT_FIELDS, SEVERAL_EXPERTS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
 from archon.models.hf.names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
@@ -27,8 +27,7 @@ class MixtralModelArgs(MoEModelArgs):
     hf_fields = dense_fields(
         NULLABLE_HEAD_DIM, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
     ) | with_defaults(LOCAL_EXPERT_FIELDS, num_local_experts=8, num_experts_per_tok=2)
-    # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
-    hf_examples = {"num_experts_per_tok": (2, 3, 4)}
+    hf_examples = SEVERAL_EXPERTS
 
 
 MixtralModel = BaseArchonModel[MixtralModelArgs]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_HF_MAP
-from archon.models.args.moe import MoEModelArgs
+from archon.models.args.moe import SEVERAL_EXPERTS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
@@ -35,8 +35,7 @@ class Qwen35MoeTextModelArgs(Qwen35TextModelArgs, MoEModelArgs):
         **MTP_FIELDS,
     }
     hf_fixed_values = Qwen35TextModelArgs.hf_fixed_values | {"norm_topk_prob": True, "decoder_sparse_step": 1}
-    # The normalized weight of a single expert is always 1, which leaves the router without a gradient.
-    hf_examples = Qwen35TextModelArgs.hf_examples | {"num_experts_per_tok": (2, 3, 4)}
+    hf_examples = Qwen35TextModelArgs.hf_examples | SEVERAL_EXPERTS
 
 
 # transformers writes one matrix per expert; published checkpoints stack them, see `BaseStateDictAdapter.for_keys`.

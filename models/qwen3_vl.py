@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, NO_WINDOWS, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, dense_fields
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.spec import define_family
@@ -25,7 +25,6 @@ class Qwen3VLTextModelArgs(BaseModelArgs):
 
     composite_types = {"qwen3_vl": "qwen3_vl_text"}
     biases_all_projections = True
-    hf_windows = NO_WINDOWS
     hf_ropes = RopePolicy(theta=500_000.0, ignored=MROPE_FIELDS)
     hf_fields = dense_fields(
         HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=32, max_position_embeddings=128_000, head_dim=128

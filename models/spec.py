@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from threading import RLock
 from typing import Any
@@ -18,7 +19,8 @@ from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.names import DENSE_HF_MAP, HFMap
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.parallelize import DENSE_TP_PLAN, MOE_TP_PLAN, make_parallelize_fn
+from archon.parallel.decoder import parallelize_decoder
+from archon.parallel.tensor import ParallelStyle
 from archon.schema.errors import UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,29 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     ),
 }
 UNSUPPORTED |= {f"{name}_text": UNSUPPORTED[name] for name in ("llama4", "gemma4")}
+
+
+# Treatment of each weight role under tensor parallelism; see `archon.parallel.tensor`.
+DENSE_TP_PLAN: dict[str, ParallelStyle] = {
+    "column": "split_rows",
+    "row": "split_columns",
+    "latent": "replicate",
+    "norm": "replicate",
+    "head_norm": "replicate",
+    "heads": "split_rows",
+    "heads_norm": "split_rows",
+    "embedding": "split_rows",
+    "head": "split_rows",
+    "value_head": "replicate",
+    "vision": "replicate",
+}
+# Experts need no entry: expert parallelism shards them.
+MOE_TP_PLAN: dict[str, ParallelStyle] = DENSE_TP_PLAN | {"router": "replicate"}
+
+
+def make_parallelize_fn(tp_plan: Mapping[str, ParallelStyle]) -> ParallelizeFn:
+    """Return `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
+    return partial(parallelize_decoder, tp_plan)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
 from archon.models.hf.checks import require
-from archon.models.hf.config import Field, WindowPolicy, as_dict, read_config, text_config
+from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, as_dict, read_config, text_config
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.feed_forward import DenseLayer, get_activation
@@ -84,6 +84,7 @@ class BaseModelArgs:
         attn_type: Attention backend, `auto` or a registered name.
         biases_all_projections: `attention_bias` also sets `attention_out_bias`.
         composite_types: Model types of composite configs, mapped to the type of their text decoder.
+        hf_windows: Rule for sliding windows; by default there are none, and config fields of windows are rejected.
         hf_examples: Values that `archon check-model` tries for fields specific to this family.
 
     Raises:
@@ -137,7 +138,7 @@ class BaseModelArgs:
     model_types: ClassVar[frozenset[str]] = frozenset()
     biases_all_projections: ClassVar[bool] = False
     hf_fields: ClassVar[dict[str, Field]]
-    hf_windows: ClassVar[WindowPolicy]
+    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_fixed_values: ClassVar[dict[str, Any]] = {}
     composite_types: ClassVar[dict[str, str]] = {}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
 from archon.models.hf.checks import reject_field, require
-from archon.models.hf.config import ATTENTION_BIAS, NO_WINDOWS, Field, WindowPolicy
+from archon.models.hf.config import ATTENTION_BIAS, Field
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
@@ -46,7 +46,6 @@ class DeltaNetModelArgs(BaseModelArgs):
     attention_gated: bool = True
 
     biases_all_projections: ClassVar[bool] = True
-    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25)
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {
         "full_attention_interval": (2, 2, 3),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from archon.models.args.moe import GroupRoutedArgs
 from archon.models.hf.checks import reject_field, require
-from archon.models.hf.config import ATTENTION_BIAS, MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict
+from archon.models.hf.config import ATTENTION_BIAS, MAX_LAYERS, Field, as_dict
 from archon.models.hf.names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
@@ -53,7 +53,6 @@ class LatentModelArgs(GroupRoutedArgs):
     value_dim: int = 128
     rope_interleaved: bool = True
 
-    hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_fixed_values: ClassVar[dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

@@ -94,6 +94,8 @@ class MoEModelArgs(BaseModelArgs):
         return config, extra
 
 
+# For `hf_examples`: the normalized weight of a single expert is always 1, which leaves the router without a gradient.
+SEVERAL_EXPERTS = {"num_experts_per_tok": (2, 3, 4)}
 # Experts of Mixtral and MiniMax-M2, in every layer.
 LOCAL_EXPERT_FIELDS = {
     "num_local_experts": Field("n_experts", int),

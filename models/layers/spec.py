@@ -27,8 +27,6 @@ class MixerSpec(abc.ABC):
         module_name: the block's attribute that holds the module.
         rope: rotation of queries and keys; None for none.
         window: each token attends to itself and the window - 1 tokens before it; None for all.
-        attention_width: query heads times the mean of key and value features, proportional to attention FLOPs; 0
-            without attention.
         shares_prefixes: whether documents with a common prefix can share its computation.
         gathers_keys: whether context parallelism can gather keys and values; otherwise it uses Ulysses.
     """
@@ -50,7 +48,7 @@ class MixerSpec(abc.ABC):
     @property
     @abc.abstractmethod
     def attention_width(self) -> int:
-        """Query heads times the mean of key and value features."""
+        """Query heads times the mean of key and value features, as in attention FLOPs; 0 without attention."""
 
     @property
     @abc.abstractmethod

@@ -10,8 +10,7 @@ from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, dense_field
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
-from archon.models.spec import family_spec
+from archon.models.spec import MOE_TP_PLAN, family_spec, make_parallelize_fn
 
 MODEL_TYPE = "archon_test_outside_moe"
 

@@ -9,9 +9,8 @@ from archon.models import is_supported_model, register_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
-from archon.models.spec import family_spec
+from archon.models.spec import MOE_TP_PLAN, family_spec, make_parallelize_fn
 
 MODEL_TYPE = "archon_test_shared_moe"
 ROUTED_TYPE = "archon_test_routed_moe"

@@ -18,10 +18,9 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import replace_prefix
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 from archon.models.qwen3_moe import Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
-from archon.models.spec import family_spec
+from archon.models.spec import MOE_TP_PLAN, family_spec, make_parallelize_fn
 
 LAYERS = 2
 DENSE: dict[str, Any] = {

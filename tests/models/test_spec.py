@@ -146,7 +146,7 @@ def test_parallelize_functions_have_the_contracts_signature(function: object) ->
 
 
 def test_every_weight_belongs_to_a_module_with_a_role_in_the_plan() -> None:
-    from archon.models.parallelize import DENSE_TP_PLAN
+    from archon.models.spec import DENSE_TP_PLAN
 
     for is_critic in (False, True):
         model = Qwen3Model(SPEC.model_args_class.from_hf_config(random_config(1, "qwen3"), is_critic=is_critic))

@@ -14,8 +14,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
 from archon.models.lora.targets import LoRASize
-from archon.models.parallelize import MOE_TP_PLAN
-from archon.models.spec import ModelSpec
+from archon.models.spec import MOE_TP_PLAN, ModelSpec
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.tools.planner.activations import LoRAMatrices, LoRAMatrix

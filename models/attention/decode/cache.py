@@ -7,16 +7,12 @@ from math import prod
 
 
 class CacheSpec:
-    """Cache of one layer; layers with equal specs share tensors. Subclasses are frozen dataclasses.
-
-    Attributes:
-        token_features: cached numbers per token.
-    """
+    """Cache of one layer; layers with equal specs share tensors. Subclasses are frozen dataclasses."""
 
     @property
     def token_features(self) -> int:
         """Cached numbers per token."""
-        return 0
+        return self.local_features(1)
 
     def sequence_bytes(self, width: int) -> int:
         """Return the cached bytes per sequence of any length, for a model dtype of `width` bytes."""
@@ -24,7 +20,7 @@ class CacheSpec:
 
     def local_features(self, tp: int) -> int:
         """Return the cached numbers per token of one of `tp` ranks, which split the heads or share one."""
-        return self.token_features
+        return 0
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,6 @@ class PagedRows(CacheSpec):
     key_features: int
     value_features: int
     values_in_keys: bool = False
-
-    @property
-    def token_features(self) -> int:
-        """See `CacheSpec.token_features`."""
-        return self.local_features(1)
 
     def local_features(self, tp: int) -> int:
         """See `CacheSpec.local_features`."""

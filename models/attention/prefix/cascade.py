@@ -54,6 +54,10 @@ class Part:
     query_rows: Tensor
     key_rows: Tensor
 
+    def select(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the documents' queries, keys and values."""
+        return q.index_select(0, self.query_rows), k.index_select(0, self.key_rows), v.index_select(0, self.key_rows)
+
     @classmethod
     def from_spans(cls, queries: Sequence[Spans], keys: Sequence[Spans], device: torch.device) -> Part:
         """Return the documents of these spans of tokens."""
@@ -179,7 +183,7 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         queries, keys = part.query_rows, part.key_rows
         run_out, run_lse = run_kernel.forward(q, k, v)
-        out, context_lse = context_kernel.forward(*(x.index_select(0, rows) for x, rows in _rows(part, q, k, v)))
+        out, context_lse = context_kernel.forward(*part.select(q, k, v))
         for lse, tokens in ((run_lse, len(q)), (context_lse, len(queries))):
             assert lse.shape == (q.shape[1], tokens), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
         lse = run_lse.index_copy(1, queries, torch.logaddexp(run_lse.index_select(1, queries), context_lse))
@@ -201,7 +205,7 @@ class _Merged(torch.autograd.Function):
         grads = run_kernel.backward(grad, q, k, v, out, lse)
         context_grads = context_kernel.backward(
             grad.index_select(0, queries),
-            *(x.index_select(0, rows) for x, rows in _rows(part, q, k, v)),
+            *part.select(q, k, v),
             out.index_select(0, queries),
             lse.index_select(1, queries),
         )
@@ -212,10 +216,6 @@ class _Merged(torch.autograd.Function):
         ]
         dsinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
         return *sums, dsinks, None, None, None
-
-
-def _rows(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    return (q, part.query_rows), (k, part.key_rows), (v, part.key_rows)
 
 
 def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:

@@ -122,17 +122,14 @@ class SharedPrefixes:
                 members.append([])
             place.append(len(members[depth[number]]))
             members[depth[number]].append(number)
-        return tuple(self._level([self.parents[number] for number in runs], place, device) for runs in members)
-
-    @staticmethod
-    def _level(runs: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
-        rows = torch.cat([torch.arange(first, first + length) for first, length, _ in runs])
-        lengths = tuple(length for _, length, _ in runs)
-        bounds = cu_seqlens_from_lengths(lengths, device)
-        before = None
-        if runs[0][2] >= 0:
-            before = to_device_async(torch.tensor([place[parent] for _, _, parent in runs]), device)
-        return Level(to_device_async(rows, device), PackedDocuments(bounds, max(lengths), lengths), before)
+        levels = list[Level]()
+        for numbers in members:
+            firsts, lengths, parents = zip(*(self.parents[number] for number in numbers), strict=True)
+            rows = to_device_async(torch.from_numpy(ranges(firsts, lengths)), device)
+            documents = PackedDocuments(cu_seqlens_from_lengths(lengths, device), max(lengths), lengths)
+            before = torch.tensor([place[parent] for parent in parents]) if levels else None
+            levels.append(Level(rows, documents, None if before is None else to_device_async(before, device)))
+        return tuple(levels)
 
     @cached_property
     def level_order(self) -> Tensor:

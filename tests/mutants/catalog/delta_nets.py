@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a branch continues the state of the run next to the one before it",
         "models/attention/prefix/plan.py",
-        "torch.tensor([place[parent] for _, _, parent in runs])",
-        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in runs])",
+        "torch.tensor([place[parent] for parent in parents])",
+        "torch.tensor([max(place[parent] - 1, 0) for parent in parents])",
         ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
     ),
     Mutant(

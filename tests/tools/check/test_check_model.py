@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import NO_WINDOWS, Field, dense_fields
-from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.hf.names import DENSE_HF_MAP
 from archon.models.hf.state_dict import BaseStateDictAdapter
