@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
@@ -23,7 +22,7 @@ from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
 from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
-from archon.parallel.torch_parts import require_private_apis
+from archon.parallel.torch_private import register_dataclass
 from archon.schema.errors import BatchError
 
 __all__ = ["BaseArchonModel", "BaseModelArgs", "ModelInputs", "TransformerBlock"]
@@ -68,10 +67,6 @@ class TransformerBlock(nn.Module):
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
-
-
-PRIVATE_APIS = ("torch.utils._pytree.register_dataclass",)
-require_private_apis("model inputs", PRIVATE_APIS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,33 +6,18 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from archon.parallel.torch_parts import require_private_apis
+from archon.parallel.torch_private import ignore_profiler_marks, replace_class
 from archon.schema.config import ActivationCheckpointConfig
 
-PRIVATE_APIS = (
-    "torch.utils.checkpoint.SAC_IGNORED_OPS",
-    "torch.ops.profiler._record_function_enter_new.default",
-    "torch.ops.profiler._record_function_exit._RecordFunction",
-)
-require_private_apis("activation checkpointing", PRIVATE_APIS)
+ignore_profiler_marks()
 
 # Matmuls that are expensive to recompute and small to keep. Batched matmuls are not listed: in a decoder they belong to
 # unfused attention, and the attention backward recomputes them anyway.
 _SAVED_MATMULS = frozenset(
     {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
-)
-
-# FSDP gathers separately sharded experts inside the block, so the recomputed block emits another number of profiler
-# marks. PyTorch compares the counts of all operators that are not ignored, and would raise an error.
-SAC_IGNORED_OPS.update(
-    {
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
 )
 
 
@@ -57,8 +42,7 @@ def apply_activation_checkpointing(
     saved = _SAVED_MATMULS | attention_ops if config.mode == "selective" and config.selective == "op" else None
     for position, block in enumerate(layers, start=1):
         if position % every == 0:
-            block_class: Any = type(block)
-            block.__class__ = _checkpointed_class(block_class, saved)
+            replace_class(block, _checkpointed_class(type(block), saved))
 
 
 @cache

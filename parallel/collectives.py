@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves
-from archon.parallel.torch_groups import group_by_name
+from archon.parallel.torch_private import TorchDispatchMode, group_by_name, script_type, tree_leaves
 
 # Operator name (functional, c10d with lists, c10d with one tensor) -> reported kind.
 _KINDS = {
@@ -74,13 +73,13 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def record(self, func: Any, args: Any) -> None:
         """Count `func` if it is a collective."""
-        kind = collective_kind(func.namespace, func._opname)
+        kind = collective_kind(func.namespace, func.overloadpacket.__name__)
         if kind is None:
             return
         group = collective_group(args)
         traffic = CollectiveType(kind, self.names.get(group.group_name, "other"), group.size())
         # A functional all-gather has only its input among its arguments.
-        factor = group.size() if func._opname == "all_gather_into_tensor" else 1
+        factor = group.size() if func.overloadpacket.__name__ == "all_gather_into_tensor" else 1
         largest = max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
         before = self.sums.get(traffic, CollectiveStats())
         self.sums[traffic] = CollectiveStats(before.count + 1, before.bytes + factor * largest)
@@ -94,7 +93,7 @@ def collective_kind(namespace: str, operator: str) -> str | None:
 def collective_group(args: Any) -> dist.ProcessGroup:
     """Return the process group from the arguments of a collective: a group name or a boxed group."""
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in script_type(arg):
             return dist.ProcessGroup.unbox(arg)
     return group_by_name(args[-1])
 

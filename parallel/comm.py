@@ -17,19 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from archon.parallel.torch_groups import group_by_name
-from archon.parallel.torch_parts import require_private_apis
-
-PRIVATE_APIS = (
-    "torch.ops._c10d_functional.all_gather_into_tensor.default",
-    "torch.ops._c10d_functional.reduce_scatter_tensor.default",
-    "torch.ops._c10d_functional.all_to_all_single.default",
-    "torch.ops._c10d_functional.all_reduce.default",
-    "torch.ops._c10d_functional.wait_tensor.default",
-)
-require_private_apis("collectives", PRIVATE_APIS)
-
-_ops = torch.ops._c10d_functional
+from archon.parallel.torch_private import functional_collectives as _ops
+from archon.parallel.torch_private import group_by_name
 
 
 @dataclass(frozen=True)

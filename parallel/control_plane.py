@@ -18,7 +18,8 @@ from torch import Tensor
 
 from archon.parallel.comm import Group
 from archon.parallel.gloo import use_single_worker_gloo
-from archon.parallel.torch_groups import default_group, time_limit
+from archon.parallel.mesh import default_group
+from archon.parallel.torch_private import time_limit
 from archon.schema.errors import CheckpointError, ConfigError
 
 LONG_TIMEOUT_PREFIX = "archon control plane, patient: "

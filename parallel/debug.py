@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from archon.parallel.torch_groups import all_groups, set_default_time_limit, set_time_limit
+from archon.parallel.torch_private import all_groups, set_default_time_limit, set_time_limit
 from archon.schema.errors import LayoutError
 
 

@@ -181,7 +181,7 @@ class ArchonParallelDims:
 
 
 def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
-    from archon.parallel.torch_groups import default_group
+    from archon.parallel.mesh import default_group
 
     ensure_process_group(dims.device_type)
     return _meshes_of_world(default_group(), dims)
@@ -190,7 +190,7 @@ def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
 @cache
 def _meshes_of_world(world: ProcessGroup, dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
     """Return the meshes of a layout in the default group `world`; another default group has meshes of its own."""
-    from archon.parallel.torch_groups import build_meshes
+    from archon.parallel.mesh import build_meshes
 
     return build_meshes(dims.device_type, dims.world_size, dims.grids)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
 from archon.parallel.tensor import lora_layers, shard_parameter
-from archon.parallel.torch_groups import concat_meshes
+from archon.parallel.torch_private import concat_meshes
 from archon.schema.errors import LayoutError
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from archon.parallel.comm import Group
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import StagedModel, StagePlan
-from archon.parallel.torch_parts import require_private_apis
+from archon.parallel.torch_private import require_private_apis, run_schedule
 
 _CLASSES = {
     "1f1b": "Schedule1F1B",
@@ -20,14 +20,7 @@ _CLASSES = {
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
-PRIVATE_APIS = (
-    *(f"torch.distributed.pipelining.schedules.{name}._step_microbatches" for name in _CLASSES.values()),
-    *(
-        f"torch.distributed.pipelining.PipelineStage.{name}"
-        for name in ("forward_maybe_with_nosync", "backward_one_chunk", "backward_weight_one_chunk", "is_first")
-    ),
-)
-require_private_apis("pipelines", PRIVATE_APIS)
+require_private_apis("pipeline")
 
 Run = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) -> hidden states, or the scalar loss of the last stage."""
@@ -77,13 +70,8 @@ class Pipeline:
         for stage in stages:
             stage.run, stage.has_backward = run, True
         first = [(torch.zeros((), device=self.device),) if 0 in self.model.numbers else ()] * micro_batches
-        schedule._step_microbatches(
-            first,
-            [{"micro_batch": index} for index in range(micro_batches)],
-            target_mbs=[torch.zeros((), device=self.device)] * micro_batches,
-            return_outputs=False,
-        )
-        schedule._internal_losses.clear()
+        numbers = [{"micro_batch": index} for index in range(micro_batches)]
+        run_schedule(schedule, first, numbers, [torch.zeros((), device=self.device)] * micro_batches)
         for stage in stages:
             del stage.run  # it holds the batch
 

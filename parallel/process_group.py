@@ -15,7 +15,7 @@ from archon.parallel.control_plane import LONG_TIMEOUT_PREFIX
 from archon.parallel.failure import FailureMonitor
 from archon.parallel.gloo import init_process_group
 from archon.parallel.rendezvous import join_rendezvous
-from archon.parallel.torch_groups import all_groups, set_time_limit
+from archon.parallel.torch_private import all_groups, set_time_limit
 from archon.schema.errors import LayoutError
 
 

@@ -38,7 +38,15 @@ from archon.parallel.collectives import (
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel
-from archon.parallel.torch_dispatch import FakeTensor, FakeTensorMode, join_fake_group, unset_fake_temporarily
+from archon.parallel.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    fused_adamw,
+    grouped_mm,
+    join_fake_group,
+    local_scalar_dense,
+    unset_fake_temporarily,
+)
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 
@@ -168,7 +176,7 @@ class FakeExecution(CollectiveRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._fused_adamw_.default:
+        if func is fused_adamw:
             return None  # no communication; flattening its thousands of arguments takes longer than the whole step
         if DTensor in types:
             return NotImplemented  # dispatched again with its local tensors
@@ -176,9 +184,9 @@ class FakeExecution(CollectiveRecorder):
         flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if func is aten._local_scalar_dense.default:
+            if func is local_scalar_dense:
                 return 1.0 if args[0].is_floating_point() else 1
-            if func is aten._grouped_mm.default:
+            if func is grouped_mm:
                 return _grouped_shape(*args, **kwargs)
             return func(*args, **kwargs)
         if not tensors and not _is_real(func, kwargs):
@@ -186,7 +194,7 @@ class FakeExecution(CollectiveRecorder):
         if any(x.is_meta for x in tensors) and kwargs.get("device", torch.device("meta")).type != "meta":
             return func(*args, **kwargs)
         with unset_fake_temporarily():
-            if kind := collective_kind(func.namespace, func._opname):
+            if kind := collective_kind(func.namespace, func.overloadpacket.__name__):
                 return _fake_collective(kind, func, args, kwargs)
             return func(*args, **kwargs)
 
@@ -205,15 +213,16 @@ def _fake_collective(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of a collective among ranks with equal tensors."""
     if func.namespace == "c10d":
         result = func(*args, **kwargs)  # sends nothing
-        if func._opname == "allgather_":
+        operator = func.overloadpacket.__name__
+        if operator == "allgather_":
             for out, x in zip(args[0], args[1], strict=True):
                 for part in out:
                     part.copy_(x)
-        elif func._opname == "recv_":
+        elif operator == "recv_":
             args[0][0].fill_(1)  # stages exchange whether shapes are known
-        elif func._opname == "broadcast_" and args[0][0].dtype == torch.uint8:
+        elif operator == "broadcast_" and args[0][0].dtype == torch.uint8:
             args[0][0].copy_(torch.tensor(list(_MESSAGE.ljust(args[0][0].numel()))))
-        elif func._opname == "broadcast_" and args[0][0].dim() == 0:
+        elif operator == "broadcast_" and args[0][0].dim() == 0:
             args[0][0].fill_(len(_MESSAGE))  # a control plane sends it before a message
         return result
     x, size = args[0], collective_group(args).size()

@@ -15,12 +15,9 @@ from torch.optim import AdamW, Optimizer
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
-from archon.parallel.torch_parts import require_private_apis
+from archon.parallel.torch_private import foreach_mul_, foreach_norm
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError, UserError
-
-PRIVATE_APIS = ("torch._foreach_norm", "torch._foreach_mul_")
-require_private_apis("gradient clipping", PRIVATE_APIS)
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | Non
     # 2. Sum their squares, with one collective per group.
     totals = torch.zeros(len(owners), dtype=torch.float64, device=grads[0][1].device)
     for groups, parts in by_ranks.values():
-        norms = torch.stack(torch._foreach_norm([chunk for chunks in parts for chunk in chunks]))
+        norms = torch.stack(foreach_norm([chunk for chunks in parts for chunk in chunks]))
         of_owners = norms.double().square().split([len(chunks) for chunks in parts])
         squares = torch.stack([of_owner.sum() for of_owner in of_owners])
         for group in groups:
@@ -124,7 +121,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
     if max_norm is None or norm <= max_norm:
         return
     grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, max_norm / norm)
+    foreach_mul_(grads, max_norm / norm)
 
 
 class SkippedSteps:

@@ -17,11 +17,11 @@ from archon.engine.train_step import BatchLoss, MicroBatchRunner
 from archon.parallel.comm import Group
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor, reshard
+from archon.parallel.mesh import default_group, shared_group
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.ranks import SOLO, Ranks
-from archon.parallel.torch_groups import default_group, shared_group
 
 
 class PipelineRunner:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from archon.parallel.torch_groups import run_store
+from archon.parallel.torch_private import run_store
 
 POLL_S = 1.0
 """Seconds between checks for stalls reported by other ranks."""

@@ -21,6 +21,7 @@ from archon.models.layers.token_scores import apply_soft_cap
 from archon.models.lora.mapping import LoRAMapping
 from archon.models.lora.model import add_lora_like, is_lora
 from archon.parallel.gather import full_tensors
+from archon.parallel.torch_private import onednn_linear, onednn_pack
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
@@ -153,13 +154,7 @@ def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
         return product
     if not has_onednn():
         return None
-    columns = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
-    return partial(_onednn_linear, columns, bias)
-
-
-def _onednn_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return out
+    return partial(onednn_linear, weight=onednn_pack(weight, _PACKING_ROWS), bias=bias)
 
 
 def _can_pack(module: nn.Module) -> bool:

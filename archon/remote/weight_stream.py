@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.parallel.torch_private import separate_group
+
 BUCKET_BYTES = 2**25
 ALIGNMENT = 16
 """Each tensor of a bucket begins at a multiple of these bytes, so that it can be read in place."""
@@ -152,16 +154,7 @@ class _Group:
 
     def __init__(self, store: dist.Store, rank: int, size: int, backend: str, address: str, limit: timedelta) -> None:
         prefixed = dist.PrefixStore("weights", store)
-        distributed: Any = dist  # a build without CUDA has no NCCL
-        if backend == "nccl":
-            kind = distributed.ProcessGroupNCCL
-            options = kind.Options()
-        else:
-            kind = distributed.ProcessGroupGloo
-            options = kind._Options()
-            options._devices, options._threads = [kind.create_device(hostname=address)], 1
-        options._timeout = limit
-        self._backend: Any = kind(prefixed, rank, size, options)
+        self._backend: Any = separate_group(prefixed, rank, size, backend, address, limit)
         # The group's thread must not be the last to hold a tensor when the group ends: it would wait for the GIL, and
         # Python for the thread.
         self._held: Tensor | None = None

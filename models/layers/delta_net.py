@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
 from archon.parallel.comm import Group, all_gather, local
 from archon.parallel.context import ulysses_repeat
+from archon.parallel.torch_private import ConversionHook
 
 
 class ShortConvolution(nn.Module):
@@ -217,7 +218,7 @@ def _log_uniform(x: Tensor) -> Tensor:
     return x.uniform_(0.01, 16).log_()
 
 
-class LogDecay(nn.Module):
+class LogDecay(ConversionHook):
     """Log-decay of each head, -exp(A_log) softplus(a + dt_bias).
 
     Parameters and result are in at least float32 in every model, because the decays of a document's tokens are
@@ -242,9 +243,6 @@ class LogDecay(nn.Module):
         rate, bias = local(self.A_log).to(wide).exp(), local(self.dt_bias).to(wide)
         return -rate * F.softplus(a.to(wide) + bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def keep_wide(x: Tensor) -> Tensor:
-            converted = fn(x)
-            return converted if converted.dtype.itemsize >= 4 else x.to(converted.device)
-
-        return super()._apply(keep_wide, recurse)
+    def adjust_converted(self, before: Tensor, after: Tensor) -> Tensor:
+        """Keep at least float32."""
+        return after if after.dtype.itemsize >= 4 else before.to(after.device)

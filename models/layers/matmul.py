@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from archon.parallel.torch_private import has_onednn_linear, onednn_linear
+
 # Smaller matmuls use torch: oneDNN spends half a millisecond on a primitive for each new shape, and every batch of
 # documents has new shapes.
 MIN_MULTIPLICATIONS = 1 << 25
@@ -25,11 +27,7 @@ MIN_MULTIPLICATIONS = 1 << 25
 @functools.cache
 def has_onednn() -> bool:
     """Return whether this processor and torch version support oneDNN's matmul."""
-    return (
-        platform.machine() in ("x86_64", "AMD64")
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available() and has_onednn_linear()
 
 
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
@@ -52,7 +50,7 @@ def _dense(x: Tensor) -> Tensor:
 def matmul_nt(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left [..., k] @ right [n, k]^T + bias [n]: [..., n]. Not differentiable."""
     if _can_use_onednn(left, right):
-        return torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), bias, "none", [], "")
+        return onednn_linear(_dense(left), _dense(right), bias)
     return F.linear(left, right, bias)
 
 

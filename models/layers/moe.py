@@ -7,7 +7,7 @@ with p the softmax, or the sigmoid, of the router's logits, optionally divided b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
@@ -27,6 +27,7 @@ from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
 from archon.parallel.fp8 import Fp8Scaling
+from archon.parallel.torch_private import ConversionHook
 from archon.schema.errors import ConfigError
 
 CAN_COMPILE_SCALED_GROUPED_MM = TorchVersion(torch.__version__) >= "2.13"
@@ -150,7 +151,7 @@ def _moved(bias: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(bias, dtype=dtype, device=device) if leaves_meta else bias.to(device, dtype)
 
 
-class Router(nn.Module):
+class Router(ConversionHook):
     """Chooses `top_k` of `n_experts` for each token and computes their weights, in at least float32.
 
     `expert_bias` [E], if the spec has one, is added to the scores to choose experts, but not to compute their weights
@@ -165,14 +166,11 @@ class Router(nn.Module):
         self.gate = Linear(dim, spec.n_experts, bias=spec.router_bias, role="router")
         self.register_buffer("expert_bias", torch.zeros(spec.n_experts) if spec.has_expert_bias else None)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Convert or move the module; keep the bias in at least float32, and 0 when it leaves the meta device."""
-        before = self.expert_bias
-        super()._apply(fn, recurse)
-        if before is not None and self.expert_bias is not None:
-            dtype = torch.promote_types(self.expert_bias.dtype, torch.float32)
-            self.expert_bias = _moved(before, self.expert_bias.device, dtype)
-        return self
+    def adjust_converted(self, before: Tensor, after: Tensor) -> Tensor:
+        """Keep the expert bias in at least float32, and 0 when it leaves the meta device."""
+        if before is not self.expert_bias:
+            return after
+        return _moved(before, after.device, torch.promote_types(after.dtype, torch.float32))
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Move the bias to `device`; a bias on the meta device becomes 0, another one keeps its values."""

@@ -83,7 +83,7 @@ class MultiLoRALayer(nn.ModuleDict):
 
     def part(self, name: str) -> LoRALayer | None:
         """Return the LoRA with this name, or None."""
-        lora = self._modules.get(name)
+        lora = getattr(self, name, None)
         return lora if isinstance(lora, LoRALayer) else None
 
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:

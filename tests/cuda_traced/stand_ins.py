@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archon.parallel.torch_dispatch import join_fake_group
+from archon.parallel.torch_private import join_fake_group
 from tests.cuda_traced.trace import MixedDevicesError
 
 

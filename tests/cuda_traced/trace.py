@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from archon.parallel.torch_dispatch import (
+from archon.parallel.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,

@@ -148,7 +148,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from archon.parallel.layout import parse_layout
-from archon.parallel.torch_dispatch import join_fake_group
+from archon.parallel.torch_private import join_fake_group
 
 for earlier_layouts in ([], ["d4", "c4"]):
     join_fake_group(0, 4)
@@ -171,7 +171,7 @@ def test_grids_share_groups_of_the_same_dimension() -> None:
     code = """
 from archon.parallel.layout import parse_layout
 from archon.parallel.dims import _grid_meshes
-from archon.parallel.torch_dispatch import join_fake_group
+from archon.parallel.torch_private import join_fake_group
 join_fake_group(0, 8)
 meshes = _grid_meshes(parse_layout("d2p2t2").dims())
 print(len({mesh["pp"].get_group().group_name for mesh in meshes.values()}), len(meshes))

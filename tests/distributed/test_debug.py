@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from archon.parallel import check_tensor_consistency, patch_dist_group_timeout
-from archon.parallel.torch_groups import default_group, time_limit
+from archon.parallel.mesh import default_group
+from archon.parallel.torch_private import time_limit
 from archon.schema.errors import LayoutError
 from archon.tools.check.rank_pool import Pool
 

@@ -24,9 +24,9 @@ from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group
 from archon.parallel.layout import parse_layout
+from archon.parallel.mesh import default_group
 from archon.parallel.pipeline import StagedModel, StagePlan, plan_stages, prune
 from archon.parallel.pipeline_schedule import Pipeline, _Stage
-from archon.parallel.torch_groups import default_group
 from archon.schema.config import PipelineConfig
 from archon.tools.check import layouts
 from archon.tools.check.layouts import LENGTHS, VOCAB

@@ -19,7 +19,8 @@ from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
 from archon.parallel.control_plane import LONG_TIMEOUT_PREFIX, ControlPlane
 from archon.parallel.failure import FailureMonitor
 from archon.parallel.layout import parse_layout
-from archon.parallel.torch_groups import all_groups, default_group, set_time_limit, time_limit
+from archon.parallel.mesh import default_group
+from archon.parallel.torch_private import all_groups, set_time_limit, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.tools.check.layouts import rank_rows
 from archon.tools.check.rank_pool import Pool

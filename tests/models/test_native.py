@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from archon.models.cpu import fused, library, operations
-from archon.parallel.torch_dispatch import FakeTensorMode
+from archon.parallel.torch_private import FakeTensorMode
 from tests.tolerances import FORMULA_FP32
 
 ROWS = 37

@@ -6,17 +6,17 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from archon.models.layers.head import LMHead
 from archon.parallel.phase import phase_listener
+from archon.parallel.torch_private import wrap_waits
 from archon.tools.bench.partition import LABEL, STEP, Profile, read_profile
 
 # Kinds of collectives by c10d's `OpType`, the only information that a wait has.
@@ -76,19 +76,6 @@ def _label_head(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def label_waits() -> Iterator[None]:
+def label_waits() -> AbstractContextManager[None]:
     """Label the waits for collectives in Python, which the profiler does not record as operators."""
-    work_class: Any = dist.Work
-    wait = work_class.wait
-
-    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
-        with phase_label(kind):
-            return wait(work, *args, **kwargs)
-
-    work_class.wait = labeled_wait
-    try:
-        yield
-    finally:
-        work_class.wait = wait
+    return wrap_waits(lambda kind: phase_label(_KIND_OF_OP_TYPE.get(kind, "collective")))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from archon.models.attention.spec import AttentionSpec
+from archon.parallel.torch_private import softmax_backward
 
 # Queries per block. From LONG keys on, the larger block has more efficient matmuls and wastes little.
 BLOCK, LONG_BLOCK, LONG = 64, 128, 1024
@@ -160,7 +161,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                 dp = blocks.product(grad_rows, v_NSD[n, keys].transpose(1, 2))
                 if dsinks is not None:
                     dp[..., -1].zero_()
-                ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+                ds = softmax_backward(dp, p, -1, p.dtype)
                 if dsinks is not None:
                     dsinks[n] += ds[..., -1].unflatten(1, rows.shape[1:3]).sum(-1)
                     ds = ds[..., :-1]

@@ -21,9 +21,7 @@ from archon.models.attention.prefix.cascade import Bounds, cascade_attention
 from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
 from archon.models.attention.spec import AttentionSpec
-from archon.parallel.torch_parts import require_private_apis
-
-PRIVATE_APIS = ("torch.nn.attention.varlen._varlen_attn_backward",)
+from archon.parallel.torch_private import require_private_apis, varlen_attn_backward
 
 
 @dataclass
@@ -98,12 +96,10 @@ class _Varlen(FlashKernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from torch.nn.attention.varlen import _varlen_attn_backward
-
         (cu_q, max_q), (cu_k, max_k) = self.queries, self.keys
         is_causal, no_dropout = self.window == (-1, 0), torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = max_q, max_k, is_causal, no_dropout, self.spec.scale, list(self.window)
-        return _varlen_attn_backward(grad, q, k, v, out, lse, cu_q, cu_k, *options)
+        return varlen_attn_backward(grad, q, k, v, out, lse, cu_q, cu_k, *options)
 
 
 class VarlenAttention(FlashKernelBackend):
@@ -128,7 +124,7 @@ class VarlenAttention(FlashKernelBackend):
 
 @functools.cache
 def _check_parts() -> None:
-    require_private_apis("attention sinks and shared prefixes with attn_type varlen", PRIVATE_APIS)
+    require_private_apis("varlen")
 
 
 @functools.cache

@@ -44,8 +44,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the parameters of decays are rounded with the model",
         "models/layers/delta_net.py",
-        "return converted if converted.dtype.itemsize >= 4 else x.to(converted.device)",
-        "return converted",
+        "return after if after.dtype.itemsize >= 4 else before.to(after.device)",
+        "return after",
         (f"{DELTA}::test_decays_stay_float32_in_a_bfloat16_model",),
     ),
     Mutant(

@@ -88,8 +88,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clipped gradients are shorter than the bound",
         "archon/engine/optim.py",
-        "torch._foreach_mul_(grads, max_norm / norm)",
-        "torch._foreach_mul_(grads, max_norm / (norm + 1.0))",
+        "foreach_mul_(grads, max_norm / norm)",
+        "foreach_mul_(grads, max_norm / (norm + 1.0))",
         ("tests/engine/test_optim.py",),
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sizes that are equal in the first batch are compiled in as one",
-        "parallel/compile.py",
+        "parallel/torch_private.py",
         "before, shapes.use_duck_shape = shapes.use_duck_shape, False",
         "before = shapes.use_duck_shape",
         ("tests/engine/test_precision.py::test_sizes_that_only_the_first_batch_has_in_common_are_not_compiled_in",),

@@ -53,8 +53,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a router's bias is rounded with the model",
         "models/layers/moe.py",
-        "torch.promote_types(self.expert_bias.dtype, torch.float32)",
-        "self.expert_bias.dtype",
+        "torch.promote_types(after.dtype, torch.float32)",
+        "after.dtype",
         (f"{ROUTER}::test_the_correction_bias_stays_wide_is_0_where_given_memory_and_keeps_what_was_loaded",),
     ),
     Mutant(

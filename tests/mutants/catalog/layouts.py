@@ -10,7 +10,7 @@ CONSECUTIVE = "tests/distributed/test_consecutive_engines.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "equal meshes of two layouts have different process groups",
-        "parallel/torch_groups.py",
+        "parallel/mesh.py",
         "@cache\ndef shared_group(",
         "def shared_group(",
         (f"{CONSECUTIVE}::test_consecutive_engines_use_their_own_groups[tied]",),
@@ -24,8 +24,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "DTensor's caches keep the meshes of a destroyed default group",
-        "parallel/torch_groups.py",
-        "    dist.tensor.debug._clear_sharding_prop_cache()\n",
+        "parallel/mesh.py",
+        "    clear_mesh_caches()\n",
         "",
         (f"{CONSECUTIVE}::test_meshes_of_a_destroyed_default_group_are_not_used",),
     ),

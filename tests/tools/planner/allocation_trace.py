@@ -18,7 +18,7 @@ from archon.engine.dry_run import RankReport, dry_run_config, fake_step, rank_re
 from archon.engine.engine import ArchonEngine
 from archon.engine.forkserver import forkserver_context
 from archon.parallel.fsdp import local_tensor
-from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves, wait_tensor
+from archon.parallel.torch_private import TorchDispatchMode, tree_leaves, wait_tensor
 from archon.schema.config import EngineConfig
 
 

@@ -1,74 +1,21 @@
-"""Private PyTorch APIs of process groups and device meshes."""
+"""Device meshes of several grids with one root and shared process groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from archon.parallel.torch_parts import require_private_apis
-
-PRIVATE_APIS = (
-    "torch.distributed.distributed_c10d._world.pg_map",
-    "torch.distributed.distributed_c10d._get_default_group",
-    "torch.distributed.distributed_c10d.default_pg_nccl_timeout",
-    "torch.distributed.distributed_c10d.default_pg_timeout",
-    "torch.distributed.distributed_c10d._get_default_store",
-    "torch.distributed.distributed_c10d._resolve_process_group",
-    "torch.distributed.ProcessGroup._device_types",
-    "torch.distributed.ProcessGroup._get_backend",
-    "torch.distributed.device_mesh.DeviceMesh._root_mesh",
-    "torch.distributed.device_mesh.DeviceMesh._concatenate",
-    "torch.distributed.tensor.debug._clear_sharding_prop_cache",
-)
-require_private_apis("process groups and meshes", PRIVATE_APIS)
+from archon.parallel.torch_private import clear_mesh_caches, set_root_mesh
 
 
 def default_group() -> dist.ProcessGroup:
     """Return the group of all processes, which must be initialized."""
-    return dist.distributed_c10d._get_default_group()
-
-
-def run_store() -> dist.Store:
-    """Return a separate connection to the rendezvous store, for use by one thread."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()  # missing in the type stubs
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the group that functional collectives know by `name`."""
-    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
-
-
-def all_groups() -> list[dist.ProcessGroup]:
-    """Return every group that this process belongs to."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Set the time limit of the group's later collectives, on all its devices."""
-    for device in group._device_types:
-        backend: Any = group._get_backend(device)
-        if hasattr(backend, "_set_default_timeout"):  # a fake group has none
-            backend._set_default_timeout(limit)
-
-
-def set_default_time_limit(limit: timedelta) -> None:
-    """Set the time limit of groups that are made without one."""
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(dist.distributed_c10d, name, limit)
-
-
-def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of the group's CPU collectives; PyTorch's default for a group without options."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", dist.default_pg_timeout)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def build_meshes(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
@@ -94,7 +41,7 @@ def build_meshes(device_type: str, world_size: int, grids: Mapping[str, Mapping[
 def _root_mesh(world: dist.ProcessGroup, device_type: str, world_size: int) -> DeviceMesh:
     """Return the root of all meshes of a default group."""
     # A new default group numbers its groups from 0 again: a cached mesh of the previous one would name other ranks.
-    dist.tensor.debug._clear_sharding_prop_cache()
+    clear_mesh_caches()
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
 
 
@@ -108,9 +55,7 @@ def _grid_mesh(world: dist.ProcessGroup, root: DeviceMesh, sizes: Mapping[str, i
         assert group is not None  # every rank is in a row
         groups.append(group)
     mesh = DeviceMesh.from_group(groups, root.device_type, mesh=ranks, mesh_dim_names=tuple(sizes))
-    mesh._root_mesh = root
-    # torch.compile looks up the groups of a mesh in its root's registry, if this version of PyTorch has one.
-    getattr(root, "_pg_registry", {}).update(getattr(mesh, "_pg_registry", {}))
+    set_root_mesh(mesh, root)
     return mesh
 
 
@@ -134,8 +79,3 @@ def shared_group(
         if dist.get_rank() in ranks:
             local_group = group
     return local_group
-
-
-def concat_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with the dimensions of all, which must be of one root."""
-    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))

@@ -1,0 +1,505 @@
+"""Every private PyTorch API of archon. No other module uses a private name of PyTorch or changes one of its classes.
+
+`PRIVATE_APIS` lists the names, with the reason why no public API does the same. Names of modules that `import torch`
+loads are checked on import; `require_private_apis` checks the others before their first use, so an unsupported version
+of PyTorch fails with one line. tests/parallel/test_torch_private.py fails once an entry is no longer needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from archon.schema.errors import ConfigError
+
+SUPPORTED_TORCH = "2.11 to 2.13"
+
+
+@dataclass(frozen=True)
+class PrivateApi:
+    """Private PyTorch names of one feature.
+
+    Attributes:
+        feature: the feature that fails without them.
+        names: dotted names of modules or attributes.
+        purpose: their use in archon.
+        reason: why no public API does the same.
+        torch: the versions of PyTorch with which they work.
+        on_import: check the names when this module is imported.
+    """
+
+    feature: str
+    names: tuple[str, ...]
+    purpose: str
+    reason: str
+    torch: str = SUPPORTED_TORCH
+    on_import: bool = True
+
+
+def _members(owner: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{owner}.{name}" for name in names)
+
+
+PRIVATE_APIS = {
+    "gloo": PrivateApi(
+        "gloo groups",
+        _members(
+            "torch.distributed.distributed_c10d.ProcessGroupGloo",
+            *("create_device", "create_default_device", "options"),
+            *("_Options._devices", "_Options._threads", "_Options._timeout"),
+        ),
+        "one worker thread per gloo group and one device per process; groups apart from the default group",
+        "init_process_group takes no gloo options, and two workers of one group corrupt the heap",
+        on_import=False,  # a build of PyTorch may lack gloo
+    ),
+    "groups": PrivateApi(
+        "process groups",
+        (
+            *_members("torch.distributed.distributed_c10d", "_world.pg_map", "_get_default_store"),
+            "torch.distributed.distributed_c10d._resolve_process_group",
+        ),
+        "list all groups, connect to the rendezvous store from a thread, find a group by its name",
+        "PyTorch has public access to the default group only",
+    ),
+    "timeouts": PrivateApi(
+        "time limits of collectives",
+        (
+            *_members("torch.distributed.distributed_c10d", "default_pg_nccl_timeout", "default_pg_timeout"),
+            *_members("torch.distributed.ProcessGroup", "_device_types", "_get_backend"),
+        ),
+        "read and change the time limit of existing and future groups",
+        "meshes create groups without a limit, ProcessGroup.set_timeout refuses the fake group, and none reads a limit",
+    ),
+    "meshes": PrivateApi(
+        "device meshes",
+        (
+            *_members("torch.distributed.device_mesh.DeviceMesh", "_root_mesh", "_concatenate"),
+            "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        ),
+        "shard a parameter over dimensions of several meshes; drop cached meshes of a destroyed default group",
+        "DeviceMesh.from_group makes another root per mesh; torch.compile finds the groups of a mesh in its root",
+    ),
+    "collectives": PrivateApi(
+        "collectives",
+        _members(
+            "torch.ops._c10d_functional",
+            *(f"{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")),
+            *("all_reduce.default", "wait_tensor.default"),
+        ),
+        "collectives that torch.compile and the fake process group support",
+        "torch.distributed._functional_collectives, which wraps these operators, is private too",
+    ),
+    "dispatch": PrivateApi(
+        "dry run and count of collectives",
+        (
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            *_members("torch.utils._pytree", "tree_leaves", "register_dataclass"),
+            *_members("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"),
+            "torch.ScriptObject._type",
+            *_members("torch.ops.aten", "_fused_adamw_.default", "_grouped_mm.default", "_local_scalar_dense.default"),
+        ),
+        "run a step with fake tensors, count collectives, and find the tensors of a dataclass of model inputs",
+        "PyTorch has no public dispatch modes, fake tensors or pytrees",
+    ),
+    "fake_group": PrivateApi(
+        "dry run",
+        ("torch.testing._internal.distributed.fake_pg.FakeStore",),
+        "run one rank of a layout without the other ranks",
+        "the backend `fake` is registered by this module only",
+        on_import=False,
+    ),
+    "checkpointing": PrivateApi(
+        "activation checkpointing",
+        (
+            "torch.utils.checkpoint.SAC_IGNORED_OPS",
+            *_members(
+                "torch.ops.profiler",
+                *("_record_function_enter_new.default", "_record_function_exit._RecordFunction"),
+            ),
+        ),
+        "recompute blocks in which FSDP gathers experts; checkpoint a block without renaming its modules",
+        "selective checkpointing counts profiler marks as operators, and FSDP emits fewer of them in recomputation",
+    ),
+    "compile": PrivateApi(
+        "compiled blocks",
+        ("torch.fx.experimental._config.use_duck_shape", "torch.nn.Module._compiled_call_impl"),
+        "compile blocks without the assumption that equal sizes of the first batch stay equal",
+        "torch.compile has no option for duck shapes",
+    ),
+    "memory_budget": PrivateApi(
+        "activation_checkpoint.mode = memory_budget",
+        (
+            "torch._dynamo.backends.registry.lookup_backend",
+            *_members("torch._functorch.config", "activation_memory_budget", "patch"),
+        ),
+        "compile blocks with a memory budget",
+        "the budget is a global setting, which would leak into a second engine",
+        on_import=False,
+    ),
+    "pipeline": PrivateApi(
+        "pipelines",
+        (
+            *_members(
+                "torch.distributed.pipelining.schedules",
+                *("Schedule1F1B._step_microbatches", "ScheduleInterleaved1F1B._step_microbatches"),
+                *("ScheduleInterleavedZeroBubble._step_microbatches", "ScheduleZBVZeroBubble._step_microbatches"),
+            ),
+            *_members(
+                "torch.distributed.pipelining.PipelineStage",
+                *("forward_maybe_with_nosync", "backward_one_chunk", "backward_weight_one_chunk", "is_first"),
+            ),
+        ),
+        "run micro-batches of packed documents through a schedule",
+        "schedule.step splits tensors into equal chunks, and packed micro-batches have no common batch dimension",
+        on_import=False,
+    ),
+    "clipping": PrivateApi(
+        "gradient clipping",
+        ("torch._foreach_norm", "torch._foreach_mul_"),
+        "one kernel for the norms of all gradients, and one to scale them",
+        "torch.nn.utils.get_total_norm returns one norm for all tensors, and sharded gradients need separate norms",
+    ),
+    "varlen": PrivateApi(
+        "attention sinks and shared prefixes with attn_type varlen",
+        ("torch.nn.attention.varlen._varlen_attn_backward",),
+        "combine the gradients of several calls of the attention kernel",
+        "varlen_attn returns log-sum-exp values without a gradient",
+        on_import=False,
+    ),
+    "softmax": PrivateApi(
+        "blockwise attention",
+        ("torch.ops.aten._softmax_backward_data.default",),
+        "the backward pass of a softmax from its output",
+        "autograd reaches the kernel only through a graph, which blockwise attention does not build",
+    ),
+    "work": PrivateApi(
+        "archon bench --profile",
+        ("torch.distributed.Work._get_op_type",),
+        "name the collective that a profiled step waits for",
+        "the profiler does not record waits in Python",
+    ),
+    "onednn": PrivateApi(
+        "float32 matmuls by oneDNN",
+        ("torch.ops.mkldnn._linear_pointwise.default", "torch.ops.mkldnn._reorder_linear_weight.default"),
+        "float32 matmuls on AMD processors, where oneDNN is up to twice as fast as MKL",
+        "torch.nn.functional.linear uses MKL for float32",
+        on_import=False,  # without it archon uses other kernels
+    ),
+    "conversion": PrivateApi(
+        "modules with float32 tensors",
+        ("torch.nn.Module._apply",),
+        "keep single tensors in float32 when a module is converted to another dtype",
+        "Module.to has no hook",
+    ),
+}
+
+
+def require_private_apis(*entries: str) -> None:
+    """Raise ConfigError if PyTorch lacks a name of these entries of `PRIVATE_APIS`."""
+    for entry in entries:
+        api = PRIVATE_APIS[entry]
+        for name in api.names:
+            if not has_private_api(name):
+                raise ConfigError(
+                    f"PyTorch {torch.__version__} has no {name}, which archon's {api.feature} needs; archon is made "
+                    f"for PyTorch {SUPPORTED_TORCH}: install one of these"
+                )
+
+
+def has_private_api(name: str) -> bool:
+    """Return whether a dotted name of a module or attribute exists."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+require_private_apis(*(entry for entry, api in PRIVATE_APIS.items() if api.on_import))
+
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import register_dataclass as register_dataclass  # noqa: E402
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: E402
+
+# Operators without a public name.
+functional_collectives = torch.ops._c10d_functional
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+fused_adamw = torch.ops.aten._fused_adamw_.default
+grouped_mm = torch.ops.aten._grouped_mm.default
+local_scalar_dense = torch.ops.aten._local_scalar_dense.default
+softmax_backward = torch.ops.aten._softmax_backward_data
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+
+
+# Process groups: gloo
+
+
+def gloo_options(devices: Sequence[Any], limit: timedelta) -> Any:
+    """Return the options of a gloo group with one worker thread."""
+    options: Any = _stock_gloo()._Options()
+    options._devices, options._threads, options._timeout = list(devices), 1, limit
+    return options
+
+
+@functools.cache
+def _stock_gloo() -> Any:
+    """Return PyTorch's class of gloo groups; `replace_gloo_class` replaces its name."""
+    require_private_apis("gloo")
+    return distributed_c10d.ProcessGroupGloo
+
+
+def replace_gloo_class() -> None:
+    """Make PyTorch create gloo groups with one worker thread and a shared device.
+
+    By default a group has two worker threads, and each assigns the same `std::string` of the group without a lock after
+    a collective (`lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, as of PyTorch 2.13). When both do so at once
+    the heap is corrupted, and a run crashes or hangs after some ten thousand collectives. With one worker the
+    collectives of one group run one after the other, as NCCL's do.
+
+    Also by default, each group has its own device, with a thread that wakes a hundred times a second, and a layout has
+    about twenty groups.
+    """
+    gloo = _stock_gloo()
+
+    @functools.cache
+    def devices() -> list[Any]:
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interfaces:
+            return [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        return [gloo.create_default_device()]
+
+    class GlooMeta(type(gloo)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: Any) -> bool:
+            # PyTorch returns the base class for a group without a live Python object, and checks its type.
+            return isinstance(instance, gloo)
+
+    class SingleWorkerGloo(gloo, metaclass=GlooMeta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **further: Any) -> None:
+            options = gloo_options(devices(), timeout)
+            for name, value in further.items():  # of PyTorch 2.14: enable_reconfigure
+                setattr(options, name, value)
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SingleWorkerGloo  # type: ignore[misc]
+
+
+def separate_group(store: dist.Store, rank: int, size: int, backend: str, address: str, limit: timedelta) -> Any:
+    """Return a process group apart from the default one; gloo listens on `address`."""
+    distributed: Any = dist  # a build without CUDA has no NCCL
+    if backend == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return distributed.ProcessGroupNCCL(store, rank, size, options)
+    gloo = _stock_gloo()
+    return gloo(store, rank, size, gloo_options([gloo.create_device(hostname=address)], limit))
+
+
+# Process groups: lookup and time limits
+
+
+def run_store() -> dist.Store:
+    """Return a separate connection to the rendezvous store, for use by one thread."""
+    store: Any = distributed_c10d._get_default_store()
+    return store.clone()  # missing in the type stubs
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Return the group that functional collectives know by `name`."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return every group that this process belongs to."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def script_type(value: torch.ScriptObject) -> str:
+    """Return the type of a boxed argument of an operator."""
+    return str(cast(Any, value)._type())
+
+
+def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Set the time limit of the group's later collectives, on all its devices."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):  # a fake group has none
+            backend._set_default_timeout(limit)
+
+
+def set_default_time_limit(limit: timedelta) -> None:
+    """Set the time limit of groups that are made without one."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, limit)
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return the time limit of the group's CPU collectives; PyTorch's default for a group without options."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", dist.default_pg_timeout)
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Join the `fake` backend of torch: collectives return at once and send nothing."""
+    require_private_apis("fake_group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@contextmanager
+def wrap_waits(label: Callable[[int], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter `label(operation type)` around every wait for a collective in Python."""
+    work_class: Any = dist.Work
+    wait = work_class.wait
+
+    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        with label(work._get_op_type()):
+            return wait(work, *args, **kwargs)
+
+    work_class.wait = labeled_wait
+    try:
+        yield
+    finally:
+        work_class.wait = wait
+
+
+# Device meshes
+
+
+def clear_mesh_caches() -> None:
+    """Clear the meshes in DTensor's caches."""
+    import torch.distributed.tensor.debug as debug
+
+    debug._clear_sharding_prop_cache()
+
+
+def set_root_mesh(mesh: DeviceMesh, root: DeviceMesh) -> None:
+    """Make `mesh` a part of `root`."""
+    mesh._root_mesh = root
+    # torch.compile looks up the groups of a mesh in its root's registry, if this version of PyTorch has one.
+    getattr(root, "_pg_registry", {}).update(getattr(mesh, "_pg_registry", {}))
+
+
+def concat_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the dimensions of all, which must be of one root."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
+
+
+# Modules: checkpointing, compilation, conversion
+
+
+def ignore_profiler_marks() -> None:
+    """Let a recomputed block emit another number of profiler marks.
+
+    FSDP gathers separately sharded experts inside the block. PyTorch compares the counts of all operators that are not
+    ignored, and would raise an error.
+    """
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    marks = torch.ops.profiler
+    SAC_IGNORED_OPS.update({marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction})
+
+
+def replace_class(module: nn.Module, module_class: type[nn.Module]) -> None:
+    """Change the class of a module in place, as `fully_shard` does; its parameters keep their names."""
+    module.__class__ = module_class
+
+
+def compile_without_duck_shapes(module: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compile a module in place, with dynamic shapes and without duck shapes.
+
+    With duck shapes, torch.compile assumes that sizes which are equal in the first batch are always equal. A first
+    batch with as many tokens as the model has features would then force a second compilation. In older versions of
+    torch the setting is global, so other threads may compile without this specialization; that is harmless.
+    """
+    from torch.fx.experimental import _config as shapes
+
+    module.compile(backend=backend, dynamic=True)
+    compiled: Any = module._compiled_call_impl
+    assert compiled is not None
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, shapes.use_duck_shape = shapes.use_duck_shape, False
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            shapes.use_duck_shape = before
+
+    module._compiled_call_impl = call
+
+
+def backend_with_memory_budget(backend: str, budget: float) -> Callable[..., Any]:
+    """Return a torch.compile backend whose partitioner keeps this fraction of the activations."""
+    require_private_apis("memory_budget")
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config
+
+    compile_graph = lookup_backend(backend)
+
+    def compile_under_budget(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compile_graph(graph, inputs, **kwargs)
+
+    return compile_under_budget
+
+
+class ConversionHook(nn.Module):
+    """Module that adjusts each tensor that `to`, `half`, `to_empty` and similar calls convert."""
+
+    def adjust_converted(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return the tensor to keep for `before`, which was converted to `after`."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(lambda x: self.adjust_converted(x, fn(x)), recurse)
+
+
+# Pipelines
+
+
+def run_schedule(schedule: Any, args: list[Any], kwargs: list[dict[str, Any]], targets: list[Tensor]) -> None:
+    """Run the micro-batches of a pipeline schedule, forward and backward, and drop their losses."""
+    schedule._step_microbatches(args, kwargs, target_mbs=targets, return_outputs=False)
+    schedule._internal_losses.clear()
+
+
+# Kernels
+
+
+def varlen_attn_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `torch.nn.attention.varlen.varlen_attn`."""
+    from torch.nn.attention.varlen import _varlen_attn_backward
+
+    return _varlen_attn_backward(*args)
+
+
+def has_onednn_linear() -> bool:
+    """Return whether PyTorch has oneDNN's matmul operators."""
+    return all(map(has_private_api, PRIVATE_APIS["onednn"].names))
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias by oneDNN. Not differentiable."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
+
+
+def onednn_pack(weight: Tensor, rows: int) -> Tensor:
+    """Return `weight` in oneDNN's layout for inputs of `rows` rows."""
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, rows))
