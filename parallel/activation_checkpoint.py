@@ -42,7 +42,8 @@ def apply_activation_checkpointing(
     saved = _SAVED_MATMULS | attention_ops if config.mode == "selective" and config.selective == "op" else None
     for position, block in enumerate(layers, start=1):
         if position % every == 0:
-            replace_class(block, _checkpointed_class(type(block), saved))
+            block_class: Any = type(block)
+            replace_class(block, _checkpointed_class(block_class, saved))
 
 
 @cache

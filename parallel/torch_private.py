@@ -275,7 +275,7 @@ def replace_gloo_class() -> None:
     Also by default, each group has its own device, with a thread that wakes a hundred times a second, and a layout has
     about twenty groups.
     """
-    gloo = _stock_gloo()
+    gloo: Any = _stock_gloo()
 
     @functools.cache
     def devices() -> list[Any]:

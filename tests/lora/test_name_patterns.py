@@ -1,4 +1,4 @@
-"""Patterns of modules' names: what Python's `re` says of them, as PEFT asks it, in time that no pattern can stretch."""
+"""Patterns of module names match like Python's `re` in PEFT, within a time limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from archon.schema import name_patterns
+from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePattern, NamePatterns
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.3.gate_proj", "q_proj", "aab.ba", "a", ""]
@@ -75,6 +77,15 @@ def test_no_pattern_takes_forever(text: str) -> None:
     assert time.process_time() - begun < 0.5
 
 
+def test_matches_stop_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.2)
+    patterns = NamePatterns({"(ab?|a?b)(a|ab|b?)" * 25 + "[cd]": 1, ".*": 2})
+    begun = time.process_time()
+    with pytest.raises(ConfigError, match=r"takes more than 0\.2 s; use fewer alternatives"):
+        [patterns.first("ab" * length + "e", 0) for length in range(1000)]
+    assert time.process_time() - begun < 5
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -83,7 +94,7 @@ def test_no_pattern_takes_forever(text: str) -> None:
         ("a**", "multiple repeat"),
         ("*a", "nothing to repeat"),
         ("a{3,2}", "min repeat greater than max repeat"),
-        ("a{99999}", "no number of repetitions up to 9999"),
+        ("a{99999}", "no number of repetitions up to 999"),
         ("(", r"missing \), unterminated subpattern"),
         ("a)", "unbalanced parenthesis"),
         ("[a", "unterminated character set"),
@@ -92,8 +103,10 @@ def test_no_pattern_takes_forever(text: str) -> None:
         (r"(a)\1", r"\\1 is refused; expected one of"),
         ("(?=a)", "extensions .* are refused"),
         ("(?i)a", "extensions .* are refused"),
+        ("a{e<=1}", "no number of repetitions"),
+        (r"[\]a](b*)+", "repeats a group"),
         ("a" * 1001, "it has 1001 characters; expected at most 1000"),
-        ("(" * 50 + ")" * 50, "nested more than 20 deep"),
+        ("(" * 400 + ")" * 400, "recursion"),
     ],
 )
 def test_what_is_no_pattern_or_is_refused(text: str, complaint: str) -> None:
