@@ -1,4 +1,4 @@
-"""Inference servers in other processes: answers over HTTP, and pushes of new weights, each of which is verified."""
+"""Inference servers in other processes: generation over HTTP and verified weight pushes."""
 
 from archon.schema.lazy import lazy_exports
 

@@ -10,91 +10,88 @@ from archon.schema.config import MAX_SECONDS, StrictModel
 
 
 class PushConfig(StrictModel):
-    """How weights reach the inference servers, how long they may take to answer, and where the run tells of them."""
+    """Weight pushes to the inference servers, time-outs, and the monitoring port."""
 
     transport: Literal["auto", "disk", "delta", "lora", "gloo", "nccl"] = Field(
         "auto",
-        description="disk: a checkpoint in a folder that trainer and servers share; delta: of it "
-        "only the elements that changed, unless they are many, for which servers keep a copy; lora: the adapters "
-        "alone, in PEFT's format; gloo: broadcast to the servers' workers, without a folder; nccl: the same between "
-        "GPUs, which has never been run; auto: lora where the actor has adapters, else disk",
+        description="disk: a checkpoint in a folder that trainer and servers share; delta: only the changed elements "
+        "unless they are many (servers keep a copy of the weights); lora: only the LoRA, in PEFT's format; gloo: "
+        "broadcast to the servers' workers, without a folder; nccl: the same between GPUs (never run); auto: lora if "
+        "the actor has a LoRA, else disk",
     )
     folder: str | None = Field(
-        None, description="the shared folder; null: one in shared memory, where all servers are on this machine"
+        None, description="the shared folder; null: a folder in shared memory, if all servers are on this machine"
     )
     max_difference: float | None = Field(
         None,
         gt=0,
-        description="largest |logprob difference| of a verified push; null: that of the servers' "
-        "dtype, and its largest mean",
+        description="largest |logprob difference| of a verified push; null: limits on maximum and mean by the servers' "
+        "dtype",
     )
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
-    answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of an answer")
+    answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of a generation request")
     port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="on loopback, of /metrics for Prometheus, and of /servers, where servers join and leave the run; "
-        "0: any that is free; null: none",
+        description="loopback port of /metrics for Prometheus and of /servers, where servers join and leave the run; "
+        "0: any free port; null: none",
     )
 
 
 Resources = dict[str, Annotated[float, Field(ge=0)]]
-"""Amounts by Ray's names, such as CPU and GPU."""
+"""Amounts by Ray resource name, such as CPU and GPU."""
 
 
 class LaunchConfig(StrictModel):
-    """Inference servers that the run starts, watches, restarts and ends."""
+    """Inference servers that the run starts, watches, restarts and stops."""
 
-    engine: Literal["archon", "vllm", "sglang"] = Field("archon", description="what answers")
-    count: int = Field(1, ge=1, le=1024, description="servers")
-    args: list[str] = Field(default_factory=list, description="further arguments of each server's command")
+    engine: Literal["archon", "vllm", "sglang"] = Field("archon", description="the server program")
+    count: int = Field(1, ge=1, le=1024, description="number of servers")
+    args: list[str] = Field(default_factory=list, description="additional arguments of each server's command")
     command: list[str] | None = Field(
-        None, description="the program, such as [path/to/vllm, serve]; null: archon serve, vllm serve, or sglang's"
+        None, description="the program, such as [path/to/vllm, serve]; null: the engine's default command"
     )
     launcher: Literal["local", "ray", "slurm"] = Field(
         "local",
-        description="local: processes on this machine; ray: an actor each, on the nodes of the cluster at "
-        "RAY_ADDRESS; slurm: a job each, submitted by sbatch",
+        description="local: processes on this machine; ray: one actor per server in the cluster at RAY_ADDRESS; slurm: "
+        "one job per server, submitted by sbatch",
     )
     resources: Resources | None = Field(
-        None, description="launcher ray: what a server takes of its node, by Ray's names, such as {GPU: 1}; null: a CPU"
+        None, description="launcher ray: resources of each server by Ray name, such as {GPU: 1}; null: one CPU"
     )
     sbatch: list[str] = Field(default_factory=list, description="options of sbatch, such as --partition=gpu")
-    seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="until a server must have completed one token")
-    restarts: int = Field(
-        3, ge=0, description="starts in a row, without a push that succeeded, after which a server is given up"
-    )
+    seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of a start, until the first token")
+    restarts: int = Field(3, ge=0, description="a server is abandoned after this many failed restarts in a row")
 
     @model_validator(mode="after")
     def _check_launcher_options(self) -> LaunchConfig:
         for name, launcher in (("resources", "ray"), ("sbatch", "slurm")):
             if getattr(self, name) and self.launcher != launcher:
-                raise ValueError(f"{name} is set, which is of launcher {launcher}, and launcher is {self.launcher}")
+                raise ValueError(f"{name} needs launcher {launcher}, but launcher is {self.launcher}; unset it")
         return self
 
 
 class WorkersConfig(StrictModel):
-    """Where rewards and agents run."""
+    """Placement of rewards and agents."""
 
     kind: Literal["local", "ray"] = Field(
         "local",
-        description="local: rewards in processes of this machine, agents on the trainer's event loop; ray: both in "
-        "workers on the nodes of the cluster at RAY_ADDRESS, except rewards that are async",
+        description="local: rewards in processes on this machine, agents on the trainer's event loop; ray: both in "
+        "workers of the cluster at RAY_ADDRESS, except async rewards",
     )
     rewards: int | None = Field(
-        None, ge=1, description="reward processes of each trainer process; null: one a core, at most 8"
+        None, ge=1, description="reward processes per trainer process; null: one per core, at most 8"
     )
-    agents: int = Field(8, ge=1, le=4096, description="kind ray: agent workers of each trainer process, each a process")
-    runs: int = Field(1, ge=1, le=4096, description="kind ray: runs of an agent at once in one such worker")
+    agents: int = Field(8, ge=1, le=4096, description="kind ray: agent worker processes per trainer process")
+    runs: int = Field(1, ge=1, le=4096, description="kind ray: concurrent agent runs per worker")
     resources: Resources | None = Field(
-        None, description="kind ray: what a worker takes of its node, by Ray's names; null: a CPU"
+        None, description="kind ray: resources of each worker by Ray name; null: one CPU"
     )
 
     @model_validator(mode="after")
     def _check_kind_options(self) -> WorkersConfig:
-        of_ray = ("agents", "resources", "runs")
-        given = [name for name in of_ray if getattr(self, name) != type(self).model_fields[name].default]
-        if self.kind == "local" and given:
-            raise ValueError(f"{given[0]} is set, which is of kind ray, and kind is local")
+        for name in ("agents", "resources", "runs"):
+            if self.kind == "local" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs kind ray, but kind is local; unset it")
         return self

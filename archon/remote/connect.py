@@ -1,4 +1,4 @@
-"""Connects servers: finds out what each is, and refuses what could not be trained on."""
+"""Connect to inference servers: detect their kind, and refuse servers unsuitable for training."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ def connect(
     log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
-    """Return the engine of the servers at `urls`, to which weights must be pushed before it is asked.
+    """Return the engine of the servers at `urls`. It needs a weight push before its first request.
 
     Args:
-        vocab_size: of the model whose weights will be pushed.
-        tokenizer: names the end-of-text id; must be that of the servers.
-        log: called with one line of what a user must know.
-        has_lora: whether the model's adapters alone may be pushed.
-        options: further fields of `RemoteEngine`.
+        urls: the URL of each server, once.
+        config: pushes and time-outs; None: the defaults.
+        vocab_size: vocabulary size of the trained model.
+        tokenizer: the trainer's tokenizer, compared with the servers' tokenizers; None: not compared.
+        has_lora: the trained model has a LoRA, which can be pushed without the frozen weights.
+        log: called with each message for the user.
+        options: other fields of `RemoteEngine`.
 
-    Raises ConfigError for a server that cannot be reached, is of an unknown kind or release, cannot be pushed to, has
-    another tokenizer, or does not complete a token.
+    Raises:
+        ConfigError: a server is unreachable, of an unknown kind or release, cannot receive pushes, has another
+            tokenizer, or does not generate a token.
     """
     config = config or PushConfig()
     if not urls or len(set(urls)) < len(urls):
@@ -54,12 +57,12 @@ def connect(
     servers = [_connect_server(url, tokenizer, log) for url in urls]
     transport: Transport = config.transport if config.transport != "auto" else "lora" if has_lora else "disk"
     if transport == "lora" and not has_lora:
-        raise ConfigError("rollout.push.transport is lora, and the actor has no adapters; set actor.lora, or disk")
+        raise ConfigError("rollout.push.transport is lora, but the actor has no LoRA; set actor.lora, or disk")
     if transport == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("rollout.push.transport is nccl, and this trainer has no GPU; set gloo, or disk")
+        raise ConfigError("rollout.push.transport is nccl, but this trainer has no GPU; set gloo, or disk")
     for server in servers:
         _require_transport(server, transport)
-    folder, own = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
+    folder, private = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
 
     def connect_server(url: str) -> RemoteServer:
         server = _connect_server(url, tokenizer, log)
@@ -78,8 +81,8 @@ def connect(
         connect_server=connect_server,
         **options,
     )
-    if own is not None:
-        engine.close = own.close
+    if private is not None:
+        engine.close = private.close
     return engine
 
 
@@ -89,13 +92,13 @@ def _connect_server(url: str, tokenizer: Any, log: Callable[[str], None]) -> Rem
         raise ConfigError(f"rollout.servers: got {url!r}; expected a URL such as http://127.0.0.1:8000")
     http = Http(url)
     try:
-        dialect = next((found for kind in DIALECTS if (found := kind.connect(http)) is not None), None)
+        dialect = next((match for kind in DIALECTS if (match := kind.connect(http)) is not None), None)
         if dialect is None:
-            raise ConfigError(f"{url} is no server of a known kind; expected vLLM, SGLang or archon serve")
+            raise ConfigError(f"{url} is not a known kind of server; expected vLLM, SGLang or archon serve")
         server = RemoteServer(http, dialect, dialect.facts.model)
         if warning := dialect.unverified:
             log(f"{url}: {warning}")
-        dialect.resume(http)  # a trainer that died may have left it paused
+        dialect.resume(http)  # a crashed trainer may have left the server paused
         server.check_health(60)
         if tokenizer is not None:
             _require_tokenizer(server, tokenizer)
@@ -106,12 +109,12 @@ def _connect_server(url: str, tokenizer: Any, log: Callable[[str], None]) -> Rem
 
 def _require_tokenizer(server: RemoteServer, tokenizer: Any) -> None:
     text = tokenizer.decode(spaced_token_ids(len(tokenizer), PROBE_TOKENS), skip_special_tokens=True)
-    theirs = server.dialect.token_ids(server.http, text)
-    ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if theirs is not None and theirs != ours:
+    ids = server.dialect.token_ids(server.http, text)
+    expected = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if ids is not None and ids != expected:
         raise ConfigError(
-            f"{server.url}: its tokenizer makes {theirs[:8]}… of a text of which the actor's makes {ours[:8]}…; start "
-            "it with the actor's checkpoint"
+            f"{server.url} encodes a test text as {ids[:8]}…, but the actor's tokenizer as {expected[:8]}…; start the "
+            "server with the actor's checkpoint"
         )
 
 
@@ -120,7 +123,7 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     if transport in facts.transports:
         return
     fix = server.dialect.start_for(transport)
-    raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fix}")
+    raise ConfigError(f"{server.url} does not accept pushes by {transport}; start it with {fix}")
 
 
 def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirectory | None]:
@@ -128,11 +131,11 @@ def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirec
         return Path(config.folder).absolute(), None
     if not all(_is_loopback(urlsplit(url).hostname or "") for url in urls):
         raise ConfigError(
-            "rollout.push.folder is null, and a server is on another machine; name a folder that the trainer and the "
-            "servers see under one path"
+            "rollout.push.folder is null, but a server is on another machine; set a folder with the same path on the "
+            "trainer and the servers"
         )
-    made = PrivateDirectory(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-    return made.path, made
+    private = PrivateDirectory(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    return private.path, private
 
 
 def _is_loopback(host: str) -> bool:

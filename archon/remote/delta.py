@@ -1,4 +1,4 @@
-"""The elements of a checkpoint that changed since another: in bfloat16 a step of RL changes few of them."""
+"""Delta between two checkpoints: only the changed elements. In bfloat16 an RL step changes few of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 DELTA_FILE = "delta.safetensors"
 MAX_DELTA_FRACTION = 0.5
-"""A larger delta is not worth its patch; the whole checkpoint is sent."""
+"""Maximum size of a delta as a fraction of the checkpoint. Above it, the whole checkpoint is sent."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write_delta(old: Path, new: Path, folder: Path) -> bool:
-    """Write to `folder` the index and value of every element of checkpoint `new` whose bits are not those of `old`.
+    """Write index and value of every element of checkpoint `new` that differs from `old` in any bit to `folder`.
 
-    Returns False, without a file, where there is no checkpoint `old`, it is of other names, shapes or dtypes, or the
-    delta would be larger than `MAX_DELTA_FRACTION` of `new`.
+    Returns:
+        False, without a file, if checkpoint `old` does not exist, names, shapes or dtypes differ, or the delta exceeds
+        `MAX_DELTA_FRACTION` of `new`.
     """
     before, after = _files(old), _files(new)
     if not before or before.keys() != after.keys():
@@ -44,11 +45,11 @@ def write_delta(old: Path, new: Path, folder: Path) -> bool:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
+            files |= dict.fromkeys(file.keys(), path)
+    return files
 
 
 def _read(path: Path, name: str) -> Tensor:

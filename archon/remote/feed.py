@@ -1,4 +1,4 @@
-"""Buckets of weights for one server, which takes them at its own pace while the trainer gathers the next."""
+"""Queue of weight buckets for one server, so that servers load at different speeds while the trainer gathers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ POLL_SECONDS = 0.05
 
 
 class BucketQueue:
-    """A queue of at most `DEPTH` buckets from the trainer's thread to that of a server."""
+    """A queue of at most `DEPTH` buckets from the trainer's thread to a server's thread."""
 
     def __init__(self) -> None:
         self._queue: Queue[Bucket | Exception | None] = Queue(DEPTH)
         self._closed = Event()
 
     def put(self, bucket: Bucket | Exception | None) -> None:
-        """Wait until there is room, and does nothing once the server takes no more.
+        """Wait for space and enqueue; return at once if the queue is closed.
 
-        None is the end of the weights; an exception is what kept the trainer from gathering the rest.
+        Args:
+            bucket: a bucket, None at the end of the weights, or the trainer's exception.
         """
         while not self._closed.is_set():
             try:
@@ -33,11 +34,11 @@ class BucketQueue:
             return
 
     def close(self) -> None:
-        """Take no more: the server has everything, or failed."""
+        """Discard further buckets: the server has all weights, or failed."""
         self._closed.set()
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Yield the buckets; raises ServerError where the trainer failed, as the server then has a part of them."""
+        """Yield the buckets. Raises ServerError if the trainer failed, because the weights are incomplete."""
         while (bucket := self._queue.get()) is not None:
             if isinstance(bucket, Exception):
                 raise ServerError(f"the trainer did not gather all weights: {bucket}")

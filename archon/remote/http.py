@@ -1,4 +1,4 @@
-"""Requests to one server, with a time-out each, and errors that say whether the request or the server is at fault."""
+"""HTTP requests to one server with time-outs, and errors that separate server faults from bad requests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from archon.schema.errors import RolloutError
 
 CONNECT_SECONDS = 10.0
 KEY = "ARCHON_SERVERS_KEY"
-"""The environment variable with the key that servers ask for."""
+"""Environment variable with the API key of the servers."""
 
 
 class ServerError(RolloutError):
-    """The server did not answer, answered too late, or failed; another server may be asked."""
+    """The server did not answer in time, or failed. Another server may succeed."""
 
 
 class RefusedError(RolloutError):
-    """The server refused the request, as every other one would; `status` is that of its answer."""
+    """The server refused the request with `status`. Every other server would, too."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class RefusedError(RolloutError):
 
 
 class Http:
-    """Sends JSON to the server at `url` (scheme, host and port) and returns JSON.
+    """JSON client of the server at `url` (scheme, host and port).
 
-    Every method raises `ServerError` where the server is at fault, and `RefusedError` where the request is.
+    Every method raises `ServerError` if the server is at fault, and `RefusedError` if the request is.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,17 +40,19 @@ class Http:
         self._httpx, self._aiohttp = require_package("httpx"), require_package("aiohttp")
 
     def get(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:
+        """Return the JSON of a GET request."""
         return self._send("GET", path, None, seconds)
 
     def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> Any:
+        """Return the JSON of a POST request."""
         return self._send("POST", path, body, seconds)
 
     def command(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> None:
-        """Post what is answered by its status alone."""
+        """Send a POST request and ignore the content of the response."""
         self._send("POST", path, body, seconds, has_content=False)
 
     def is_listening(self) -> bool:
-        """Return whether anything accepts connections at the URL."""
+        """Return whether a process accepts connections at the URL."""
         parts = urlsplit(self.url)
         try:
             with socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS):
@@ -59,9 +61,11 @@ class Http:
             return False
 
     async def answer(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        """Post on the running event loop. A caller that is canceled closes the connection, which ends the request."""
-        # httpx looks at every connection at the start and end of every request, which costs milliseconds each where
-        # there are hundreds.
+        """Return the JSON of a POST request on the running event loop.
+
+        Canceling the caller closes the connection, and so ends the request on the server.
+        """
+        # aiohttp, because httpx scans all its connections twice per request: milliseconds with hundreds of them.
         session = await loop_session()
         timeout = self._aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
         sent = session.post(self.url + path, json=body, headers=self._headers, timeout=timeout, allow_redirects=False)
@@ -99,4 +103,4 @@ class Http:
         try:
             return json.loads(content)
         except ValueError:
-            raise ServerError(f"{self.url}{path} answered with something other than JSON") from None
+            raise ServerError(f"{self.url}{path} did not answer with JSON") from None

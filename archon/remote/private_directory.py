@@ -1,4 +1,4 @@
-"""A folder of this process for its pushes, which ends with the process; after a kill, another one removes it."""
+"""A folder for the pushes of one process; it is removed with its process, or after a kill by the next one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PREFIX = "archon-pushes-"
 
 
 class PrivateDirectory:
-    """A new folder in `parent`, by default that of temporary files.
+    """A new, locked folder in `parent`, by default the folder of temporary files.
 
-    Its process holds a lock on it, which the operating system releases when that ends, however. Making a folder removes
-    those next to it that nobody has locked. `close` removes the folder, as does the end of the interpreter.
+    The operating system releases the lock when the process ends, also after a kill. A new `PrivateDirectory` removes
+    unlocked folders next to it. `close` and the end of the interpreter remove the folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        # It gets its name once it is locked, so that nobody sees it unlocked while this process lives.
-        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-        self._lock = os.open(made, os.O_RDONLY)
-        with suppress(OSError):  # of a file system without locks; nobody can take one there either
+        # The folder gets its final name after it is locked, so that no process sees it unlocked.
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+        self._lock = os.open(unlocked, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks; nobody can lock it there, so nobody removes it
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.rename(made.with_name(made.name[1:]))
+        self.path = unlocked.rename(unlocked.with_name(unlocked.name[1:]))
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         _remove_unlocked(self.path.parent)
 
@@ -39,7 +39,7 @@ class PrivateDirectory:
 
 def _remove_unlocked(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another user, just removed, or locked by its process
+        with suppress(OSError):  # another user's folder, just removed, or locked by its process
             file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

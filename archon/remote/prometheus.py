@@ -1,4 +1,4 @@
-"""Numbers in Prometheus' text format, version 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/"""
+"""Metrics in Prometheus' text format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Metric:
-    """A named number with its help; `samples` are (labels, value)."""
+    """A named metric; `samples` are (labels, value)."""
 
     name: str
     help: str
@@ -22,17 +22,17 @@ class Metric:
 
 
 def gauge(name: str, help: str, value: float) -> Metric:
-    """Return a number that may go up and down."""
+    """Return a metric that may go up and down."""
     return Metric(name, help, [({}, value)])
 
 
 def counter(name: str, help: str, value: float) -> Metric:
-    """Return a number that only grows; its name ends in `_total`."""
+    """Return a metric that only grows; its name ends in `_total`."""
     return Metric(name, help, [({}, value)], "counter")
 
 
 def render(metrics: Iterable[Metric]) -> str:
-    """Return the text of an answer to a scrape; signs that a name cannot have become underscores."""
+    """Return the response to a scrape; characters that are invalid in a name become underscores."""
     lines: list[str] = []
     for metric in metrics:
         name = re.sub(r"[^a-zA-Z0-9_:]", "_", metric.name)

@@ -1,4 +1,4 @@
-"""One inference server: its dialect, its requests, and whether it may be asked."""
+"""One inference server: its requests, its weight version and its health."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest |Δ logprob| between trainer and server over a probe's tokens, and the largest mean, of a push that
-    succeeded.
-    """
+    """Limits on maximum and mean of |Δ logprob| between trainer and server over the probe tokens."""
 
     largest: float
     mean: float
@@ -26,17 +24,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Push:
-    """Weights for servers to load, and how the trainer scores them.
+    """Weights for servers to load, and the trainer's scores that verify them.
 
     Attributes:
-        version: of the weights.
-        probe: the tokens that servers score.
-        expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1, computed while servers load.
-        limits: of |Δ logprob| for a push that succeeded.
+        transport: how servers receive the weights.
+        version: version of the weights.
+        probe: L token ids that servers score.
+        expected: the trainer's logprobs of probe tokens 1 to L − 1 at temperature 1, computed while servers load.
+        limits: limits on |Δ logprob| of a verified push.
         seconds: time-out of each request.
-        folder: where they were written.
-        delta, since: the folder with the elements that changed since another version, for servers that have that.
-        buckets: the weights of one server where they are broadcast instead.
+        folder: folder of the written weights; None for a broadcast.
+        delta: folder with the elements that changed since version `since`; None: no delta.
+        since: the base version of `delta`.
+        buckets: weights for one server, if they are broadcast.
     """
 
     transport: Transport
@@ -53,17 +53,20 @@ class Push:
 
 @dataclass
 class RemoteServer:
-    """A server that was connected.
+    """A connected server.
 
     Attributes:
-        model: the name that requests give.
-        version: of its weights, once they were pushed and verified.
-        verified: the versions of all pushes to it that were.
-        failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified,
-            or, where all are out, once it is verified to have the weights of the last.
-        running: requests that it is answering.
-        answers, tokens: that it gave this process.
-        pushing: whether it is getting weights, and must not be asked before they are verified.
+        http: client of the server.
+        dialect: wire protocol of the server.
+        model: model name in requests.
+        version: version of the last verified push; None before the first.
+        verified: versions of all verified pushes.
+        failure: why the server is out of the fleet; None for a healthy server. A verified push clears it, as does a
+            verified version if all servers failed.
+        running: number of requests in flight.
+        answers: number of answers to this process.
+        tokens: number of tokens in these answers.
+        pushing: the server is receiving weights and accepts requests only after their verification.
     """
 
     http: Http
@@ -79,23 +82,26 @@ class RemoteServer:
 
     @property
     def url(self) -> str:
+        """URL of the server."""
         return self.http.url
 
     def move(self, url: str) -> None:
-        """Make `url` that of the server, which was started anew elsewhere and has no weights of the trainer's."""
+        """Switch to the restarted server at `url`, which has no pushed weights yet."""
         self.http, self.version, self.verified = Http(url), None, set()
-        self.failure = self.failure or f"{url} awaits its first push"
+        self.failure = self.failure or f"{url} waits for its first push"
 
     async def generate(self, sampling: Sampling, seconds: float) -> Answer:
-        """Return the server's answer. Raises ServerError unless every token is of weights that were pushed to it.
+        """Return the server's answer to one request.
 
-        An answer that comes during a push waits for its end, as it may be of weights that are not verified yet. One
-        that names no versions, and came over the end of a push, may be of the weights of before or after it: it is
-        returned without tokens, as interrupted.
+        An answer that arrives during a push waits for its end, because its weights may not be verified yet. An answer
+        without versions that overlaps a push has an unknown version: it is returned as interrupted, without tokens.
+
+        Raises:
+            ServerError: the request failed, or a token was sampled with weights that were not pushed and verified.
         """
         path, body = self.dialect.request(sampling)
         self.running += 1
-        given = self.version
+        version = self.version
         try:
             answer = self.dialect.answer(await self.http.answer(path, body, seconds))
         finally:
@@ -103,71 +109,73 @@ class RemoteServer:
         while self.pushing:  # noqa: ASYNC110 - another thread pushes
             await asyncio.sleep(POLL_SECONDS)
         if not answer.versions:
-            if answer.stop_reason != "abort" and self.version != given:
+            if answer.stop_reason != "abort" and self.version != version:
                 return Answer([], [], "abort")
-            answer.versions = [(str(given), 0, len(answer.tokens))]
+            answer.versions = [(str(version), 0, len(answer.tokens))]
         for name, *_ in answer.versions:
-            if name not in self.verified or given is None or int(name) < given:
+            if name not in self.verified or version is None or int(name) < version:
                 raise ServerError(
-                    f"{self.url} answered with weights of version {name!r}, and it was given {given}; was it "
-                    "restarted, or updated by others?"
+                    f"{self.url} answered with weights of version {name!r}, but the last push was version {version}; "
+                    "was it restarted, or updated by another trainer?"
                 )
         self.answers += 1
         self.tokens += len(answer.tokens)
         return answer
 
     def check_health(self, seconds: float) -> None:
-        """Raise ServerError or RefusedError unless the server completes one token; a wedged one may still say that it
-        is well.
+        """Raise ServerError or RefusedError unless the server generates one token.
+
+        A hung server can still report that it is healthy.
         """
         self.dialect.score(self.http, self.model, [0, 0], seconds)
 
     def push(self, push: Push) -> float:
-        """Replace the server's weights, and returns the largest |Δ logprob| between it and the trainer.
+        """Replace the server's weights, and return the largest |Δ logprob| between server and trainer.
 
-        Raises ServerError, leaving the server paused, where it fails, has another version afterwards, or scores the
-        probe otherwise.
+        Raises:
+            ServerError: the push failed, or the server has another version or other scores afterwards. The server stays
+                paused.
         """
         self.dialect.pause(self.http, abort=True)
         model = self._load(push)
         self._require_version(push)
-        push.expected.result()  # nobody is answered while the weights cannot be compared
+        push.expected.result()  # stay paused until the scores can be compared
         self.dialect.resume(self.http)
         try:
             largest = self._compare(push, model)
         except Exception:
-            self.dialect.pause(self.http, abort=True)  # so that nobody is answered with wrong weights
+            self.dialect.pause(self.http, abort=True)  # no answers with wrong weights
             raise
         self.accept(model, push.version)
         return largest
 
     def verify(self, push: Push) -> None:
-        """Raise ServerError unless the server has the weights of an earlier push."""
+        """Raise ServerError unless the server still has the weights of `push`."""
         self._require_version(push)
         self._compare(push, self.model)
 
     def _require_version(self, push: Push) -> None:
-        if (found := self.dialect.version(self.http)) != str(push.version):
-            raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
+        if (version := self.dialect.version(self.http)) != str(push.version):
+            raise ServerError(f"{self.url} has weights of version {version} after a push of version {push.version}")
 
     def _compare(self, push: Push, model: str) -> float:
-        """Return the largest |Δ logprob| of the probe's tokens. Raises ServerError where it is beyond the limits."""
+        """Return the largest |Δ logprob| of the probe tokens. Raises ServerError if it exceeds the limits."""
         scores = self.dialect.score(self.http, model, push.probe, push.seconds)
         expected = push.expected.result()
         if len(scores) != len(expected):
-            raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(expected)}")
-        differences = [abs(own - theirs) for own, theirs in zip(expected, scores, strict=True)]
+            raise ServerError(f"{self.url} scored {len(scores)} probe tokens, expected {len(expected)}")
+        differences = [abs(a - b) for a, b in zip(expected, scores, strict=True)]
         largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
-        if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well
+        if not (largest <= limits.largest and mean <= limits.mean):  # also fails for NaN
             raise ServerError(
-                f"{self.url} scores the tokens of a probe up to {largest:.1e} away from the trainer after a push of "
+                f"{self.url} scores the probe tokens up to {largest:.1e} away from the trainer after a push of "
                 f"version {push.version} (limit {limits.largest:.1e}), and {mean:.1e} on average (limit "
-                f"{limits.mean:.1e}); it did not load all weights, or computes with others"
+                f"{limits.mean:.1e}); it did not load all weights, or modifies them"
             )
         return largest
 
     def _load(self, push: Push) -> str:
-        """Give the server the weights, without verifying them. Returns the model's name for requests."""
+        """Load unverified weights on the server. Return the model name for requests."""
         if push.buckets is not None:
             return self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
         patched = push.delta is not None and self.failure is None and self.version == push.since
@@ -175,6 +183,6 @@ class RemoteServer:
         return self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
 
     def accept(self, model: str, version: int) -> None:
-        """Take the server into the fleet, with weights that it was given and that were verified."""
+        """Return the server to the fleet after a verified push."""
         self.model, self.version, self.failure = model, version, None
         self.verified.add(str(version))

@@ -1,9 +1,9 @@
-"""Runs a server that must not outlive its trainer: supervisor.py [--detached | --heartbeat FILE SECONDS] -- COMMAND …
+"""Run a server that ends with its trainer: supervisor.py [--detached | --heartbeat FILE SECONDS] -- COMMAND ….
 
-Standard input is a pipe whose other end the trainer holds. When the trainer ends, also by kill -9, the pipe closes, and
-the command's process group is ended. Elsewhere a file that the trainer touches takes the pipe's place, or an actor
-of Ray holds the pipe for the trainer: Ray kills the actor's children first, before they can end theirs, so
-that the keeper is a child of nobody's (`--detached`). This file is run by its path, and needs nothing but Python.
+Standard input is a pipe, and the trainer holds its other end. When the trainer ends, also by kill -9, the pipe closes,
+and the supervisor stops the command's process group. With `--heartbeat`, a file that the trainer touches replaces the
+pipe. In a Ray actor, Ray kills the actor's children before they can stop their own children, so the supervisor detaches
+itself from the actor (`--detached`). This file is run by its path and needs only Python.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or the trainer does. Returns its exit status, 128 + signal of one that was
-    killed.
-    """
+    """Run the command until it or the trainer ends. Return its exit status, or 128 + signal if it was killed."""
     split = arguments.index("--")
     options, command = arguments[:split], arguments[split + 1 :]
     if options == ["--detached"]:
-        if (own := os.fork()) != 0:
-            return _status(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]))
+        if (child_pid := os.fork()) != 0:
+            return _status(os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]))
         os.setsid()
     heartbeat = (Path(options[1]), float(options[2])) if options[:1] == ["--heartbeat"] else None
     stopped: list[int] = []
@@ -50,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _trainer_ended(heartbeat: tuple[Path, float] | None) -> bool:
-    """Return whether the trainer has ended, after a moment."""
+    """Wait for `POLL_SECONDS` and return whether the trainer has ended."""
     if heartbeat is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
         return bool(readable) and not os.read(sys.stdin.fileno(), 1)
@@ -63,7 +61,7 @@ def _trainer_ended(heartbeat: tuple[Path, float] | None) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """End the command's whole process group, at first by SIGTERM."""
+    """Stop the command's process group by SIGTERM, then by SIGKILL."""
     for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(child.pid, number)

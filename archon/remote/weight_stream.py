@@ -1,10 +1,9 @@
-"""Weights from a trainer to the workers of one server: buckets, broadcast over a process group of their own.
+"""Broadcast of weights from a trainer to the workers of one server, in buckets.
 
-Nothing is pickled. Each bucket is three broadcasts from rank 0: two sizes, a description in JSON, the bytes of its
-tensors; sizes of 0 end the stream. Trainer and workers import this file, which needs torch and nothing else.
+Nothing is pickled. A bucket is three broadcasts from rank 0: two sizes, a JSON description, and the bytes of its
+tensors. Sizes of 0 end the stream. Trainer and workers import this file, which needs only torch.
 
-A group lives for one push, so that a server that failed or was restarted leaves nothing behind that could hang the
-next. NCCL has not been run: the machines of this project have no GPU.
+Each push has a new process group, so a failed or restarted server cannot hang the next push. NCCL has never been run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from archon.parallel.torch_private import separate_group
 
 BUCKET_BYTES = 2**25
 ALIGNMENT = 16
-"""Each tensor of a bucket begins at a multiple of these bytes, so that it can be read in place."""
+"""Alignment of the tensors in a bucket in bytes, so that they are views of the bucket."""
 POLL_SECONDS = 0.01
 _JOINED = "joined"
 
@@ -35,14 +34,14 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors: JSON [[name, dtype, shape], …], and their bytes as uint8 [n], one tensor after another."""
+    """Concatenated tensors: JSON [[name, dtype, shape], …] and their bytes, uint8 [n]."""
 
     description: bytes
     data: Tensor
 
 
 def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
-    """Yield copies of the tensors on `device`, in buckets of at most `BUCKET_BYTES` or one larger tensor."""
+    """Yield buckets with copies of the tensors on `device`, of at most `BUCKET_BYTES` or one larger tensor."""
     held: list[Named] = []
     size = 0
     for name, tensor in tensors:
@@ -56,7 +55,7 @@ def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
 
 
 def unpack(bucket: Bucket) -> Iterator[Named]:
-    """Yield (name, tensor), which are parts of `bucket.data`."""
+    """Yield (name, tensor); the tensors are views of `bucket.data`."""
     start = 0
     for name, dtype_name, shape in json.loads(bucket.description):
         dtype = getattr(torch, dtype_name)
@@ -66,13 +65,13 @@ def unpack(bucket: Bucket) -> Iterator[Named]:
 
 
 class Sender:
-    """Rank 0. Workers join at `address` and `port`, which listen on no other network.
+    """Rank 0 of a weight broadcast. Workers join at `address` and `port`, on the interface that routes to them.
 
     Args:
-        host: where the workers are.
-        workers: their number.
+        host: host of the workers.
+        workers: number of workers.
         backend: `gloo`, or `nccl` for buckets on the GPU.
-        seconds: time-out of every wait.
+        seconds: time-out of each wait.
     """
 
     def __init__(self, host: str, workers: int, backend: str, seconds: float) -> None:
@@ -92,7 +91,7 @@ class Sender:
         self._group: _Group | None = None
 
     def connect(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait until all workers have joined. Returns whether they did before `is_cancelled`; raises TimeoutError."""
+        """Wait for all workers and return True, or False after `is_cancelled`. Raises TimeoutError."""
         deadline = time.monotonic() + self._limit.total_seconds()
         while self._store.add(_JOINED, 0) < self.workers:
             if is_cancelled():
@@ -104,7 +103,7 @@ class Sender:
         return True
 
     def send(self, buckets: Iterable[Bucket]) -> None:
-        """Send all buckets and the end of the stream. Raises RuntimeError where a worker is gone or too slow."""
+        """Send all buckets and the end of the stream. Raises RuntimeError if a worker is gone or too slow."""
         assert self._group is not None
         for bucket in buckets:
             device = bucket.data.device
@@ -115,7 +114,7 @@ class Sender:
         self._group.broadcast(torch.zeros(2, dtype=torch.int64, device=_device(self._backend)))
 
     def close(self) -> None:
-        """Leave the group; workers that still wait for a bucket fail."""
+        """Leave the group. Workers that still wait for a bucket fail."""
         self._group = None
         del self._store
 
@@ -123,9 +122,9 @@ class Sender:
 def receive_tensors(
     address: str, port: int, rank: int, workers: int, backend: str, seconds: float, device: torch.device
 ) -> Iterator[Named]:
-    """Join the group of a `Sender` as the worker `rank`, which counts from 1. Yields (name, tensor) of the stream.
+    """Join the group of a `Sender` as worker `rank` (from 1), and yield each (name, tensor) of the stream.
 
-    The tensors stay valid. A reader that stops before the end keeps the sender and the other workers waiting.
+    The tensors stay valid. If the caller stops before the end, the sender and the other workers block.
     """
     limit = timedelta(seconds=seconds)
     store = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
@@ -141,7 +140,7 @@ def receive_tensors(
 
 
 def local_address(host: str) -> str:
-    """Return this machine's address on the way to `host`."""
+    """Return the address of the local interface that routes to `host`."""
     family, kind, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(peer)  # sends nothing
@@ -150,13 +149,13 @@ def local_address(host: str) -> str:
 
 
 class _Group:
-    """A process group apart from the default one, which may be absent or of other processes."""
+    """A process group that is independent of torch's default process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, backend: str, address: str, limit: timedelta) -> None:
         prefixed = dist.PrefixStore("weights", store)
         self._backend: Any = separate_group(prefixed, rank, size, backend, address, limit)
-        # The group's thread must not be the last to hold a tensor when the group ends: it would wait for the GIL, and
-        # Python for the thread.
+        # Keep a reference to the last tensor. If the group's thread freed it, the thread would wait for the GIL while
+        # Python waits for the thread.
         self._held: Tensor | None = None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
