@@ -1,4 +1,4 @@
-"""An `InferenceEngine` over servers in other processes."""
+"""Inference engine over servers in other processes."""
 
 from __future__ import annotations
 
@@ -35,36 +35,34 @@ from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack
 from archon.schema.errors import ConfigError, RolloutError, UserError
 
-# Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 5e-5 over chat prompts, and over 256
-# ids of the vocabulary by 1.2e-5 on average, but by 1.0e-3 in one. In bfloat16 (transformers' model on a CPU, |Δ
-# logprob| from float32), as it is and after noise of 0.01 to 0.1 standard deviations on its tied embedding, the latter
-# also with the head of before, as vLLM's CPU build keeps it:
-#                                largest         mean
-#   256 tokens of chat prompts   0.26 to 0.40    0.032 to 0.039;  a stale head (noise 0.1)  1.4 and 0.25
-#   their first 64               0.24 to 0.40    0.042 to 0.073;                            1.4 and 0.38
-#   64 ids over the vocabulary   0.71 to 1.5     0.076 to 0.095;                            1.7 and 0.62
-# One improbable token decides the largest difference, which is why it cannot tell a stale head from rounding where the
-# probe is ids; the mean can, with any probe. The median can as well, but depends on how many tokens of a text are
-# certain: 0.010 to 0.043 of the good ones. Float16 has 8 times bfloat16's precision.
+# Measured with SmolLM2-135M. Float32 trainer against float32 vLLM: at most 5e-5 over chat prompts; over 256 vocabulary
+# ids 1.2e-5 on average, with one outlier of 1.0e-3. Bfloat16 (transformers on CPU, |Δ logprob| from float32), without
+# and with noise of 0.01 to 0.1 standard deviations on the tied embedding. "Stale head" keeps the old output head, a bug
+# of vLLM's CPU build:
+#                                maximum         mean             stale head (noise 0.1): maximum, mean
+#   256 tokens of chat prompts   0.26 to 0.40    0.032 to 0.039   1.4, 0.25
+#   the first 64 of them         0.24 to 0.40    0.042 to 0.073   1.4, 0.38
+#   64 ids over the vocabulary   0.71 to 1.5     0.076 to 0.095   1.7, 0.62
+# One improbable token dominates the maximum, so with vocabulary ids the maximum does not separate a stale head from
+# rounding. The mean separates them with any probe. Float16 is 8 times as precise as bfloat16.
 LIMITS = {"float32": Limits(1e-2, 1e-4), "float16": Limits(0.3, 0.02), "bfloat16": Limits(2.0, 0.15)}
-"""The limits of a verified push, by the servers' dtype.
+"""Limits of a verified push by server dtype.
 
-A stale head that moves bfloat16 logprobs by less than that on average passes (0.09 after noise 0.03); it is seen once
-it is further behind.
+In bfloat16, a stale head within the mean limit passes (0.09 after noise 0.03) until later pushes increase its error.
 """
 REMEMBERED_GROUPS = 4096
 PROBE_TOKENS = 64
 
 
 class NoServerError(ConfigError):
-    """No server is left; says why each is out. It ends the run, as every other request would fail as well."""
+    """Every server has failed. The message lists the reasons; the run ends."""
 
 
 class WeightSource(Protocol):
     """Weights to push. All methods are collectives of all ranks."""
 
     def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
-        """Write a checkpoint, or adapters in PEFT's format, from rank 0."""
+        """Write a checkpoint, or the LoRA in PEFT's format, from rank 0."""
 
     def tensors(self, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of a checkpoint; every rank must consume all of them."""
@@ -74,12 +72,12 @@ class WeightSource(Protocol):
 
 
 _Result = tuple[str, float, str | None]
-"""Of a push to one server: the model's name for requests, the largest |Δ logprob|, and why it failed, or None."""
+"""Result of a push to one server: model name for requests, largest |Δ logprob|, error message or None."""
 
 
 @dataclass
 class _Pushed:
-    """The results of all servers, the bytes for one of them, and the seconds until all were written or gathered."""
+    """Results of all servers, bytes per server, and seconds until the weights were written or gathered."""
 
     results: list[_Result]
     size: int
@@ -88,15 +86,15 @@ class _Pushed:
 
 @dataclass
 class RemoteStats:
-    """Counts and times of this rank since the engine was made; a run that is resumed counts anew.
+    """Counts and times of this rank since the engine was created.
 
     Attributes:
-        busy_seconds: with at least one request in flight, until the last time that there was none.
-        busy_since: when the first of those in flight came; None: there is none.
-        retried: requests that another server was asked again.
-        resumed: answers that went on after an interruption.
-        lost: servers that left the fleet, each time that one did.
-        returned: of these, those that came back between two pushes.
+        busy_seconds: seconds with at least one request in flight, up to the last idle moment.
+        busy_since: start of the current busy period; None when idle.
+        retried: requests sent again to another server.
+        resumed: answers continued after an interruption.
+        lost: how often a server left the fleet.
+        returned: how often a server came back between two pushes.
     """
 
     busy_seconds: float = 0.0
@@ -108,17 +106,36 @@ class RemoteStats:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds with at least one request in flight."""
+        """Seconds with at least one request in flight."""
         return self.busy_seconds + (0.0 if self.busy_since is None else time.perf_counter() - self.busy_since)
 
 
 @dataclass
 class RemoteEngine:
-    """Asks the servers of a fleet. Make one by `connect`, and push weights before the first request.
+    """A fleet of inference servers. `connect` creates it; push weights before the first request.
 
-    The requests of a group go to one server, which computes their prompt once; groups go to the least loaded. A server
-    that fails leaves the fleet, its requests are asked again elsewhere, and it returns by a push that is verified, or,
-    where all are out, once it is verified to have the weights of the last.
+    All requests of a group go to one server, which computes their prompt once; a new group goes to the least loaded
+    server. A failed server leaves the fleet, and its requests go to other servers. It returns after a verified push.
+    If all servers fail, a server also returns if it still has the weights of the last push.
+
+    Attributes:
+        servers: members, including failed ones.
+        config: pushes and time-outs.
+        transport: how weights reach the servers.
+        folder: folder of pushes, unless they are broadcast.
+        vocab_size: vocabulary size of the model.
+        eos_token_ids: token ids that end an answer.
+        probe: text whose first `PROBE_TOKENS` logprobs verify a push, such as the run's prompts. Empty: ids over the
+            whole vocabulary, which are improbable and have the largest rounding errors.
+        recorded_model: record the routed experts of this model for each token; None: do not record.
+        seed: seeds requests without a seed.
+        version: version of the last push.
+        log: called with each message for the user.
+        stats: counts and times of this rank.
+        push_metrics: metrics of the last push.
+        connect_server: connects a server that joins the fleet; None: no server may join.
+        recovery_timeout: seconds to wait for a server if all have failed, because a launcher may restart one.
+        close: removes the private folder of pushes.
     """
 
     servers: list[RemoteServer]
@@ -128,21 +145,15 @@ class RemoteEngine:
     vocab_size: int
     eos_token_ids: Sequence[int] = ()
     probe: Sequence[int] = ()
-    """The tokens whose logprobs verify a push, such as text of the run's own prompts: as many of the first as are
-    scored. Empty: ids over the whole vocabulary, which are improbable, so that 16 bits round them most."""
     recorded_model: BaseModelArgs | None = None
-    """The model whose experts the servers must report of each token; None: of none."""
     seed: int = 0
     version: int = 0
     log: Callable[[str], None] = print
     stats: RemoteStats = field(default_factory=RemoteStats)
     push_metrics: dict[str, float] = field(default_factory=dict)
     connect_server: Callable[[str], RemoteServer] | None = None
-    """Connects a server that joins the fleet; None: none may."""
     recovery_timeout: float = 0.0
-    """Seconds to wait for a server where all are out: another thread may bring one back."""
     close: Callable[[], None] = lambda: None
-    """Removes the folder of pushes, where it was made for this engine."""
 
     def __post_init__(self) -> None:
         if self.recorded_model is not None:
@@ -154,7 +165,7 @@ class RemoteEngine:
         self._submitted = self._in_flight = 0
         self._pushing = threading.Lock()
         self._last_push: Push | None = None
-        self._tried_again: int | None = None  # the version that servers were verified to have when all were out
+        self._tried_again: int | None = None  # version of the last attempt to restore servers after all failed
         self._counted, self._lost, self._returned = Counter[str](), Counter[str](), Counter[str]()
         self._joining: list[str] = []
         self._leaving: set[str] = set()
@@ -162,19 +173,20 @@ class RemoteEngine:
         self._resumed.set()
         self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
         length = min(PROBE_TOKENS, self.max_seq_len - 1)
-        # One token alone has no logprob.
+        # A single token has no logprob.
         self.probe = list(self.probe[:length]) if len(self.probe) > 1 else spaced_token_ids(self.vocab_size, length)
 
     def get_version(self) -> int:
+        """Return the version of the last push."""
         return self.version
 
     @property
     def fleet(self) -> list[RemoteServer]:
-        """The servers that may be asked. Raises NoServerError where there are none."""
+        """Servers that accept requests. Raises NoServerError if there are none."""
         able = [server for server in self.servers if server.failure is None]
         if not able:
             reasons = "; ".join(str(server.failure) for server in self.servers)
-            raise NoServerError(f"no inference server is left: {reasons}")
+            raise NoServerError(f"all inference servers failed: {reasons}")
         return able
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -195,7 +207,7 @@ class RemoteEngine:
                 done = len(response.output_tokens)
                 if answer.stop_reason != "abort" or req.rid in self._aborted:
                     break
-                # Interrupted, by a push: the answer goes on from its tokens, in a random stream of its own.
+                # A push interrupted the answer: continue after its tokens with a new random stream.
                 self.stats.resumed += 1
                 sampling = self._sampling(req, response.output_tokens, derive_seed(sampling.seed, done))
         finally:
@@ -208,28 +220,30 @@ class RemoteEngine:
         return response
 
     def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Return the logprobs of tokens 1 to L − 1 of `ids`, each given those before it.
+        """Return the logprobs of tokens 1 to L − 1 of `ids`.
 
-        Raises RolloutError for another temperature than 1, which servers do not score at.
+        Raises:
+            RolloutError: `temperature` is not 1, the only temperature at which servers score.
         """
         if temperature != 1:
-            raise RolloutError(f"servers score given tokens at temperature 1 only, got {temperature}")
+            raise RolloutError(f"prompt_logprobs: servers score at temperature 1 only, got {temperature}")
         server = min(self.fleet, key=lambda server: server.running)
         return server.dialect.score(server.http, server.model, integer_ids(ids), self.config.answer_seconds)
 
     def pause(self) -> None:
-        """Stop sampling; unfinished answers are kept, and new requests wait."""
+        """Stop sampling, keep unfinished answers, and hold new requests."""
         self._resumed.clear()
         for server in self.fleet:
             server.dialect.pause(server.http, abort=False)
 
     def resume(self) -> None:
+        """Continue sampling."""
         for server in self.fleet:
             server.dialect.resume(server.http)
         self._resumed.set()
 
     def abort(self, rid: str | None = None) -> int:
-        """End the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
+        """End the unfinished requests with id `rid`, or all, with stop reason `abort`. Return their number."""
         chosen = {key: server for key, server in self._running.items() if rid is None or _request_id(key) == rid}
         self._aborted |= {_request_id(key) for key in chosen}
         for key, server in chosen.items():
@@ -237,9 +251,12 @@ class RemoteEngine:
         return len(chosen)
 
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
-        """Push weights to every server, also to those that left the fleet, and verifies each. A collective.
+        """Push weights to every server, including failed ones, and verify each push; a collective.
 
-        A server that fails is left out until a later push to it succeeds. Raises NoServerError where all fail.
+        A server with a failed push leaves the fleet until a later push succeeds.
+
+        Raises:
+            NoServerError: all pushes failed.
         """
         with self._pushing:
             self._update(meta, self.version + 1 if version is None else version)
@@ -248,10 +265,15 @@ class RemoteEngine:
         _ = self.fleet  # raises where all failed
 
     def restore_server(self, server: RemoteServer) -> bool:
-        """Give a server that left the fleet the weights of the last push, and verifies them.
+        """Repeat the last push to a failed server and verify it.
 
-        Other threads may call it on the first rank; further ranks know of it after the next push. Returns False where
-        there is nothing to give; raises RolloutError, leaving the server out, where it fails.
+        Any thread of rank 0 may call it. Other ranks learn about it at the next push.
+
+        Returns:
+            False if there is no push to repeat or the server has not failed.
+
+        Raises:
+            RolloutError: the push failed; the server stays out of the fleet.
         """
         with self._pushing:
             push = self._last_push
@@ -269,15 +291,15 @@ class RemoteEngine:
         return True
 
     def join(self, url: str) -> None:
-        """Take a server into the fleet at the next push, which it gets. On the first rank, from any thread."""
+        """Add a server to the fleet at the next push. Any thread of rank 0 may call it."""
         self._joining.append(url.rstrip("/"))
 
     def leave(self, url: str) -> None:
-        """Take a server out of the fleet for good: at once for the first rank, at the next push for others."""
+        """Remove a server from the fleet: at once on rank 0, at the next push on other ranks."""
         self._leaving.add(url.rstrip("/"))
         for server in self.servers:
             if server.url in self._leaving and server.failure is None:
-                server.failure = f"{server.url} was taken out of the fleet"
+                server.failure = f"{server.url} was removed from the fleet"
 
     def _update(self, meta: WeightSource, version: int) -> None:
         self._sync_members()
@@ -295,9 +317,9 @@ class RemoteEngine:
                 differences.append(difference)
             elif out[server.url] is None:
                 self._mark_lost(server)
-                self.log(f"version {version} did not reach a server, which is left out: {failure}")
+                self.log(f"push of version {version} failed, the server leaves the fleet: {failure}")
             elif out[server.url] != failure:
-                self.log(f"version {version} did not reach a server, which stays out: {failure}")
+                self.log(f"push of version {version} failed, the server stays out of the fleet: {failure}")
         self.version = version
         self.push_metrics = {
             "push/difference": max(differences, default=float("nan")),
@@ -317,10 +339,10 @@ class RemoteEngine:
         self._returned[server.url] += 1
 
     def _retry_lost_servers(self) -> None:
-        """Take servers back that have the weights of the last push, once after each.
+        """Restore servers that still have the weights of the last push, at most once per push.
 
-        Where all seem to have failed, the fault may be this process's, which was stopped for longer than an answer may
-        take, or its network's.
+        If all servers fail at once, the cause may be this process, suspended for longer than the time-out of an answer,
+        or its network.
         """
         with self._pushing:
             push = self._last_push
@@ -333,37 +355,39 @@ class RemoteEngine:
                 try:
                     server.verify(replace(push, limits=self._limits(server)))
                 except RolloutError:
-                    continue  # why it left the fleet says more
+                    continue  # the first failure is more informative
                 server.failure = None
                 self._restore_lost(server)
                 self.log(f"{server.url} is back: it still has the weights of version {push.version}")
 
     def _counts(self) -> dict[str, float]:
-        """Return what happened on all ranks since the last push, or in this one.
+        """Return event counts of all ranks since the previous push.
 
-        Ranks that lose the same server, each by a request of its own, lose it once, and likewise get it back.
+        A server that several ranks lost or restored counts once.
         """
         stats = self.stats
         totals = Counter(retried=stats.retried, resumed=stats.resumed)
         totals.update({f"{server.url}/answers": server.answers for server in self.servers})
-        own, lost, returned = totals - self._counted, self._lost, self._returned
+        events = json.dumps([totals - self._counted, self._lost, self._returned]).encode()
         self._counted, self._lost, self._returned = totals, Counter(), Counter()
-        gathered = self._world.all_gather(json.dumps([own, lost, returned]).encode())
-        everyone, losers, winners = zip(*map(json.loads, gathered), strict=True)
+        counts, lost, returned = zip(*map(json.loads, self._world.all_gather(events)), strict=True)
 
-        def summed(name: str) -> float:
-            return float(sum(counts.get(name, 0) for counts in everyone))
+        def total(name: str) -> float:
+            return float(sum(rank_counts.get(name, 0) for rank_counts in counts))
 
-        answers = {f"servers/{i}/answers": summed(f"{server.url}/answers") for i, server in enumerate(self.servers)}
+        def distinct(rank_counts: Sequence[dict[str, int]]) -> float:
+            return float(reduce(or_, map(Counter, rank_counts), Counter[str]()).total())
 
-        def most(counts: Sequence[dict[str, int]]) -> float:
-            return float(reduce(or_, map(Counter, counts), Counter[str]()).total())
-
-        own_each = {f"servers/{name}": summed(name) for name in ("retried", "resumed")}
-        return own_each | {"servers/lost": most(losers), "servers/returned": most(winners), **answers}
+        return {
+            "servers/retried": total("retried"),
+            "servers/resumed": total("resumed"),
+            "servers/lost": distinct(lost),
+            "servers/returned": distinct(returned),
+            **{f"servers/{i}/answers": total(f"{server.url}/answers") for i, server in enumerate(self.servers)},
+        }
 
     def _sync_members(self) -> None:
-        """Make joined and left servers those of every rank."""
+        """Apply joins and leaves of rank 0 on every rank."""
         joining, self._joining = self._joining, []
         urls, able, leaving = self._world.broadcast_json(
             lambda: (
@@ -376,7 +400,7 @@ class RemoteEngine:
         for url in able:
             if self.connect_server is not None and all(server.url != url for server in self.servers):
                 joined = self.connect_server(url)
-                joined.failure = f"{url} has joined, and awaits its first push"
+                joined.failure = f"{url} has joined and waits for its first push"
                 self.servers.append(joined)
                 self._leaving.discard(url)
         staying = [server for server in self.servers if server.url not in leaving or server.url in able]
@@ -384,9 +408,9 @@ class RemoteEngine:
             self.servers[:] = staying
 
     def _update_urls(self, urls: Sequence[str]) -> None:
-        """Follow servers that the first rank started anew at other URLs; `urls` are now theirs, in order."""
+        """Switch to the URLs of servers that rank 0 has restarted elsewhere."""
         if self._world.is_main:
-            return  # what starts them has moved them, perhaps again since
+            return  # the launcher has updated these servers, and may have done so again
         for server, url in zip(self.servers, urls, strict=True):
             if server.url != url:
                 server.move(url)
@@ -395,11 +419,11 @@ class RemoteEngine:
         try:
             return self.connect_server is not None and bool(self.connect_server(url))
         except UserError as error:
-            self.log(f"{url} does not join: {error}")
+            self.log(f"{url} cannot join: {error}")
             return False
 
     def _wait_for_one(self) -> None:
-        """Wait until a server is back, on every rank; at most `recovery_timeout`."""
+        """Wait on every rank until a server is back, at most `recovery_timeout` seconds."""
 
         def states() -> list[tuple[str, str, int | None, str | None]]:
             until = time.monotonic() + self.recovery_timeout
@@ -407,14 +431,14 @@ class RemoteEngine:
                 time.sleep(POLL_SECONDS)
             return [(server.url, server.model, server.version, server.failure) for server in self.servers]
 
-        found = self._world.broadcast_json(states)
-        self._update_urls([url for url, *_ in found])
-        for server, (_, model, version, failure) in zip(self.servers, found, strict=True):
+        synced = self._world.broadcast_json(states)
+        self._update_urls([url for url, *_ in synced])
+        for server, (_, model, version, failure) in zip(self.servers, synced, strict=True):
             if failure is None and version is not None:
                 server.accept(model, version)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state from which a resumed run derives the same seeds for requests without one."""
+        """Return the state that seeds the requests of a resumed run."""
         return {"version": self.version, "submitted": self._submitted}
 
     def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
@@ -462,12 +486,12 @@ class RemoteEngine:
         return _Pushed(self._world.broadcast_json(results.result), size, seconds)
 
     def _push(self, version: int, **written: Any) -> Push:
-        """Return what every server is pushed; `_score` completes it."""
+        """Return the push for every server; `_score` sets its expected scores."""
         limits = LIMITS["float32"]
         return Push(self.transport, version, list(self.probe), Future(), limits, self.config.seconds, **written)
 
     def _score(self, push: Push, meta: WeightSource) -> None:
-        """Score the probe, which threads that push await, and makes this the last push; a collective."""
+        """Score the probe for the pushing threads, and record the push as the last one; a collective."""
         try:
             push.expected.set_result(meta.score(push.probe))
         except BaseException as error:
@@ -476,14 +500,14 @@ class RemoteEngine:
         self._last_push = push
 
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
-        """Return the folder of what changed since the last push, and its version; None where all is pushed."""
+        """Return the folder of the delta and its base version, or (None, None) for a full push."""
         old, delta = self.folder / f"version-{self.version}", folder.with_name(f"{folder.name}-delta")
         if self.transport != "delta" or not self._world.is_main or old == folder:
             return None, None
         return (delta, self.version) if write_delta(old, folder, delta) else (None, None)
 
     def _limits(self, server: RemoteServer) -> Limits:
-        """Return the configured limit, which no mean exceeds that the largest does not, or those of the dtype."""
+        """Return the configured limit, or the limits of the server's dtype."""
         if self.config.max_difference is not None:
             return Limits(self.config.max_difference, self.config.max_difference)
         return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
@@ -506,7 +530,7 @@ class RemoteEngine:
             return list(pool.map(to_one, self.servers, pushes))
 
     async def _ask(self, sampling: Sampling, group: object) -> Answer:
-        """Return the answer of the group's server, or of another where it fails."""
+        """Return the answer of the group's server, or of another server if it fails."""
         while True:
             server = await self._choose(group)
             key = f"{sampling.rid}.{self._submitted}"
@@ -522,32 +546,33 @@ class RemoteEngine:
                 if server.failure is None:
                     server.failure = str(error)
                     self._mark_lost(server)
-                    self.log(f"a server is left out: {error}")
+                    self.log(f"a server leaves the fleet: {error}")
                 self.stats.retried += 1
             finally:
                 del self._running[key]
 
     def _check_settings(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
-        """Raise ServerError for tokens that the model does not have, or more than were asked for."""
+        """Raise ServerError for too many tokens or ids outside the vocabulary."""
         tokens = answer.tokens
         if len(tokens) > sampling.limit or not all(type(x) is int and 0 <= x < self.vocab_size for x in tokens):
             raise ServerError(
-                f"{server.url} answered with {len(tokens)} tokens, at most {sampling.limit} ids below "
-                f"{self.vocab_size} were asked for"
+                f"{server.url} answered with {len(tokens)} tokens, expected at most {sampling.limit} ids below "
+                f"{self.vocab_size}"
             )
 
     def _experts(self, answer: Answer, server: RemoteServer, prompt: int) -> Experts | None:
-        """Return the experts of the answer's tokens, and of as many of its prompt, as they are stored; None where they
-        are not recorded. Raises ConfigError for a server that does not report them.
+        """Return the routed experts of prompt and answer, or None if they are not recorded.
+
+        Raises ConfigError if the server does not report them.
         """
         if self.recorded_model is None or not answer.tokens:
             return None
         if answer.experts is None:
             is_vllm = server.dialect.facts.kind == "vllm"
-            fix = "start it with --enable-return-routed-experts" if is_vllm else "use vLLM, whose reports are read"
+            fix = "start it with --enable-return-routed-experts" if is_vllm else "use vLLM"
             raise ConfigError(
-                f"{server.url} does not report the experts of its answers, which generator.record_experts asks for; "
-                f"{fix}, or leave generator.record_experts out"
+                f"{server.url} does not report routed experts, but generator.record_experts is set; {fix}, or unset "
+                "generator.record_experts"
             )
         try:
             return decode_server_experts(answer.experts, self.recorded_model, prompt + len(answer.tokens) - 1)
@@ -555,7 +580,7 @@ class RemoteEngine:
             raise ServerError(f"{server.url}: {error}") from None
 
     async def _choose(self, group: object) -> RemoteServer:
-        """Return the group's server or the least loaded one, of those that are not getting weights."""
+        """Return the group's server or the least loaded one; servers that receive weights are skipped."""
         until = time.monotonic() + self.recovery_timeout
         while True:
             if all(server.failure is not None for server in self.servers):
@@ -563,41 +588,38 @@ class RemoteEngine:
                     await asyncio.sleep(POLL_SECONDS)
                     continue
                 await asyncio.to_thread(self._retry_lost_servers)
-            able = [server for server in self.fleet if not server.pushing]
-            if able:
+            ready = [server for server in self.fleet if not server.pushing]
+            if ready:
                 break
             await asyncio.sleep(POLL_SECONDS)
-        kept = self._groups.get(group)
-        if group is None or kept not in able:
-            kept = min(able, key=lambda server: server.running)
+        server = self._groups.get(group)
+        if group is None or server not in ready:
+            server = min(ready, key=lambda server: server.running)
         if group is not None:
-            self._groups[group] = kept
+            self._groups[group] = server
             self._groups.move_to_end(group)
             if len(self._groups) > REMEMBERED_GROUPS:
                 self._groups.popitem(last=False)
-        return kept
+        return server
 
     def _sampling(self, req: ModelRequest, first_tokens: Sequence[int] = (), seed: int | None = None) -> Sampling:
-        """Return what to ask for the answer whose first tokens are `first_tokens`. Raises RolloutError for a
-        request that
-        can never be answered, and ConfigError for values that a server cannot honor.
+        """Return the request for the rest of the answer after `first_tokens`.
+
+        Raises RolloutError for an invalid request, and ConfigError for sampling values that a server does not support.
         """
         g = req.gconfig
         limit = max_answer_tokens(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
-            raise RolloutError(f"request {req.rid}: image_data was given, and only tokens are sent to servers")
+            raise RolloutError(f"request {req.rid} has image_data, but servers accept only tokens")
         for server in self.servers:
             server.dialect.check(g)
-        if seed is None:  # servers take 63 bits
+        if seed is None:  # servers accept 63 bits
             seed = request_seed(self.seed, self._submitted) >> 1 if g.seed is None else g.seed
-        rest = (
-            g.new(min_new_tokens=max(0, g.min_new_tokens - len(first_tokens)))
-            if first_tokens and g.min_new_tokens
-            else g
-        )
+        if first_tokens and g.min_new_tokens:
+            g = g.new(min_new_tokens=max(0, g.min_new_tokens - len(first_tokens)))
         return Sampling(
             prompt=[*req.input_ids, *first_tokens],
-            gconfig=rest,
+            gconfig=g,
             limit=limit - len(first_tokens),
             stop_token_ids=stop_ids(g, self.eos_token_ids, self.vocab_size),
             seed=seed,
@@ -617,14 +639,14 @@ class RemoteEngine:
 
 
 def spaced_token_ids(vocab_size: int, n: int) -> list[int]:
-    """Return up to `n` token ids from the whole of the vocabulary, each once, in a mixed order."""
+    """Return up to `n` distinct token ids, evenly spaced over the vocabulary, in a mixed order."""
     step = max(1, vocab_size // n)
     ids = list(range(0, vocab_size, step))[:n]
     return [*ids[::2], *ids[1::2][::-1]]
 
 
 def stream_device(transport: Transport) -> torch.device:
-    """Return where buckets are broadcast from."""
+    """Return the device of broadcast buckets."""
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
 
 
