@@ -1,1 +1,1 @@
-"""HTTP dialects of inference servers: archon, SGLang and vLLM."""
+"""HTTP protocols of inference servers: archon, SGLang and vLLM."""

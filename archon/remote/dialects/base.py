@@ -1,6 +1,6 @@
-"""What a kind of inference server must be asked, and what its answers mean. One file a kind, such as `vllm.py`.
+"""Interface to one kind of inference server; each kind has a file, such as `vllm.py`.
 
-A dialect maps every field of `GenerationHyperparameters`, or refuses it: servers ignore fields that they do not know.
+A dialect maps every field of `GenerationHyperparameters` or refuses it, because servers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from archon.schema.errors import ConfigError
 LogprobsMode = Literal["raw", "processed"]
 Transport = Literal["disk", "delta", "lora", "gloo", "nccl"]
 BROADCAST_TRANSPORTS: tuple[Transport, ...] = ("gloo", "nccl")
-"""The transports without a folder: the trainer broadcasts to the server's workers."""
+"""Transports without a folder: the trainer broadcasts to the server's workers."""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself when it is connected.
+    """Facts that a server reports when it is connected.
 
     Attributes:
         kind: `vllm`, `archon` or `sglang`.
-        release: the server's version, as it says it.
-        model: the name that requests give.
-        max_seq_len: tokens of prompt and answer together.
-        logprobs_mode: `raw`: of the logits at temperature 1; `processed`: of the distribution that was sampled from.
-        dtype: that it computes in, such as `bfloat16`.
-        transports: how its weights can be pushed.
+        release: release of the server software.
+        model: model name in requests.
+        max_seq_len: maximum tokens of prompt and answer together.
+        logprobs_mode: `raw`: logprobs at temperature 1; `processed`: logprobs of the sampling distribution.
+        dtype: compute dtype, such as `bfloat16`.
+        transports: supported push transports.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class ServerFacts:
 
 @dataclass
 class Sampling:
-    """One request, with all that the server must not decide: token ids that end the answer, its limit, its seed."""
+    """One request. Stop ids, token limit and seed are explicit, so no server default applies."""
 
     prompt: list[int]
     gconfig: GenerationHyperparameters
@@ -60,9 +60,9 @@ class Sampling:
     model: str
 
     def common_params(self) -> dict[str, Any]:
-        """Return the parameters that vLLM and SGLang name alike.
+        """Return the parameters that have the same names in vLLM and SGLang.
 
-        Said in full, since a server may have other defaults, from the model's generation_config.json.
+        All are explicit, because a server may take other defaults from the model's generation_config.json.
         """
         return {
             "n": 1,
@@ -80,10 +80,15 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """A server's answer. `versions` are (version, first token, last token + 1), or empty where it names none.
+    """A server's answer.
 
-    `experts` are those that the tokens of prompt and answer used, integers [n, L, k], of all layers or of those with
-    experts; None where the server does not report them.
+    Attributes:
+        tokens: token ids.
+        logprobs: logprob of each token.
+        stop_reason: why the answer ended.
+        versions: (version, first token, last token + 1); empty if the server reports none.
+        experts: routed experts of the tokens of prompt and answer, integers [n, L, k] for all L layers or for the MoE
+            layers; None if the server does not report them.
     """
 
     tokens: list[int]
@@ -94,62 +99,67 @@ class Answer:
 
 
 class Dialect(ABC):
-    """How one server is spoken to. Methods with `http` send requests; the others translate."""
+    """Wire protocol of one server. Methods with `http` send requests; the others translate.
+
+    Attributes:
+        facts: facts about the connected server.
+        unverified: warning if the dialect was never run against its real server.
+    """
 
     facts: ServerFacts
     unverified: ClassVar[str] = ""
-    """What a user is told of a dialect that was never run against its server."""
 
     @classmethod
     @abstractmethod
     def connect(cls, http: Http) -> Dialect | None:
-        """Return the dialect of the server with its facts, or None where the server is of another kind.
+        """Return the dialect with the server's facts, or None for another kind of server.
 
-        Raises ConfigError for a server of this kind that answers could not be trained on.
+        Raises ConfigError for a server of this kind that is unsuitable for training.
         """
 
     @abstractmethod
     def check(self, gconfig: GenerationHyperparameters) -> None:
-        """Raise ConfigError for sampling values that the server would ignore or whose logprobs it cannot give."""
+        """Raise ConfigError for sampling values that the server ignores or cannot report logprobs for."""
 
     @abstractmethod
     def request(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """Return path and body."""
+        """Return path and body of a generation request."""
 
     @abstractmethod
     def answer(self, body: Any) -> Answer:
-        """Return the answer in a response; raises ServerError for one that is not of the dialect."""
+        """Return the answer in a response. Raises ServerError for an invalid response."""
 
     @abstractmethod
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
-        """Return the logprobs of tokens 1 to L − 1 at temperature 1, each given those before it."""
+        """Return the logprobs of tokens 1 to L − 1 at temperature 1."""
 
     @abstractmethod
     def token_ids(self, http: Http, text: str) -> list[int] | None:
-        """Return the server's tokens of a text without special ones; None where it has no tokenizer."""
+        """Return the server's token ids of a text, without special tokens; None if it has no tokenizer."""
 
     def pause(self, http: Http, *, abort: bool) -> None:
-        """Stop sampling; unfinished answers end with what they have, or are kept."""
+        """Stop sampling; `abort` ends unfinished answers with their current tokens."""
         raise self._unsupported("pauses")
 
     def resume(self, http: Http) -> None:
+        """Continue sampling."""
         raise self._unsupported("pauses")
 
     def abort(self, http: Http, rid: str) -> None:
-        """End the requests of that name with what they have."""
+        """End a request with its current tokens."""
         raise self._unsupported("aborted requests")
 
     def load(
         self, http: Http, transport: Transport, folder: str, version: int, seconds: float, since: int | None
     ) -> str:
-        """Replace the weights, and forgets what is cached of the old ones. Returns the model's name for requests.
+        """Load weights from a folder, and clear caches of the old ones. Return the model name for requests.
 
-        `folder` holds a checkpoint or adapters, or the elements that changed since the version `since`.
+        `folder` contains a checkpoint, a LoRA, or the elements that changed since version `since`.
         """
         raise self._unsupported("pushes of weights")
 
     def receive(self, http: Http, transport: Transport, buckets: Iterable[Bucket], version: int, seconds: float) -> str:
-        """Same as `load`, of weights that are broadcast to the server's workers while they load them."""
+        """Load weights that are broadcast to the server's workers. Return the model name for requests."""
         raise self._unsupported(f"pushes by {transport}")
 
     def version(self, http: Http) -> str:
@@ -157,22 +167,22 @@ class Dialect(ABC):
         raise self._unsupported("versions of weights")
 
     def start_for(self, transport: Transport) -> str:
-        """Return with what the server must be started so that it takes weights by `transport`."""
+        """Return the options and environment that enable pushes by `transport`."""
         raise self._unsupported(f"pushes by {transport}")
 
-    def _unsupported(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.facts.kind} {self.facts.release} has no {what}")
+    def _unsupported(self, feature: str) -> ConfigError:
+        return ConfigError(f"{self.facts.kind} {self.facts.release} has no {feature}")
 
 
 def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
-    """Return `values` as numbers; raises ServerError where one is missing, NaN or infinite."""
+    """Return `values` as floats. Raises ServerError for a missing, NaN or infinite value."""
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        raise ServerError(f"{where}: a logprob is missing, or no finite number")
+        raise ServerError(f"{where}: a logprob is missing, NaN or infinite")
     return [float(value) for value in values]
 
 
 def get_path(body: Any, where: str, *path: str | int) -> Any:
-    """Return what is at a path of keys and indices; raises ServerError where there is nothing."""
+    """Return the value at a path of keys and indices. Raises ServerError if it does not exist."""
     for key in path:
         try:
             body = body[key]
