@@ -49,7 +49,8 @@ def require_package(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise ConfigError(
-            f"the package {package} is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
+            f"this feature needs the package {package}, which is not installed; "
+            "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         ) from None
 
 

@@ -99,7 +99,7 @@ def test_a_run_goes_on_after_the_node_of_its_servers_was_cut_off(
         assert f"launched 2 archon servers: http://{cable.addresses[1]}:" in told_text
         cable.pull()
         pulled = time.monotonic()
-        wait_for(lambda: "is started again" in told_path.read_text())
+        wait_for(lambda: "restarting " in told_path.read_text())
         wait_for(lambda: time.monotonic() - pulled > NOTICED_SECONDS)
         before = len(steps(run_dir))
         cable.plug()

@@ -120,7 +120,7 @@ def test_weights_that_a_server_was_not_given_leave_it_out(
     head.add_(0.1)
     wrong = CopiedWeights(checkpoint)
     wrong.score = lambda tokens: [score + 0.01 for score in engine.prompt_logprobs(tokens)]  # type: ignore[method-assign]
-    with pytest.raises(NoServerError, match="scores the tokens of a probe"):
+    with pytest.raises(NoServerError, match="scores the probe tokens"):
         engine.update_weights(wrong)
     engine.close()
 

@@ -145,12 +145,12 @@ def test_values_whose_logprobs_the_server_cannot_give_are_refused(
 ) -> None:
     processed = connected(twin(logprobs_mode="processed_logprobs"))
     cases: list[tuple[RemoteEngine, dict[str, Any], str]] = [
-        (engine, {"temperature": 0.7}, "temperature: got 0.7.* --logprobs-mode processed_logprobs"),
-        (engine, {"temperature": 0.005}, "temperature: got 0.005, .* samples below 0.01 at that"),
-        (processed, {"temperature": 0.7, "greedy": True}, "temperature: got 0.7.* leave it at 1 for greedy"),
-        (processed, {"top_p": 0.9}, "top_p: got 0.9, .* start it with raw_logprobs"),
-        (processed, {"top_k": 5}, "top_k: got 5, .* start it with raw_logprobs"),
-        (processed, {"min_new_tokens": 2}, "min_new_tokens: got 2, .* start it with raw_logprobs"),
+        (engine, {"temperature": 0.7}, "temperature is 0.7.* --logprobs-mode processed_logprobs"),
+        (engine, {"temperature": 0.005}, "temperature is 0.005, .* raises it to 0.01"),
+        (processed, {"temperature": 0.7, "greedy": True}, "temperature is 0.7.* set temperature to 1"),
+        (processed, {"top_p": 0.9}, "top_p is 0.9, .* start it with --logprobs-mode raw_logprobs"),
+        (processed, {"top_k": 5}, "top_k is 5, .* start it with --logprobs-mode raw_logprobs"),
+        (processed, {"min_new_tokens": 2}, "min_new_tokens is 2, .* start it with --logprobs-mode raw_logprobs"),
     ]
     for asked, gconfig, message in cases:
         (error,) = ask(asked, request(**gconfig))
@@ -164,7 +164,7 @@ def test_values_whose_logprobs_the_server_cannot_give_are_refused(
         ({"input_ids": []}, RolloutError, "the prompt is empty"),
         ({"input_ids": [99]}, RolloutError, "token id 99 is not below the vocabulary size"),
         ({"input_ids": [1] * 64}, ContextOverflowError, "prompt of 64 tokens leaves no room"),
-        ({"image_data": [b"x"]}, RolloutError, "only tokens are sent to servers"),
+        ({"image_data": [b"x"]}, RolloutError, "servers accept only tokens"),
         ({"gconfig": GenerationHyperparameters(n_samples=2)}, RolloutError, "n_samples is 2; expected 1"),
     ],
 )
@@ -317,7 +317,7 @@ def test_answers_of_weights_older_than_the_last_push_are_refused(
     servers[0].weight_version = "0"
     answers = ask(engine, *(request(seed, group=seed) for seed in range(4)))
     assert all(set(answer.output_versions) == {1} for answer in answers)
-    assert "answered with weights of version '0', and it was given 1" in str(engine.servers[0].failure)
+    assert "answered with weights of version '0', but the last push was version 1" in str(engine.servers[0].failure)
     assert engine.servers[1].failure is None and engine.stats.lost == 1
 
 
@@ -346,7 +346,7 @@ def test_a_server_that_is_brought_back_gets_whole_weights_and_is_paused_if_they_
     engine.servers[0].failure = "restarted"
     server.faults = {"forgetful"}  # it accepts the push, and keeps its weights
     server.engine.model.norm.weight.data.mul_(2)
-    with pytest.raises(RolloutError, match="scores the tokens of a probe"):
+    with pytest.raises(RolloutError, match="scores the probe tokens"):
         engine.restore_server(engine.servers[0])
     assert server.is_paused and engine.servers[0].failure is not None
     server.faults.clear()
@@ -529,10 +529,10 @@ def test_paused_servers_sample_nothing(connected: Callable[..., RemoteEngine], t
 @pytest.mark.parametrize(
     ("settings", "fault", "message"),
     [
-        ({"release": "0.99.0"}, None, r"is vLLM 0.99.0; .* those of 0.32.x were tested"),
-        ({"backend": None}, None, r"takes no weights by disk; start it with --worker-extension-cls"),
+        ({"release": "0.99.0"}, None, r"runs vLLM 0.99.0, .* install 0.32.x"),
+        ({"backend": None}, None, r"does not accept pushes by disk; start it with --worker-extension-cls"),
         ({"logprobs_mode": "raw_logits"}, None, r"--logprobs-mode is raw_logits; expected raw_logprobs or"),
-        ({}, "tokenizer", r"its tokenizer makes \[.*; start it with the actor's checkpoint"),
+        ({}, "tokenizer", r"encodes a test text as \[.*; start the server with the actor's checkpoint"),
         ({}, "down", r"rollout.servers: .* answered with status 503"),
     ],
 )
@@ -555,7 +555,7 @@ def test_urls_and_folders_that_cannot_be_used_are_refused(twin: MakeTwin) -> Non
     ):
         with pytest.raises(ConfigError, match=message):
             connect(urls, vocab_size=12)
-    with pytest.raises(ConfigError, match="transport is lora, and the actor has no adapters"):
+    with pytest.raises(ConfigError, match="transport is lora, but the actor has no LoRA"):
         connect([url], PushConfig(transport="lora"), vocab_size=12)
-    with pytest.raises(ConfigError, match="takes no weights by lora; start it with --enable-lora"):
+    with pytest.raises(ConfigError, match="does not accept pushes by lora; start it with --enable-lora"):
         connect([url], vocab_size=12, has_lora=True)

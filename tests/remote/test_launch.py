@@ -190,7 +190,7 @@ def test_a_job_in_the_queue_does_not_delay_the_end_of_a_run(slurm: Path, tmp_pat
         wait_for(lambda: slurm.exists() or bool(list(tmp_path.glob("*.sh"))))
         time.sleep(0.5)
         handle.stop()
-        with pytest.raises(ConfigError, match="server-0 was ended before its job began"):
+        with pytest.raises(ConfigError, match="server-0 was stopped before its job began"):
             starting.result(SOON_SECONDS)
 
 
@@ -203,7 +203,7 @@ def test_a_script_of_slurm_is_what_a_shell_reads(tmp_path: Path) -> None:
 
 def test_without_slurm_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="launcher is slurm, and there is no sbatch on PATH"):
+    with pytest.raises(ConfigError, match="launcher is slurm, but sbatch is not on PATH"):
         LaunchedServers(LaunchConfig(launcher="slurm"), WEB, tmp_path).open()
 
 

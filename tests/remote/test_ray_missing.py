@@ -27,11 +27,11 @@ def test_nothing_imports_ray_until_it_is_asked_for() -> None:
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        ConfigError, match=r"^rollout.launch.launcher is ray, and its package cannot .*archon-engine\[ray\]"
+        ConfigError, match=r"^rollout.launch.launcher is ray, but the package cannot .*archon-engine\[ray\]"
     ):
         LaunchedServers(LaunchConfig(launcher="ray"), WEB, tmp_path).open()
     with pytest.raises(
-        ConfigError, match=r"^rollout.workers.kind is ray, and its package cannot .*archon-engine\[ray\]"
+        ConfigError, match=r"^rollout.workers.kind is ray, but the package cannot .*archon-engine\[ray\]"
     ):
         AsyncRewardWrapper(faulty.obey, workers=WorkersConfig(kind="ray"))
 
@@ -39,7 +39,7 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 def test_an_address_of_a_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     monkeypatch.setattr(ray_cluster, "require_ray", lambda setting: type("Ray", (), {"is_initialized": lambda: False}))
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'ray://127.0.0.1:10001', and the trainer is a driver"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'ray://127.0.0.1:10001', but the trainer must run on a node"):
         ray_cluster.join_cluster("a test")
 
 
@@ -54,11 +54,11 @@ def test_resources_are_those_of_ray() -> None:
 
 
 def test_settings_of_another_launcher_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resources is set, which is of launcher ray, and launcher is local"):
+    with pytest.raises(ConfigError, match="resources needs launcher ray, but launcher is local"):
         LaunchConfig(resources={"GPU": 1})
-    with pytest.raises(ConfigError, match="sbatch is set, which is of launcher slurm, and launcher is ray"):
+    with pytest.raises(ConfigError, match="sbatch needs launcher slurm, but launcher is ray"):
         LaunchConfig(launcher="ray", sbatch=["--partition=gpu"])
-    with pytest.raises(ConfigError, match="agents is set, which is of kind ray, and kind is local"):
+    with pytest.raises(ConfigError, match="agents needs kind ray, but kind is local"):
         WorkersConfig(agents=2)
 
 

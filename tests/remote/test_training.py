@@ -72,8 +72,8 @@ def test_every_push_is_verified_and_counted(rl_config: MakeConfig, twin: MakeTwi
 
 
 FAILED_PUSHES = {
-    "stale_head": r"scores the tokens of a probe .* away from the trainer after a push of version 1",
-    "forgetful": r"scores the tokens of a probe .* away from the trainer after a push of version 2",
+    "stale_head": r"scores the probe tokens .* away from the trainer after a push of version 1",
+    "forgetful": r"scores the probe tokens .* away from the trainer after a push of version 2",
     "version": r"has weights of version 7 after a push of version 3",
     "update": r"/update_weights answered with status 500",
     "cache_in_use": r"the prefix cache is in use",
@@ -101,7 +101,7 @@ def test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds(
         trainer.train_step()
         assert len(bad.generated()) > asked + 2
         good.faults, bad.faults = {"stale_head"}, {"stale_head"}
-        with pytest.raises(NoServerError, match=rf"{good.url} scores the tokens .*; {bad.url} scores the tokens"):
+        with pytest.raises(NoServerError, match=rf"{good.url} scores the probe .*; {bad.url} scores the probe"):
             trainer.train_step()
 
 

@@ -216,7 +216,7 @@ def test_the_stale_head_of_tied_embeddings_is_noticed(
 ) -> None:
     """vLLM reloads them on a CPU, keeps the old packed head, and answers with status 200."""
     trainer = RLTrainer(rl_config(server, actor={"path": str(checkpoint), "optimizer": {"lr": 1e-2}}))
-    noticed = r"scores the tokens of a probe .* push of version 1"
+    noticed = r"scores the probe tokens .* push of version 1"
     with trainer.opened(), stale_head(server), pytest.raises(NoServerError, match=noticed):
         trainer.train_step()
 

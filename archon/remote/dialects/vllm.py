@@ -1,8 +1,8 @@
 """Protocol of vLLM 0.32.
 
 With `--enable-scale-out`, requests go to `/inference/v1/generate`, which reports the weight version of each token.
-Otherwise they go to `/v1/completions`. Control routes need VLLM_SERVER_DEV_MODE=1, so the server must listen on loopback
-or in a private network.
+Otherwise they go to `/v1/completions`. Control routes need VLLM_SERVER_DEV_MODE=1, so the server must listen on
+loopback or in a private network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How one server is started and ended: as a process of this machine."""
+"""Commands and handles of launched servers; the local handle runs a process on this machine."""
 
 from __future__ import annotations
 
@@ -25,66 +25,72 @@ END_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Command:
-    """What starts a server of one engine: arguments, in which `{host}` and `{port}` stand for where it listens, and
-    the environment that it needs besides the machine's.
+    """Command of a server.
+
+    Attributes:
+        arguments: program and arguments with placeholders `{host}` and `{port}`.
+        environment: additional environment variables.
     """
 
     arguments: list[str]
     environment: dict[str, str]
 
     def argv(self, host: str, port: str) -> list[str]:
-        """Return the arguments of a server that listens there."""
+        """Return the arguments of a server that listens on `host` and `port`."""
         return [argument.replace("{host}", host).replace("{port}", port) for argument in self.arguments]
 
     def shell(self, host: str, port: str) -> str:
-        """Return a line for a shell, in which `host` and `port` may be variables such as `$PORT`."""
+        """Return a shell command; `host` and `port` may be shell variables such as `$PORT`."""
         quoted = " ".join(map(shlex.quote, self.arguments))
         return quoted.replace("'{host}'", host).replace("'{port}'", port)
 
 
 def command(config: LaunchConfig, model: str, push_root: Path, dtype: str, lora_rank: int | None) -> Command:
-    """Return what starts a server of `model`, to which weights can be pushed from folders in `push_root`.
+    """Return the command of a server that accepts weight pushes.
 
     Args:
-        dtype: that it computes in.
-        lora_rank: of the adapters that are pushed; None: whole weights are.
+        config: engine, program and additional arguments.
+        model: checkpoint that the server loads first.
+        push_root: parent folder of all pushes.
+        dtype: compute dtype.
+        lora_rank: rank of the pushed LoRA; None: whole weights are pushed.
     """
-    own = {"ARCHON_TOKEN": os.environ[KEY]}
+    token = {"ARCHON_TOKEN": os.environ[KEY]}
     package = str(Path(archon.__file__).resolve().parents[1])
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
-    is_listening = ["--host", "{host}", "--port", "{port}"]
+    address = ["--host", "{host}", "--port", "{port}"]
     if config.engine == "archon":
         program = config.command or [sys.executable, "-m", "archon", "serve"]
-        options = [model, *is_listening, "--push-root", str(push_root), f"dtype={dtype}"]
-        return Command([*program, *options, *config.args], own | path)
+        options = [model, *address, "--push-root", str(push_root), f"dtype={dtype}"]
+        return Command([*program, *options, *config.args], token | path)
     if config.engine == "sglang":
         program = config.command or [sys.executable, "-m", "sglang.launch_server"]
-        return Command([*program, "--model-path", model, *is_listening, "--dtype", dtype, *config.args], {})
+        return Command([*program, "--model-path", model, *address, "--dtype", dtype, *config.args], {})
     program = config.command or ["vllm", "serve"]
-    options = [model, *is_listening, "--dtype", dtype, "--enable-scale-out"]
-    needed = {"VLLM_SERVER_DEV_MODE": "1"} | path
+    options = [model, *address, "--dtype", dtype, "--enable-scale-out"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} | path
     if lora_rank is None:
         extension = "archon.serve.vllm_extension.Extension"
         options += ["--worker-extension-cls", extension, "--weight-transfer-config", '{"backend": "archon"}']
     else:
         options += ["--enable-lora", "--max-lora-rank", str(max(8, lora_rank))]
-        needed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    return Command([*program, *options, *config.args], needed)
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return Command([*program, *options, *config.args], environment)
 
 
 def ensure_server_key() -> str:
-    """Return the key of this run's servers, made where there is none."""
+    """Return the API key of this run's servers; create one if it is not set."""
     return os.environ.setdefault(KEY, secrets.token_hex(16))
 
 
 class ServerHandle(ABC):
-    """A server that this run may start again and again, each time at `url`.
+    """A server that the run can restart.
 
     Attributes:
-        name: for logs.
-        url: where it answers; known once it was started.
-        started: when it was last, by the monotonic clock.
-        failed_starts: starts since the last push to it that succeeded.
+        name: name in logs.
+        url: URL of the server; empty before the first start.
+        started: time of the last start, by the monotonic clock.
+        failed_starts: starts since the last successful push.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,7 +98,7 @@ class ServerHandle(ABC):
         self.started, self.failed_starts = 0.0, 0
 
     def start(self) -> None:
-        """Start it, anew where it runs already."""
+        """Start or restart the server."""
         self.stop()
         self.started = time.monotonic()
         self.failed_starts += 1
@@ -103,20 +109,22 @@ class ServerHandle(ABC):
 
     @abstractmethod
     def exit_message(self) -> str | None:
-        """Return how it ended, with the end of its log; None while it runs."""
+        """Return how the server ended, with the end of its log; None while it runs."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End it and whatever it started; does nothing where it does not run."""
+        """Stop the server and its child processes, if it runs."""
 
 
 @dataclass(eq=False)
 class LocalHandle(ServerHandle):
-    """A process of this machine with a keeper, which ends it when this process ends, however that happens.
+    """A server process on this machine. Its supervisor stops it when this process ends, also after a kill.
 
     Attributes:
-        host: the address of this machine at which it listens.
-        detached: whether the keeper must be no child of this process, as whatever ends that kills its children.
+        command: command of the server.
+        folder: folder of its log.
+        host: local address on which it listens.
+        detached: the supervisor is no child of this process, which may be killed together with its children.
     """
 
     name: str
@@ -141,7 +149,7 @@ class LocalHandle(ServerHandle):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.command.environment,
-                start_new_session=True,  # a Ctrl-C is the trainer's to handle
+                start_new_session=True,  # only the trainer handles Ctrl-C
             )
 
     @property
@@ -149,11 +157,13 @@ class LocalHandle(ServerHandle):
         return self.folder / f"{self.name}.log"
 
     def exit_message(self) -> str | None:
+        """Return how the process ended; None while it runs."""
         if self._supervisor is None or (code := self._supervisor.poll()) is None:
             return None
         return f"{self.name} ended with status {code}; the end of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
+        """Stop the server through its supervisor."""
         if self._supervisor is None:
             return
         assert self._supervisor.stdin is not None
@@ -184,7 +194,7 @@ def _free_port(host: str) -> int:
 
 
 def stop_all(handles: Sequence[ServerHandle]) -> None:
-    """End servers, one after another, each whatever happens to the others."""
+    """Stop each server, even if stopping another one fails."""
     for handle in handles:
         try:
             handle.stop()

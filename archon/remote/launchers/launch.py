@@ -1,4 +1,4 @@
-"""`rollout.launch`: servers that the run starts, watches, restarts and ends."""
+"""`rollout.launch`: servers that the run starts, watches, restarts and stops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WATCH_SECONDS = 1.0
 
 
 def push_root(push: PushConfig) -> Path:
-    """Return the folder in which pushes will be, made where the configuration names it."""
+    """Return the parent folder of pushes; create a configured folder."""
     if push.folder is None:
         return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(TemporaryDirectory().name).parent
     folder = Path(push.folder).absolute()
@@ -34,11 +34,14 @@ def push_root(push: PushConfig) -> Path:
 
 @dataclass
 class LaunchedServers:
-    """Servers of one command. `open` starts them, `watch` keeps them in a fleet, `close` ends them.
+    """Servers of one command. `open` starts them, `watch` restarts failed ones, `close` stops them.
 
     Attributes:
-        folder: for logs, scripts and URLs.
-        log: called with one line of each start, end and return.
+        config: launcher, number of servers and time-outs.
+        command: command of each server.
+        folder: folder of logs, scripts and URL files.
+        log: called with a message for each start, failure and recovery.
+        handles: one handle per server.
     """
 
     config: LaunchConfig
@@ -52,9 +55,10 @@ class LaunchedServers:
         self._watcher: threading.Thread | None = None
 
     def open(self) -> list[str]:
-        """Start all servers and returns their URLs once each accepts connections.
+        """Start all servers, wait until each accepts connections, and return their URLs.
 
-        Raises ConfigError, with the end of its log, for one that does not come up; then none is left.
+        Raises:
+            ConfigError: a server does not start; the message has the end of its log, and all servers are stopped.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.handles = [self._handle(f"server-{number}") for number in range(self.config.count)]
@@ -69,18 +73,18 @@ class LaunchedServers:
         return urls
 
     def watch(self, engine: RemoteEngine) -> None:
-        """Restart, from now on and in a thread, servers that ended or do not answer, and gives them the weights."""
+        """Start a thread that restarts failed servers and pushes the weights to them."""
         engine.recovery_timeout = self.config.seconds
         self._watcher = threading.Thread(target=self._watch, args=[engine], name="archon-servers", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """End all servers."""
+        """Stop all servers."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join(5 * WATCH_SECONDS)
             if self._watcher.is_alive():
-                stop_all(self.handles)  # one that it starts may wait for a place in a cluster
+                stop_all(self.handles)  # the watcher may wait for the resources of a server that it starts
                 self._watcher.join(self.config.seconds)
         stop_all(self.handles)
 
@@ -93,7 +97,7 @@ class LaunchedServers:
         return LocalHandle(name, self.command, self.folder)
 
     def _start_server(self, handle: ServerHandle) -> None:
-        """Start a server and waits until it listens. Raises ConfigError where it does not."""
+        """Start a server and wait until it listens. Raises ConfigError if it does not."""
         handle.start()
         until = time.monotonic() + self.config.seconds
         while not Http(handle.url).is_listening():
@@ -104,7 +108,7 @@ class LaunchedServers:
                     f"rollout.launch: {handle.name} did not listen at {handle.url} within {self.config.seconds:g} s"
                 )
             if self._closing.wait(0.2):
-                raise ConfigError(f"rollout.launch: the run ended while {handle.name} was started")
+                raise ConfigError(f"rollout.launch: the run ended during the start of {handle.name}")
 
     def _watch(self, engine: RemoteEngine) -> None:
         while not self._closing.wait(WATCH_SECONDS):
@@ -120,22 +124,22 @@ class LaunchedServers:
                     self._restore(engine, handle, server, end)
                 except UserError as error:
                     if not self._closing.is_set():
-                        self.log(f"{handle.name} is not back: {error}")
+                        self.log(f"{handle.name} failed to restart: {error}")
                         if handle.failed_starts > self.config.restarts:
-                            self.log(f"{handle.name} is given up after {handle.failed_starts} starts without a push")
+                            self.log(f"{handle.name} is abandoned after {handle.failed_starts} starts without a push")
 
     def _restore(self, engine: RemoteEngine, handle: ServerHandle, server: RemoteServer, end: str | None) -> None:
-        """Brings a server back that ended, or that left the fleet: where it does not answer, it is started again."""
+        """Restore a failed server; restart it first if it does not answer."""
         server.failure = server.failure or end
         if end is None:
             try:
                 server.check_health(CONNECT_SECONDS)
             except RolloutError as error:
                 if handle.failed_starts and time.monotonic() - handle.started < self.config.seconds:
-                    raise  # it listens, and is not ready yet
+                    raise  # still starting
                 end = str(error)
         if end is not None:
-            self.log(f"{handle.name} is started again: {end.splitlines()[0]}")
+            self.log(f"restarting {handle.name}: {end.splitlines()[0]}")
             old = handle.url
             try:
                 self._start_server(handle)
@@ -144,4 +148,4 @@ class LaunchedServers:
                     server.move(handle.url)
         if engine.restore_server(server):
             handle.failed_starts = 0
-            self.log(f"{handle.name} is back, with the weights of version {server.version}")
+            self.log(f"{handle.name} is back with weights of version {server.version}")

@@ -1,4 +1,4 @@
-"""Servers on the nodes of a Ray cluster, each held by an actor that ends with the trainer."""
+"""Servers in a Ray cluster; each belongs to an actor that ends with the trainer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SETTING = "rollout.launch.launcher"
 
 
 class ServerActor:
-    """Holds one server on its node. Ray ends it with the trainer, by whatever that ends, and its keeper the server.
+    """Actor that runs one server on its node. Ray stops the actor with the trainer; its supervisor stops the server.
 
-    It answers in several threads, as `wait` lasts as long as the server.
+    The actor needs several threads, because `wait` blocks until the server ends.
     """
 
     def __init__(self, name: str, command: Command, folder: Path) -> None:
@@ -27,28 +27,31 @@ class ServerActor:
         self._server = LocalHandle(name, command, folder, host=address, detached=True)
 
     def start(self) -> str:
-        """Start the server and returns its URL, at which it will listen."""
+        """Start the server and return its URL."""
         self._server.folder.mkdir(parents=True, exist_ok=True)
         self._server.start()
         return self._server.url
 
     def wait(self) -> str:
-        """Return how the server ended, once it has."""
+        """Wait until the server ends, and return how it ended."""
         while (end := self._server.exit_message()) is None:
             time.sleep(POLL_SECONDS)
         return end
 
     def stop(self) -> None:
-        """End the server and whatever it started."""
+        """Stop the server and its child processes."""
         self._server.stop()
 
 
 class RayHandle(ServerHandle):
-    """A server on some node of the cluster. One that is started again may be on another node, with another URL.
+    """A server on a node of the cluster. A restart may move it to another node and URL.
 
     Args:
-        resources: that it takes of its node, by Ray's names; None: a CPU.
-        seconds: until a node must have taken it.
+        name: name in logs.
+        command: command of the server.
+        folder: folder of its log on the node.
+        resources: resources by Ray name; None: one CPU.
+        seconds: time-out of the scheduling on a node.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class RayHandle(ServerHandle):
         self._options = actor_options(resources)
         self._ray = join_cluster(_SETTING)
         self._actor: Any = None
-        self._end: Any = None  # the answer of its `wait`, which comes with the end of server, actor or node
+        self._end: Any = None  # result of the actor's `wait`, ready after the end of server, actor or node
         self._failed_start: str | None = None
 
     def _start(self) -> None:
@@ -74,33 +77,35 @@ class RayHandle(ServerHandle):
         except ray.exceptions.RayError as error:
             ray.kill(actor)
             if isinstance(error, ray.exceptions.GetTimeoutError):
-                wanted = {name: self._options[name] for name in ("num_cpus", "num_gpus", "resources")}
+                required = {name: self._options[name] for name in ("num_cpus", "num_gpus", "resources")}
                 self._failed_start = (
-                    f"no node of the Ray cluster took {self.name} within {self._seconds:g} s; it needs {wanted} "
-                    f"(rollout.launch.resources), and there are free {ray.available_resources()}"
+                    f"Ray did not schedule {self.name} within {self._seconds:g} s; it needs {required} "
+                    f"(rollout.launch.resources), and the cluster has {ray.available_resources()} available"
                 )
             else:
-                self._failed_start = f"{self.name} did not start on a node of the Ray cluster: {first_line(error)}"
+                self._failed_start = f"{self.name} did not start in the Ray cluster: {first_line(error)}"
             raise ConfigError(f"rollout.launch: {self._failed_start}") from None
         self._end = actor.wait.remote()
 
     def exit_message(self) -> str | None:
+        """Return how the server, its actor or its node ended; None while it runs."""
         if self._end is None or not self._ray.wait([self._end], timeout=0)[0]:
             return self._failed_start
         try:
             end: str = self._ray.get(self._end)
         except self._ray.exceptions.RayError as error:
-            return f"{self.name} at {self.url} was lost with its node or its actor: {first_line(error)}"
+            return f"{self.name} at {self.url} was lost with its node or actor: {first_line(error)}"
         return end
 
     def stop(self) -> None:
+        """Stop the server and its actor."""
         actor, self._actor = self._actor, None
         if actor is None:
             return
         if self._end is not None and self.exit_message() is None:
             try:
                 self._ray.get(actor.stop.remote(), timeout=END_SECONDS)
-            except self._ray.exceptions.RayError:  # it cannot be reached: Ray ends the actor where it is
+            except self._ray.exceptions.RayError:  # unreachable: Ray stops the actor on its node
                 pass
         self._ray.kill(actor)
         self._end = self._failed_start = None

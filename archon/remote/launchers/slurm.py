@@ -1,4 +1,4 @@
-"""Servers as jobs of Slurm, by scripts that this module writes to the shared folder of pushes."""
+"""Servers as Slurm jobs; their scripts are written to the shared folder of pushes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from archon.schema.errors import ConfigError
 
 COMMAND_SECONDS = 60.0
 HEARTBEAT_SECONDS = 120.0
-"""A job ends itself when the trainer has not touched its heartbeat for so long."""
+"""A job stops if the trainer has not touched the heartbeat file for this long."""
 HEARTBEAT_INTERVAL = 10.0
 QUEUE_SECONDS = 10.0
 _PORTS = "20000 + SLURM_JOB_ID % 20000"
 
 
 def script(name: str, command: Command, folder: Path, options: Sequence[str], python: str = sys.executable) -> str:
-    """Return the script of a server's job, which writes its URL to `folder`/NAME.url and ends with the trainer.
+    """Return the job script of a server that writes its URL to `folder`/NAME.url and ends with the trainer.
 
     Args:
-        folder: that trainer and nodes share.
-        options: of sbatch.
-        python: on the nodes.
+        name: name of the server.
+        command: command of the server.
+        folder: folder that trainer and nodes share.
+        options: options of sbatch.
+        python: path of Python on the nodes.
     """
-    own = {"job-name": f"archon-{name}", "output": f"{folder / name}.log", "open-mode": "append"}
-    headers = [f"#SBATCH --{key}={value}" for key, value in own.items()] + [f"#SBATCH {option}" for option in options]
-    # A token is no argument, which every user of the node could read; the job inherits it from sbatch's environment.
+    defaults = [f"--job-name=archon-{name}", f"--output={folder / name}.log", "--open-mode=append"]
+    headers = [f"#SBATCH {option}" for option in (*defaults, *options)]
+    # The job inherits the token from sbatch's environment: every user of the node could read an argument.
     secret = {"ARCHON_TOKEN", KEY}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in command.environment.items() if key not in secret]
     heartbeat = f"--heartbeat {shlex.quote(str(folder / 'heartbeat'))} {HEARTBEAT_SECONDS:g}"
-    started = shlex.quote(str(folder / f"{name}.url"))
+    url = shlex.quote(str(folder / f"{name}.url"))
     return "\n".join(
         [
             "#!/bin/bash",
@@ -47,8 +49,8 @@ def script(name: str, command: Command, folder: Path, options: Sequence[str], py
             *exports,
             f"PORT=$(( {_PORTS} ))",
             "HOST=$(hostname)",
-            f'echo "http://$HOST:$PORT" > {started}.new',
-            f"mv {started}.new {started}",
+            f'echo "http://$HOST:$PORT" > {url}.new',
+            f"mv {url}.new {url}",
             f"exec {shlex.quote(python)} {shlex.quote(supervisor.__file__)} {heartbeat} -- \\",
             f"    {command.shell('0.0.0.0', '$PORT')}",
             "",
@@ -57,7 +59,7 @@ def script(name: str, command: Command, folder: Path, options: Sequence[str], py
 
 
 class SlurmHandle(ServerHandle):
-    """A job of Slurm. A job that is started again may be on another node, with another URL."""
+    """A Slurm job. A restart may move it to another node and URL."""
 
     def __init__(self, name: str, command: Command, folder: Path, options: Sequence[str], seconds: float) -> None:
         super().__init__(name)
@@ -84,21 +86,22 @@ class SlurmHandle(ServerHandle):
             if (end := self.exit_message()) is not None or time.monotonic() > until:
                 raise ConfigError(end or f"job {self._job} ({self.name}) did not begin within {self._seconds:g} s")
             if self._stop_event.wait(0.2):
-                raise ConfigError(f"{self.name} was ended before its job began")
+                raise ConfigError(f"{self.name} was stopped before its job began")
         self.url = url.read_text().strip()
 
     def _touch_heartbeat(self) -> None:
         (self._folder / "heartbeat").touch()
 
     def _heartbeat_loop(self, over: threading.Event) -> None:
-        """Touches the heartbeat also while nobody watches: before the first push, and during long ones."""
+        """Touch the heartbeat also when no watcher runs: before the first push and during long pushes."""
         while not over.wait(HEARTBEAT_INTERVAL):
             try:
                 self._touch_heartbeat()
-            except OSError:  # of a shared folder that cannot be reached for a moment
+            except OSError:  # the shared folder is temporarily unavailable
                 continue
 
     def exit_message(self) -> str | None:
+        """Return that the job left the queue; None while it runs or waits."""
         if self._job is None:
             return None
         if time.monotonic() - self._asked > QUEUE_SECONDS:
@@ -112,6 +115,7 @@ class SlurmHandle(ServerHandle):
         return f"job {self._job} ({self.name}) is no longer in Slurm's queue; the end of {log}:\n{log_tail(log)}"
 
     def stop(self) -> None:
+        """Cancel the job."""
         self._stop_event.set()
         if self._job is not None:
             _run(["scancel", self._job], {}, allow_failure=True)
@@ -119,13 +123,13 @@ class SlurmHandle(ServerHandle):
 
 
 def _run(command: list[str], environment: dict[str, str], *, allow_failure: bool = False) -> str:
-    """Return what a command of Slurm's prints; where it `allow_failure`, nothing."""
+    """Return the output of a Slurm command; empty if it fails and `allow_failure` is set."""
     try:
         done = subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
         )
     except FileNotFoundError:
-        raise ConfigError(f"rollout.launch.launcher is slurm, and there is no {command[0]} on PATH") from None
+        raise ConfigError(f"rollout.launch.launcher is slurm, but {command[0]} is not on PATH") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{command[0]} did not answer within {COMMAND_SECONDS:g} s") from None
     if done.returncode and not allow_failure:

@@ -18,8 +18,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an interrupted answer needs its least tokens again",
         "archon/remote/engine.py",
-        "            if first_tokens and g.min_new_tokens\n",
-        "            if False\n",
+        "if first_tokens and g.min_new_tokens:\n",
+        "if False:\n",
         (f"{ENGINE}::test_resumed_answer_asks_for_what_is_left_in_a_random_stream_of_its_own",),
     ),
     Mutant(
@@ -137,15 +137,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "SGLang's scores begin at the first token",
         "archon/remote/dialects/sglang.py",
-        "finite_logprobs([self._field(item, 0) for item in found[1:]], self._url)",
-        "finite_logprobs([self._field(item, 0) or 0.0 for item in found[:-1]], self._url)",
+        "finite_logprobs([self._field(item, 0) for item in items[1:]], self._url)",
+        "finite_logprobs([self._field(item, 0) or 0.0 for item in items[:-1]], self._url)",
         ("tests/remote/test_sglang.py::test_answers_are_those_of_the_generator_and_pushes_are_verified",),
     ),
     Mutant(
         "archon's servers stop at their own end-of-text id",
         "archon/remote/dialects/archon.py",
-        '"stop_token_ids": sampling.stop_token_ids, "seed"',
-        '"stop_token_ids": [], "seed"',
+        '"stop_token_ids": sampling.stop_token_ids,',
+        '"stop_token_ids": [],',
         ("tests/remote/test_archon.py::test_answers_are_those_of_the_generator_in_process",),
     ),
     Mutant(

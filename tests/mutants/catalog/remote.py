@@ -29,8 +29,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers of a server that was restarted are trained on",
         "archon/remote/server.py",
-        "if name not in self.verified or given is None or int(name) < given:",
-        "if given is None:",
+        "if name not in self.verified or version is None or int(name) < version:",
+        "if version is None:",
         (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere",),
     ),
     Mutant(
@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the answers of a group go to all servers",
         "archon/remote/engine.py",
-        "if group is None or kept not in able:",
+        "if group is None or server not in ready:",
         "if True:",
         (f"{ENGINE}::test_a_group_goes_to_one_server_and_groups_to_the_least_loaded",),
     ),
@@ -64,7 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an answer that a push overtook is taken for one of the weights of before",
         "archon/remote/server.py",
-        'if answer.stop_reason != "abort" and self.version != given:',
+        'if answer.stop_reason != "abort" and self.version != version:',
         "if not self.url:",
         (f"{ENGINE}::test_an_answer_without_versions_that_a_push_overtook_is_asked_again",),
     ),
@@ -217,14 +217,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers of earlier verified weights are accepted",
         "archon/remote/server.py",
-        "if name not in self.verified or given is None or int(name) < given:",
-        "if name not in self.verified or given is None:",
+        "if name not in self.verified or version is None or int(name) < version:",
+        "if name not in self.verified or version is None:",
         (f"{ENGINE}::test_answers_of_weights_older_than_the_last_push_are_refused",),
     ),
     Mutant(
         "a server that scores the probe otherwise goes on serving",
         "archon/remote/server.py",
-        "            self.dialect.pause(self.http, abort=True)  # so that nobody is answered with wrong weights\n",
+        "            self.dialect.pause(self.http, abort=True)  # no answers with wrong weights\n",
         "",
         (FAILED_PUSH,),
     ),
@@ -232,7 +232,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a server goes on serving before its version is checked",
         "archon/remote/server.py",
         """        self._require_version(push)
-        push.expected.result()  # nobody is answered while the weights cannot be compared
+        push.expected.result()  # stay paused until the scores can be compared
         self.dialect.resume(self.http)
 """,
         """        push.expected.result()
