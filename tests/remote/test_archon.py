@@ -112,7 +112,7 @@ def test_weights_that_a_server_was_not_given_leave_it_out(
     engine.update_weights(CopiedWeights(checkpoint), version=0)
     server._engine._generator.version = -1  # as after a restart
     (error,) = ask(engine, request())
-    assert isinstance(error, NoServerError) and "weights of version '-1', and it was given 0" in str(error)
+    assert isinstance(error, NoServerError) and "weights of version '-1', but the last push was version 0" in str(error)
     engine.update_weights(CopiedWeights(checkpoint))
     (answer,) = ask(engine, request())
     assert answer.output_versions == [1] * len(answer.output_tokens), "a push that is verified brings it back"
