@@ -14,14 +14,14 @@ _MAX_WAITING = 16  # tokens; a character has at most four bytes, so more cannot 
 
 
 class Detokenizer:
-    """Decodes an answer token by token; tokens with an incomplete character wait for the next ones.
+    """Incremental detokenizer of one answer; a token with an incomplete character waits for the next ones.
 
-    The texts that `feed` and `finish` return add up to that of `decode` of all tokens. Only where the tokens' bytes are
-    not UTF-8 may replacement characters (U+FFFD) differ, because text that was returned cannot change.
+    The texts from `feed` and `finish` add up to `decode` of all tokens. Only replacement characters (U+FFFD) may
+    differ, if the tokens' bytes are not UTF-8, because returned text cannot change.
 
     Args:
         tokenizer: a fast tokenizer of transformers; TokenizerError otherwise.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: omit special tokens from the text.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
@@ -32,7 +32,7 @@ class Detokenizer:
                 "a fast tokenizer: save it with a tokenizer.json"
             )
         self._tokenizer, self._skip = backend, skip_special_tokens
-        self._settled: list[int] = []  # last tokens whose text was returned; the next text depends on them
+        self._settled: list[int] = []  # last tokens with returned text; the next text depends on them
         self._waiting: list[int] = []
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 

@@ -15,10 +15,10 @@ Experts = np.ndarray
 
 
 class ExpertRecord:
-    """The experts of the first `length` tokens of a sequence.
+    """Routed experts of the first `length` tokens of a sequence.
 
-    A token is computed again after a preemption or a change of weights. Its experts stay those of the forward that the
-    next token was sampled from, as that token's logprob does.
+    A token is recomputed after a preemption or a weight update. Its recorded experts stay those of the forward that the
+    next token was sampled from, consistent with that token's logprob.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class ExpertRecord:
         self.length = 0
 
     def add(self, start: int, experts: Experts, kept: int) -> None:
-        """Set the experts of tokens from `start` on, at most `length`, except those of the first `kept` tokens."""
-        assert start <= self.length, f"experts of token {start} follow those of {self.length} tokens"
+        """Set the experts of at most `length` tokens from `start` on; the first `kept` tokens keep theirs."""
+        assert start <= self.length, f"experts of token {start} after only {self.length} tokens"
         first = max(start, min(kept, self.length))
         if first < self.length:
             self._parts = [self.first(first)]
@@ -46,15 +46,22 @@ class Recorder:
         self._model, self._dtype = model, routed_experts_dtype(model.args)
 
     def experts(self, rows: int) -> Experts:
-        """Return those of the first `rows` tokens."""
+        """Return the experts of the first `rows` tokens."""
         chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
         experts: Experts = torch.stack(chosen, 1).to(self._dtype).cpu().numpy()
         return experts
 
 
 def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
-    """Return the experts of the first `count` tokens as they are stored, from what a server reported: integers
-    [n, L, k], of all layers or of those with experts. Raises RolloutError where they are not of this model.
+    """Convert experts reported by a server to the storage dtype.
+
+    Args:
+        reported: integers [n, L, k], for all layers or only layers with experts.
+        args: model arguments.
+        count: number of tokens to return, from the first.
+
+    Raises:
+        RolloutError: the experts do not fit this model.
     """
     layers, top_k, n_experts = routed_experts_sizes(args)
     if reported.ndim == 3 and reported.shape[1] == args.n_layers:
@@ -62,33 +69,29 @@ def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int)
     shape = "×".join(map(str, reported.shape))
     if reported.ndim != 3 or reported.shape[1:] != (layers, top_k) or len(reported) < count:
         raise RolloutError(
-            f"experts reported for {count} tokens are {shape} numbers; expected as many of {layers} layers and {top_k} "
-            "experts a token"
+            f"reported experts of {count} tokens have shape {shape}; expected {layers} layers and {top_k} "
+            "experts per token"
         )
     if reported.dtype.kind not in "iu" or (reported.size and not 0 <= reported.min() <= reported.max() < n_experts):
-        raise RolloutError(f"the reported experts are no numbers from 0 to {n_experts - 1}")
+        raise RolloutError(f"reported experts are outside of 0 to {n_experts - 1}")
     stored: Experts = torch.from_numpy(reported[:count].astype(np.int32)).to(routed_experts_dtype(args)).numpy()
     return stored
 
 
 def join_records(known: Experts | None, answer: Experts | None) -> Experts | None:
-    """Return the experts of the first tokens that are known, then those that another answer, of the same tokens and
-    more, adds.
-    """
+    """Return the known experts of the first tokens, extended by another record of the same tokens and more."""
     if known is None or answer is None:
         return answer if known is None else known
     return np.concatenate((known, answer[len(known) :]))
 
 
 def pad_records(records: list[Experts | None], length: int) -> torch.Tensor | None:
-    """Return records of documents as a column [B, length, L, k], with the number for unknown tokens after each; None
-    where there is none.
-    """
-    given = [record for record in records if record is not None]
-    if not given:
+    """Return records as a column [B, length, L, k], padded with the unknown number; None without records."""
+    present = [record for record in records if record is not None]
+    if not present:
         return None
-    dtype = torch.from_numpy(given[0]).dtype
-    column = np.full((len(records), length, *given[0].shape[1:]), unknown_expert_id(dtype), given[0].dtype)
+    dtype = torch.from_numpy(present[0]).dtype
+    column = np.full((len(records), length, *present[0].shape[1:]), unknown_expert_id(dtype), present[0].dtype)
     for row, record in zip(column, records, strict=True):
         if record is not None:
             row[: len(record)] = record

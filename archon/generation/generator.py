@@ -32,7 +32,7 @@ from archon.models.vision.images import ProcessedImage
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError, RolloutError
 
-# Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
+# Maximum logits sampled at once, which bounds the memory for large vocabularies.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
 
 # Copied pages are gathered first, which takes as much memory again.
@@ -50,8 +50,8 @@ class GeneratorStats:
     seconds: float = 0.0  # total time of the steps
     prefill_tokens: int = 0  # tokens computed in chunks: prompts, and answers again after a preemption or an update
     decode_tokens: int = 0  # tokens computed one per sequence and step
-    duplicate_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
-    shared_prompts: int = 0  # answers whose prompt was computed for another one
+    duplicate_tokens: int = 0  # prompt tokens that were not computed because another sequence has the same ones
+    shared_prompts: int = 0  # answers that reuse another answer's prompt cache
     pushed_bytes: int = 0  # written by updates of the weights, packed copies included
 
 
@@ -66,12 +66,12 @@ def _round_up(rows: int) -> int:
 
 
 def _lora_key(sequence: Sequence) -> int:
-    """Return a key by which sequences of one adapter lie together, and those without one are last."""
+    """Return a sort key that groups sequences by LoRA, with those without a LoRA last."""
     return sys.maxsize if sequence.lora is None else sequence.lora.key
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
-    """Return the sequences whose tokens are distinct, their duplicates, and the row of each duplicate's original."""
+    """Return the sequences with distinct tokens, their duplicates, and the row of each duplicate's original."""
     rows: dict[tuple[int, int, int], int] = {}
     distinct: list[Sequence] = []
     duplicates: list[Sequence] = []
@@ -88,14 +88,15 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
 def _nonfinite_sequences(
     spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None
 ) -> list[Sequence]:
-    """Return the sequences for whose tokens their adapters compute what is not finite.
+    """Return the sequences whose LoRAs produce non-finite values.
 
     Args:
         spans: the sequences of consecutive rows, and their numbers of rows.
-        hidden: [rows, dim], with padding after those.
+        hidden: [rows, dim], padded at the end.
         overflowed: see `PagedAttention`.
 
-    Raises NotFiniteError where the model itself computes it.
+    Raises:
+        NotFiniteError: the model itself produces them.
     """
     owners = [sequence for sequence, count in spans for _ in range(count)]
     wrong = ~hidden[: len(owners)].isfinite().all(1)
@@ -125,8 +126,9 @@ def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
 
 
 def _record(experts: Experts, decoded: list[tuple[int, Sequence]], first: int, chunks: list[ScheduledChunk]) -> None:
-    """Record the experts of a forward's tokens: one each of `decoded`, at these rows, and from row `first` on those of
-    `chunks`.
+    """Record the experts of a forward's tokens.
+
+    `decoded` sequences have one token each, at these rows; the tokens of `chunks` follow from row `first` on.
     """
     for row, sequence in decoded:
         sequence.record(sequence.computed, experts[row : row + 1])
@@ -169,9 +171,10 @@ class _SampleBatch:
 
 
 class Generator:
-    """A model with its paged cache, scheduler and sampler. Synchronous; `InProcessEngine` drives it.
+    """Generator of one model: paged KV cache, scheduler and sampler. Synchronous; `InProcessEngine` drives it.
 
-    `model` is an actor in evaluation mode on the device of `cache`; see `InProcessEngine.from_model` for the others.
+    `model` is an actor in evaluation mode on the device of `cache`; see `InProcessEngine.from_model` for the other
+    arguments.
     """
 
     def __init__(
@@ -207,14 +210,15 @@ class Generator:
         )
 
     def record_experts(self) -> None:
-        """Record the experts of the tokens of all sequences from now on; there must be none yet."""
+        """Record the routed experts of all sequences from now on; no sequence may exist yet."""
         self.recorder = Recorder(self.model)
 
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
 
-        Raises RolloutError for a request that can never be answered, UnknownLoRAError for one that names an adapter
-        that is not loaded.
+        Raises:
+            RolloutError: the request can never be answered.
+            UnknownLoRAError: its LoRA is not loaded.
         """
         g, prompt = request.gconfig, request.input_ids
         lora = None if request.lora is None else self.lora_manager.find(request.lora)
@@ -248,15 +252,15 @@ class Generator:
         return sequence
 
     def prompt_images(self, tokens: list[int], images: Collection[ProcessedImage], what: str) -> PromptImages | None:
-        """Return the pictures of a prompt; None for one of text.
+        """Return the images of a prompt, or None for text.
 
-        Raises RolloutError, which begins with `what`, for pictures that are not those of its placeholders or of this
-        model.
+        Raises:
+            RolloutError: the images do not match the placeholders or this model; the message starts with `what`.
         """
         image = self.model.args.image_format
         if image is None:
             if images:
-                raise RolloutError(f"{what}: image_data was given to a text model")
+                raise RolloutError(f"{what}: image_data needs a vision-language model; this is a text model")
             return None
         if not images and image.token not in tokens:
             return None
@@ -292,7 +296,7 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
+        """Run one forward pass, sample a token for every ready sequence, and call `on_done` of finished ones."""
         started = time.perf_counter()
         if self.device.type == "cpu":
             adjust_threads()
@@ -383,7 +387,7 @@ class Generator:
         return forks
 
     def _copy_forked(self, forks: list[Fork]) -> None:
-        """Give forks their own copies of what they will change, and shared prompts their states, forks or none."""
+        """Copy shared pages and states before forked sequences write to them, and save the states of shared prompts."""
         copies = [fork.copy for fork in forks if fork.copy is not None]
         for place in range(0, len(copies), _PAGES_COPIED_AT_ONCE):
             self.cache.copy_pages(*zip(*copies[place : place + _PAGES_COPIED_AT_ONCE], strict=True))
@@ -415,7 +419,8 @@ class Generator:
             for sequence, row, token, logprob in drawn:
                 sequence.append(token, logprob, (sequence.lora or self).version)
                 sequence.drawn = (self.stats.steps, row, token)
-                if image is not None and token == image.token:  # of no picture: nothing can be computed after it
+                # An image placeholder without an image: no token can follow.
+                if image is not None and token == image.token:
                     sequence.stop_reason = "abort"
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
@@ -424,7 +429,7 @@ class Generator:
         assert sequence.lora is not None
         sequence.stop_reason = "abort"
         sequence.error = NotFiniteError(
-            f"adapter {sequence.lora.name!r:.200} computes numbers that are not finite; check its weights"
+            f"LoRA {sequence.lora.name!r:.200} produces non-finite values; check its weights"
         )
         self._finish(sequence)
 
@@ -443,6 +448,7 @@ class Generator:
 
     @property
     def unfinished(self) -> list[Sequence]:
+        """Sequences that are waiting or running."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def abort(self, sequences: list[Sequence]) -> None:
@@ -465,8 +471,9 @@ class Generator:
             self._end(sequence)
 
     def replace_lora(self, name: str, weights: LoRAWeights, version: int | None) -> None:
-        """Replace an adapter's weights in place, see `LoRAManager.replace`; its unfinished sequences go on as those of
-        `restart` do, and nothing happens to others.
+        """Replace the weights of a LoRA in place, see `LoRAManager.replace`.
+
+        Its unfinished sequences restart like those of `restart`; other sequences are not affected.
         """
         self.scheduler.restart(self.lora_manager.replace(name, weights, version))
 

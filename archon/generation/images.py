@@ -1,4 +1,4 @@
-"""The pictures of prompts: where they stand, and their rows of the residual stream, computed once for all answers."""
+"""Images of prompts: their placeholders, and their hidden states, encoded once for all answers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from archon.schema.errors import BatchError, RolloutError
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The pictures of one prompt.
+    """Images of one prompt.
 
     Attributes:
-        tokens: the prompt.
-        images: in the order of their placeholders.
-        spans: the first placeholder of each picture and the one after its last.
-        positions: int64 [3, L], time, row and column of each of the prompt's tokens.
-        offset: what the position of a later token differs from its number, in all three.
+        tokens: token ids of the prompt.
+        images: images in the order of their placeholders.
+        spans: [first, end) placeholder positions of each image.
+        positions: int64 [3, L]: M-RoPE time, row and column of each prompt token.
+        offset: M-RoPE position minus token index after the last image (same on all three axes).
     """
 
     tokens: tuple[int, ...]
@@ -39,12 +39,14 @@ class PromptImages:
     def of(
         cls, tokens: Sequence[int], images: Sequence[ProcessedImage], image_format: ImageFormat, what: str
     ) -> PromptImages:
-        """Return the pictures of a prompt. Raises RolloutError, which begins with `what`, unless its placeholders are
-        those of the pictures, and these are of this model.
+        """Match a prompt with its images.
+
+        Raises:
+            RolloutError: the images do not match the placeholders or this model; the message starts with `what`.
         """
         wrong = [type(each).__name__ for each in images if not isinstance(each, ProcessedImage)]
         if wrong:
-            raise RolloutError(f"{what}: image_data has a {wrong[0]}; expected those of archon.data.images.ImageReader")
+            raise RolloutError(f"{what}: image_data has a {wrong[0]}; use archon.data.images.ImageReader")
         ids = torch.tensor(tokens)
         try:
             require_images(images, image_format)
@@ -60,13 +62,13 @@ class PromptImages:
         return cls(tuple(tokens), tuple(images), tuple(spans), positions.numpy(), following - len(tokens))
 
     def matches_prompt(self, tokens: Sequence[int], images: Collection[ProcessedImage]) -> bool:
-        """Return whether these are the pictures, the same objects, of that prompt."""
+        """Return whether this prompt has the same image objects at the same places."""
         same = len(images) == len(self.images) and all(map(is_, images, self.images))
         return same and self.tokens == tuple(tokens)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What distinguishes prompts of the same tokens."""
+        """Key that distinguishes prompts with equal tokens and different images."""
         return tuple(image.digest for image in self.images)
 
     def positions_between(self, start: int, stop: int) -> np.ndarray:
@@ -84,10 +86,10 @@ class _SharedRows:
 
 @dataclass
 class ImageFeatureCache:
-    """What the tower makes of the pictures of unfinished requests, each computed once.
+    """Vision-encoder outputs of the images of unfinished requests, each computed once.
 
     Attributes:
-        computed: how many pictures the tower has seen.
+        computed: number of encoded images.
     """
 
     model: BaseArchonModel
@@ -96,12 +98,12 @@ class ImageFeatureCache:
     _shared: dict[str, _SharedRows] = field(default_factory=dict)
 
     def begin(self, images: Iterable[ProcessedImage]) -> None:
-        """Note a request with these pictures."""
+        """Register a request with these images."""
         for image in images:
             self._shared.setdefault(image.digest, _SharedRows()).users += 1
 
     def end(self, images: Iterable[ProcessedImage]) -> None:
-        """Note the end of a request with these pictures; rows that no other has are freed."""
+        """Unregister a request with these images, and free the outputs of images without requests."""
         for image in images:
             shared = self._shared[image.digest]
             shared.users -= 1
@@ -114,11 +116,12 @@ class ImageFeatureCache:
             shared.rows = None
 
     def packed(self, chunks: Sequence[tuple[PromptImages | None, int, int, int]]) -> PackedImages | None:
-        """Return the rows of pictures for a forward; None without one.
+        """Return the image rows of a forward; None without images.
 
         Args:
-            chunks: of each its prompt's pictures, its first token in the prompt and the one after its last, and the
-                row of its first token in the forward.
+            chunks: for each chunk the images of its prompt, its [first, end) token in the prompt, and the row of its
+            first
+                token in the forward.
         """
         parts: list[tuple[ProcessedImage, int, int]] = []
         rows: list[Tensor] = []
@@ -140,7 +143,7 @@ class ImageFeatureCache:
         return rows
 
     def _compute(self, images: Sequence[ProcessedImage]) -> None:
-        """Run the tower over those pictures that it has not seen, at once."""
+        """Encode all new images in one pass."""
         new = {each.digest: each for each in images if self._shared[each.digest].rows is None}
         if not new:
             return

@@ -80,7 +80,7 @@ def choose_page_count(
         raise RolloutError(
             f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes"
             + (f" next to {state_bytes} of the states of {max_slots} sequences" if state_bytes else "")
-            + "; give it more memory"
+            + "; free memory or reduce them"
             + (", or fewer max_slots" if state_bytes else "")
         )
     cache_bytes = state_bytes + n_pages * page_bytes
@@ -130,27 +130,31 @@ class InProcessEngine:
         source: Iterable[tuple[str, torch.Tensor]] | None = None,
         device: torch.device | None = None,
     ) -> InProcessEngine:
-        """Build the replica and its cache. Returns the engine.
+        """Build the replica and its cache, and return the engine.
 
         Args:
-            model: the trainer's model, possibly wrapped or sharded; never run by this engine.
-            tokenizer: for stop strings, and for the end-of-text id when `eos_token_ids` is not given.
-            max_slots: maximum number of answers decoded together.
-            page_size: tokens in one page of the key-value cache.
-            n_pages, cache_bytes: size of the cache, in pages or in bytes; by default what `max_slots` answers of
-                `max_seq_len` tokens need, but at most a quarter of the free memory.
+            model: trainer's model, possibly wrapped or sharded; this engine never runs it.
+            tokenizer: for stop strings, and for the end-of-text id if `eos_token_ids` is None.
+            max_slots: maximum number of concurrently decoded answers.
+            page_size: tokens per page (block) of the KV cache.
+            n_pages: pages of the cache; by default enough for `max_slots` answers of `max_seq_len` tokens, but at most
+            a
+                quarter of the free memory.
+            cache_bytes: size of the cache in bytes, instead of `n_pages`.
             max_seq_len: maximum tokens of prompt and answer together; by default the model's.
             prefill_tokens: maximum prompt tokens computed in one step.
-            seed: for requests without a seed.
+            seed: seed of requests without a seed.
             eos_token_ids: ids that end an answer; by default the tokenizer's, or none without a tokenizer.
             weights: see `build_replica`.
-            dtype: of the replica and its cache; by default the model's.
+            dtype: dtype of replica and cache; by default the model's.
             version: initial version of the weights.
-            source: (native name, full tensor) of every weight, for a `model` on the meta device, where no process holds
-                the full model.
-            device: of the replica; by default the model's.
+            source: (native name, full tensor) of every weight, for a `model` on the meta device, if no process holds
+            the full
+                model.
+            device: device of the replica; by default the model's.
 
-        Raises RolloutError where an argument is out of range, or replica and cache do not fit in memory.
+        Raises:
+            RolloutError: an argument is out of range, or replica and cache do not fit in memory.
         """
         args = model.args
         if args.is_critic:
@@ -190,9 +194,11 @@ class InProcessEngine:
 
     @property
     def version(self) -> int:
+        """Version of the current weights."""
         return self._generator.version
 
     def get_version(self) -> int:
+        """Return the version of the current weights."""
         return self.version
 
     @property
@@ -212,12 +218,14 @@ class InProcessEngine:
 
     @property
     def stats(self) -> GeneratorStats:
+        """Counters since the engine was built."""
         return self._generator.stats
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the current weights, of a model with adapters of theirs alone, comparable with
-        `replica.fingerprint` of the trainer's.
+        """Fingerprint of the current weights, comparable with `replica.fingerprint` of the trainer's weights.
+
+        For a model with LoRA it covers only the LoRA.
         """
         if self._fingerprint is None:
             self._fingerprint = fingerprint(pushed_tensors(self._generator.model).items())
@@ -228,9 +236,9 @@ class InProcessEngine:
         return (await self._answer([req]))[0]
 
     async def agenerate_batch(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
-        """Return the answers to requests, in their order, once all have theirs: one wait in place of one for each.
+        """Return the answers to requests in their order, once all are done, with a single wait.
 
-        Canceling the caller aborts the requests; so does one that is refused, whose error is raised.
+        If the caller is canceled or a request is refused, all requests are aborted; a refusal is raised.
         """
         return await self._answer(requests)
 
@@ -293,11 +301,10 @@ class InProcessEngine:
         lora: str | None = None,
         images: SequenceOf[ProcessedImage] = (),
     ) -> list[float]:
-        """Return log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it and
-        the pictures of its placeholders.
+        """Return log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, conditioned on prefix and images.
 
-        Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read, and for
-        an adapter that is not loaded.
+        Raises:
+            RolloutError: fewer than two ids, an id outside of the vocabulary, too many ids, or an unknown LoRA.
         """
         tokens, args = integer_ids(ids), self.model.args
         if not 2 <= len(tokens) <= args.max_seq_len or not 0 <= min(tokens) <= max(tokens) < args.vocab_size:
@@ -314,10 +321,10 @@ class InProcessEngine:
         lora: str | None = None,
         images: SequenceOf[ProcessedImage] = (),
     ) -> PromptScores:
-        """Return the scores of given tokens under the current weights, without sampling and without the cache.
+        """Return the scores of the tokens under the current weights, without sampling and without the cache.
 
-        Raises RolloutError for tokens that the model does not have, for more than it can read, and for an adapter that
-        is not loaded.
+        Raises:
+            RolloutError: an id outside of the vocabulary, too many ids, or an unknown LoRA.
         """
         self._check_usable()
         generator = self._generator
@@ -333,34 +340,39 @@ class InProcessEngine:
             raise RolloutError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
         owner = None if lora is None else generator.lora_manager.find(lora)
         lora_mapping = generator.lora_manager.rows([(owner, len(tokens))], len(tokens))
-        pictures = generator.prompt_images(tokens, images, "the prompt")
-        return score_prompt(generator.model, tokens, temperature, lora_mapping, pictures)
+        prompt_images = generator.prompt_images(tokens, images, "the prompt")
+        return score_prompt(generator.model, tokens, temperature, lora_mapping, prompt_images)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""
         self._paused = True
 
     def resume(self) -> None:
+        """Continue after `pause`."""
         self._paused = False
         if self._loop is not None and not self._loop.is_closed() and self._generator.scheduler.has_work:
             self._start()
 
     def abort(self, rid: str | None = None) -> int:
-        """End the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
+        """End the unfinished requests with id `rid`, or all, with stop reason `abort`; return their number."""
         chosen = [s for s in self._generator.unfinished if rid is None or s.request.rid == rid]
         self._generator.abort(chosen)
         return len(chosen)
 
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
-        """Replace the weights by those of a model, or of an iterator of (native name, tensor).
-
-        Weights shared with a model stay shared when that model is given. The weights of an iterator are copied to the
-        replica's own memory, and a fingerprint of both sides verifies the copy. Those of a replica with adapters are
-        the adapters' alone: its other weights are frozen.
+        """Replace the weights with a model's, or with an iterator of (native name, tensor).
 
         Takes effect between two tokens. Unfinished answers keep their tokens, logprobs and versions; their cache is
-        recomputed with the new weights. `version` defaults to the next one. If the update fails, every unfinished
-        request fails with it, and the engine rejects requests until an update succeeds.
+        recomputed with the new weights. If the update fails, every unfinished request fails, and the engine rejects
+        requests until an update succeeds.
+
+        Weights shared with a model stay shared if that model is passed. Weights of an iterator are copied to private
+        memory, and a fingerprint of both sides verifies the copy. A replica with LoRA updates only the LoRA, because
+        its base is frozen.
+
+        Args:
+            meta: the source.
+            version: version of the new weights; by default the next one.
         """
         try:
             if self._aliased and isinstance(meta, torch.nn.Module):
@@ -379,9 +391,11 @@ class InProcessEngine:
         self._generator.restart(self._generator.version + 1 if version is None else version)
 
     def record_experts(self) -> None:
-        """Give the answers to requests from now on the experts that their tokens used, see `ModelResponse`.
+        """Return the routed experts of all tokens in answers from now on, see `ModelResponse`.
 
-        Raises ConfigError for a model without experts, RolloutError while requests are unfinished.
+        Raises:
+            ConfigError: the model has no experts.
+            RolloutError: requests are unfinished.
         """
         if self._generator.scheduler.has_work:
             raise RolloutError("experts are recorded from a prompt's first token on; wait for the unfinished requests")
@@ -389,12 +403,12 @@ class InProcessEngine:
 
     @property
     def loras(self) -> dict[str, ServedLoRA]:
-        """The adapters that a request can name, by name."""
+        """Loaded LoRAs that a request can name, by name."""
         return self._generator.lora_manager.served
 
     @property
     def max_loras(self) -> int:
-        """How many adapters may be in memory at the same time, with those that are unloaded and still in use."""
+        """Maximum number of LoRAs in memory, including unloaded ones that are still in use."""
         return self._generator.lora_manager.limit
 
     @max_loras.setter
@@ -402,31 +416,36 @@ class InProcessEngine:
         self._generator.lora_manager.limit = limit
 
     def load_lora(self, name: str, weights: LoRAWeights, *, version: int = 0) -> None:
-        """Load an adapter next to the model's weights, which stay as they are; its weights are copied.
+        """Load a copy of a LoRA next to the model's weights, which do not change. Takes effect between two tokens.
 
-        Requests name it by `ModelRequest.lora`. Takes effect between two tokens. Raises RolloutError for a name that
-        is taken, for more than `max_loras`, and for weights that are not of this model.
+        Requests select it by `ModelRequest.lora`.
+
+        Raises:
+            RolloutError: the name is taken, `max_loras` are loaded, or the weights do not fit this model.
         """
         self._generator.lora_manager.load(name, weights, version)
 
     def update_lora(self, name: str, weights: LoRAWeights, *, version: int | None = None) -> None:
-        """Replace the weights of a loaded adapter, as `update_weights` does those of the model; nothing happens to
-        others. Raises as `load_lora` does, before anything is changed.
+        """Replace the weights of a loaded LoRA, as `update_weights` does for the model; other LoRAs are not affected.
+
+        Raises errors as `load_lora` does, before any change.
         """
         self._generator.replace_lora(name, weights, version)
 
     def unload_lora(self, name: str) -> None:
-        """Take an adapter away. Unfinished answers end with it; its memory is freed after the last of them.
+        """Unload a LoRA. Unfinished answers still use it; its memory is freed after the last of them.
 
-        Raises UnknownLoRAError where none of this name is loaded.
+        Raises:
+            UnknownLoRAError: no LoRA of this name is loaded.
         """
         self._generator.lora_manager.unload(name)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state from which a resumed run derives the same seeds for requests without one."""
+        """Return the seed state, from which a resumed run derives the same seeds for requests without one."""
         return {"version": self._generator.version, "submitted": self._generator.submitted}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the state of `state_dict`."""
         self._generator.version, self._generator.submitted = state["version"], state["submitted"]
 
     def _check_usable(self) -> None:

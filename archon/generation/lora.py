@@ -1,8 +1,7 @@
-"""Adapters that a generator serves next to its model: each request has one of them, or none.
+"""LoRAs that a generator serves next to its model; each request uses one of them, or none.
 
-They stay apart from the model's weights, which are never touched: a layer adds to the rows of a request what the
-request's own adapter adds. Requests of an adapter that is unloaded are still answered with it, and it is freed after
-the last one, as vLLM does.
+The model's weights never change: a layer adds the LoRA's term to the rows of its requests. As in vLLM, requests of an
+unloaded LoRA still finish with it, and it is freed after the last one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from archon.schema.errors import RolloutError, UnknownLoRAError
 
 @dataclass(eq=False)
 class ServedLoRA:
-    """An adapter that requests can name. Another one of the same name, loaded later, is another object.
+    """A LoRA that requests can name. A later LoRA of the same name is another object.
 
     Attributes:
-        key: its number, and in layers its name, which no other has had.
-        version: of its weights; tokens that are sampled with them carry it.
-        unfinished: requests that are being answered with it.
-        requests, prompt_tokens, answer_tokens: counts since it was loaded; of an answer what was sampled so far.
+        key: its unique number, also its name in layers.
+        version: version of its weights; sampled tokens carry it.
+        unfinished: number of its unfinished requests.
+        requests, prompt_tokens, answer_tokens: counts since loading; answer tokens count when sampled.
     """
 
     name: str
@@ -45,7 +44,7 @@ class ServedLoRA:
 
 
 class _LoRATensors(NamedTuple):
-    """The adapter of one matrix, with the names of `LoRALayer`'s attributes."""
+    """The LoRA of one matrix, with the attribute names of `LoRALayer`."""
 
     a: Tensor
     b: Tensor
@@ -53,10 +52,10 @@ class _LoRATensors(NamedTuple):
 
 
 class ServedMultiLoRALayer(MultiLoRALayer):
-    """The loaded adapters of one matrix, or of one matrix of every expert.
+    """Loaded LoRAs of one matrix, or of one matrix of every expert. Writes to its argument `out`.
 
-    They are no parameters: the model's own, which a trainer pushes and a fingerprint verifies, stay as they are. Rows
-    of an adapter lie together, so that a product for each run of rows needs no sorting. Writes to its argument `out`.
+    They are not parameters, so that pushes and fingerprints of the model do not see them. Rows of a LoRA are
+    contiguous, so that each run of rows needs one matmul and no sorting.
     """
 
     def __init__(self) -> None:
@@ -93,43 +92,48 @@ def _add(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 class LoRAManager:
-    """The adapters of a generator's model, its replica.
+    """The LoRAs of a generator's replica.
 
     Attributes:
-        limit: adapters in memory at the same time; those count that are unloaded and still in use.
+        limit: maximum LoRAs in memory, including unloaded ones that are still in use.
     """
 
     limit = 64
 
     def __init__(self, model: BaseArchonModel) -> None:
         self._model = model
-        self._served: dict[str, ServedLoRA] = {}  # those that requests can name
-        self._places: dict[ServedLoRA, list[dict[str, _LoRATensors]]] = {}  # where the parts of those in memory are
+        self._served: dict[str, ServedLoRA] = {}  # LoRAs that requests can name
+        self._places: dict[ServedLoRA, list[dict[str, _LoRATensors]]] = {}  # layer entries of every LoRA in memory
         self._keys = itertools.count()
 
     @property
     def served(self) -> dict[str, ServedLoRA]:
-        """The adapters that requests can name, by name."""
+        """LoRAs that requests can name, by name."""
         return dict(self._served)
 
     def find(self, name: str) -> ServedLoRA:
-        """Return the adapter of this name. Raises UnknownLoRAError where none is loaded."""
+        """Return the LoRA of this name.
+
+        Raises:
+            UnknownLoRAError: none is loaded.
+        """
         if name not in self._served:
             loaded = ", ".join(map(repr, self._served)) or "none"
-            raise UnknownLoRAError(f"no adapter {name!r:.200} is loaded; loaded are: {loaded}")
+            raise UnknownLoRAError(f"unknown LoRA {name!r:.200}; loaded: {loaded}")
         return self._served[name]
 
     def load(self, name: str, weights: LoRAWeights, version: int = 0) -> ServedLoRA:
-        """Load a copy of an adapter's weights.
+        """Load a copy of a LoRA.
 
-        Raises RolloutError for a name that is taken, for too many, and for weights that are not of this model.
+        Raises:
+            RolloutError: the name is taken, too many are loaded, or the weights do not fit this model.
         """
         if name in self._served:
-            raise RolloutError(f"an adapter {name!r:.200} is loaded already; unload it first, or load it in place")
+            raise RolloutError(f"LoRA {name!r:.200} is already loaded; unload it first, or load it in place")
         if len(self._places) >= self.limit:
             leaving = len(self._places) - len(self._served)
             raise RolloutError(
-                f"{len(self._places)} adapters are loaded, as many as allowed"
+                f"{len(self._places)} LoRAs are loaded, the maximum"
                 + (f", {leaving} of them until the last answer with them ends" if leaving else "")
                 + "; unload one, or raise max_loras"
             )
@@ -139,7 +143,10 @@ class LoRAManager:
         return lora
 
     def replace(self, name: str, weights: LoRAWeights, version: int | None = None) -> ServedLoRA:
-        """Replace the weights of an adapter in place; `version` is by default the next one. Raises as `load` does."""
+        """Replace the weights of a LoRA in place; `version` is by default the next one.
+
+        Raises errors as `load` does.
+        """
         lora = self.find(name)
         parts = self._parts(weights)
         self._remove(lora)
@@ -148,29 +155,30 @@ class LoRAManager:
         return lora
 
     def unload(self, name: str) -> None:
-        """Take an adapter away from new requests, and free it once no request uses it."""
+        """Hide a LoRA from new requests, and free it once no request uses it."""
         lora = self.find(name)
         del self._served[name]
         if not lora.unfinished:
             self._remove(lora)
 
     def begin(self, lora: ServedLoRA, prompt_tokens: int) -> None:
-        """Note that a request with a prompt of so many tokens uses an adapter."""
+        """Count a request that starts to use a LoRA."""
         lora.unfinished += 1
         lora.requests += 1
         lora.prompt_tokens += prompt_tokens
 
     def end(self, lora: ServedLoRA) -> None:
-        """Note that a request that used an adapter is over."""
+        """Count the end of a request with a LoRA."""
         lora.unfinished -= 1
         if not lora.unfinished and self._served.get(lora.name) is not lora:
             self._remove(lora)
 
     def rows(self, owners: Iterable[tuple[ServedLoRA | None, int]], total: int) -> LoRAMapping | None:
-        """Return the adapters of `total` rows; None if no row has one.
+        """Return the LoRAs of all rows; None if no row has one.
 
         Args:
-            owners: the adapter of consecutive rows and their number, from the first row on; further rows have none.
+            owners: the LoRA of consecutive rows and their number, from the first row on; further rows have none.
+            total: number of rows.
         """
         names: dict[str, int] = {}
         ids = torch.full((total,), NO_LORA)
@@ -182,22 +190,24 @@ class LoRAManager:
         return LoRAMapping.of(list(names), ids, next(self._model.parameters()).device) if names else None
 
     def _parts(self, weights: LoRAWeights) -> dict[str, _LoRATensors]:
-        """Return copies of an adapter's parts by matrix, in the matrix' dtype and on its device. Raises RolloutError
-        for those of another model.
+        """Return copies of the LoRA tensors by matrix, in the dtype and on the device of the matrix.
+
+        Raises:
+            RolloutError: they belong to another model.
         """
-        own = dict(self._model.named_parameters())
-        if any(map(is_lora, own)):
-            raise RolloutError("the generator's model has an adapter of its own, which its weights are pushed to")
+        parameters = dict(self._model.named_parameters())
+        if any(map(is_lora, parameters)):
+            raise RolloutError("the generator serves a model in LoRA training; it cannot load another LoRA")
         parts = {}
         for matrix, size in weights.sizes.items():
             a, b = (weights.tensors[name] for name in lora_parameter_names(matrix))
-            if matrix not in own:
-                raise RolloutError(f"the adapter is of {matrix!r}, which this model does not have")
-            weight = own[matrix]
+            if matrix not in parameters:
+                raise RolloutError(f"the LoRA adapts {matrix!r}, which this model does not have")
+            weight = parameters[matrix]
             *stack, out_features, in_features = weight.shape
             if (*a.shape, *b.shape) != (*stack, size.rank, in_features, *stack, out_features, size.rank):
                 raise RolloutError(
-                    f"the adapter of {matrix!r} has shapes {tuple(a.shape)} and {tuple(b.shape)}; expected "
+                    f"the LoRA of {matrix!r} has shapes {tuple(a.shape)} and {tuple(b.shape)}; expected "
                     f"{(*stack, size.rank, in_features)} and {(*stack, out_features, size.rank)}"
                 )
             a, b = (x.detach().to(weight.device, weight.dtype, copy=True) for x in (a, b))
@@ -214,7 +224,7 @@ class LoRAManager:
             del place[str(lora.key)]
 
     def _layer_parts(self, matrix: str) -> dict[str, _LoRATensors]:
-        """Return the parts of the loaded adapters of a matrix, by the adapters' names in layers."""
+        """Return the tensors of the loaded LoRAs of a matrix, by LoRA key."""
         owner, _, name = matrix.rpartition(".")
         module: Any = self._model.get_submodule(owner)
         if not isinstance(module, GroupedExperts):

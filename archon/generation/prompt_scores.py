@@ -1,4 +1,4 @@
-"""The logprobs of given tokens, for evaluations and teachers that read prompts in place of sampling answers."""
+"""Logprobs of prompt tokens, for evaluations and teachers that score text instead of sampling it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from archon.models.vision.images import PackedImages
 from archon.parallel.transfer import to_device_async
 
 _MAX_LOGITS = 1 << 24
-"""Elements of logits that are computed at once."""
+"""Maximum number of logits computed at once."""
 
 
 @dataclass
 class PromptScores:
-    """Of n tokens, by their context, for the n − 1 from the second on.
+    """Scores of n tokens: n − 1 values, from the second token on.
 
     Attributes:
         logprobs: log_softmax(logits / temperature) of each token, in at least float32.
-        top_tokens, top_logprob_values: the most likely token in its place, and its logprob.
+        top_tokens, top_logprob_values: the most likely token at its place, and its logprob.
     """
 
     logprobs: list[float]
@@ -39,7 +39,7 @@ def score_prompt(
     lora_mapping: LoRAMapping | None = None,
     prompt_images: PromptImages | None = None,
 ) -> PromptScores:
-    """Return the scores of `tokens`, which may have `lora_mapping` and pictures, as one document, without a cache."""
+    """Score `tokens` as one document, optionally with `lora_mapping` and images, without a cache."""
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:

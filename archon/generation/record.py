@@ -42,12 +42,12 @@ def check_answer(response: ModelResponse) -> None:
 
 @dataclass
 class TokenRecord:
-    """The tokens of a trajectory so far: prompts, observations and the model's answers, turn by turn.
+    """The tokens of a trajectory so far: prompts, observations and answers, turn by turn.
 
-    All lists but `images`, the pictures of its placeholders, have one entry per token. A temperature is 0 on tokens
-    that were not sampled, and on answers whose temperature is not known. `turns` is the number of answers so far.
-    `routed_experts` are those of the first tokens, where the engine records them: of each token in the first answer
-    that it was read for.
+    All lists have one entry per token, except `images`, the images of its placeholders. A temperature is 0 on tokens
+    that were not sampled, and on answers with unknown temperature. `turns` is the number of answers so far.
+    `routed_experts`, if the engine records them, belong to the first tokens: for each token, from the first answer with
+    this token in its prompt.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class TokenRecord:
         return record
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model is given and not trained on."""
+        """Append context tokens, which are not trained on."""
         n = len(ids)
         self.input_ids += ids
         self.loss_mask += [0] * n
@@ -94,7 +94,7 @@ class TokenRecord:
         if not is_prefix(response.images, self.images):
             raise UnusableAnswerError(
                 "other_prompt",
-                f"turn {self.turns}: the engine answered a prompt with other pictures than those of this trajectory",
+                f"turn {self.turns}: the answered prompt has other images than this trajectory",
             )
         self.images = [*response.images]
         n = response.output_len

@@ -62,30 +62,33 @@ def build_replica(
 ) -> tuple[BaseArchonModel, bool]:
     """Return an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
 
-    The replica of a model with an adapter has it as well, unmerged.
+    The replica of a model with LoRA has the LoRA too, unmerged.
 
     Args:
+        model: trainer's model, or a model on the meta device with `source`.
         mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
-            dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
-        dtype: of the replica, but for parameters in full precision, which are at least float32; by default the model's.
-        source: (native name, full tensor) of every weight, where `model` is on the meta device. Frozen ones, those of a
-            model with adapters, are shared where their dtype and device are the replica's.
-        device: of the replica; by default the model's.
+        dtype,
+            and the trainer must not step while answers are unfinished. `auto` shares them if possible.
+        dtype: dtype of the replica; full-precision parameters are at least float32. By default the model's.
+        source: (native name, full tensor) of every weight, if `model` is on the meta device. Frozen base weights of a
+        LoRA
+            model are shared if dtype and device match.
+        device: device of the replica; by default the model's.
     """
     weights = dict(named_weights(model))
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.device("meta"):
         replica = model.model_class(model.args)
     add_lora_like(replica, model)
     dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
-    shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
-        type(p) is nn.Parameter and dtypes.get(name, p.dtype) == p.dtype for name, p in own.items()
+    shareable = parameters.keys() == weights.keys() - expert_biases(model).keys() and all(
+        type(p) is nn.Parameter and dtypes.get(name, p.dtype) == p.dtype for name, p in parameters.items()
     )
     if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
     alias = source is None and shareable and mode != "snapshot"
-    frozen = not alias and any(map(is_lora, own))
+    frozen = not alias and any(map(is_lora, parameters))
     if frozen:
         pairs = named_weights(weights.items() if source is None else source)
         weights = {name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_lora(name)) for name, tensor in pairs}
@@ -93,8 +96,8 @@ def build_replica(
     replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
         if name not in weights or weights[name].shape != parameter.shape:
-            given = tuple(weights[name].shape) if name in weights else "missing"
-            raise RolloutError(f"weights of the generator: {name!r} is {given}, expected {tuple(parameter.shape)}")
+            shape = tuple(weights[name].shape) if name in weights else "missing"
+            raise RolloutError(f"weights of the generator: {name!r} is {shape}, expected {tuple(parameter.shape)}")
         trained = isinstance(parameter, nn.Parameter)
         tensor = weights[name]
         if not alias and not frozen:
@@ -149,7 +152,7 @@ def _pack_linears(replica: nn.Module) -> int:
 
 
 def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a packed copy of weight [out, in] plus bias [out]; None where there is no such code."""
+    """Return the product with a packed copy of weight [out, in] plus bias [out]; None if no kernel supports it."""
     if (product := pack_weight(weight, bias)) is not None:
         return product
     if not has_onednn():
@@ -158,7 +161,7 @@ def _pack_linear_weight(weight: Tensor, bias: Tensor | None) -> Product | None:
 
 
 def _can_pack(module: nn.Module) -> bool:
-    # A subclass with its own forward does more than a matrix product.
+    # A subclass with another forward does more than a matmul.
     if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
         return False
     parameters = [x for x in (module.weight, module.bias) if x is not None]
@@ -198,19 +201,20 @@ def share_weights(replica: nn.Module, model: nn.Module) -> int:
 
 
 def allocate_weights(replica: nn.Module) -> None:
-    """Allocate memory of the replica's own for what an update changes, uninitialized."""
+    """Allocate private, uninitialized memory for the tensors that an update changes."""
     for tensor in pushed_tensors(replica).values():
         tensor.data = torch.empty_like(tensor.data)
 
 
 @torch.no_grad()
 def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
-    """Copy every weight into the replica, converted to its dtype: those of the adapters alone, if it has any.
+    """Copy every weight into the replica, converted to its dtype: only the LoRA, if it has one.
 
-    Returns the fingerprint of these weights, and the bytes that were written.
+    Returns:
+        The fingerprint of these weights, and the number of bytes written.
 
-    Raises RolloutError for an unknown name or another shape, for a missing weight, and where the replica's fingerprint
-    differs from that of the sent weights.
+    Raises:
+        RolloutError: unknown name, wrong shape, missing weight, or a fingerprint that differs from the sent weights.
     """
     parameters = pushed_tensors(replica)
     has_lora = len(parameters) < len(_tensors(replica))
@@ -228,7 +232,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
         sent, written = sent + _digest(name, tensor), written + _bytes(tensor)
         missing.discard(name)
     if missing:
-        raise RolloutError(f"weight update: {len(missing)} weights were not sent, such as {min(missing)!r}")
+        raise RolloutError(f"weight update: {len(missing)} weights are missing, for example {min(missing)!r}")
     if not has_lora:
         written += _pack_linears(replica)
     held = fingerprint(parameters.items())
@@ -238,7 +242,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
 
 
 def pushed_tensors(replica: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that an update changes, by name: of a model with adapters theirs alone."""
+    """Return the tensors that an update changes, by name: only the LoRA of a model with LoRA."""
     tensors = _tensors(replica)
     return {name: tensor for name, tensor in tensors.items() if is_lora(name)} or tensors
 

@@ -1,4 +1,4 @@
-"""What every engine refuses of a request, and what ends its answer."""
+"""Checks of requests, shared by all engines, and the end of answers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from archon.schema.errors import ContextOverflowError, RolloutError
 
 
 def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, setting: str) -> int:
-    """Return the most tokens that the answer to a request may have.
+    """Return the maximum number of answer tokens of a request.
 
     Args:
-        max_seq_len: tokens of prompt and answer together.
-        setting: what to raise for longer ones.
+        request: the request.
+        vocab_size: size of the vocabulary.
+        max_seq_len: maximum tokens of prompt and answer together.
+        setting: name of the setting to increase, for errors.
 
-    Raises RolloutError for a request that can never be answered, ContextOverflowError for a prompt without room for an
-    answer.
+    Raises:
+        RolloutError: the request can never be answered.
+        ContextOverflowError: the prompt leaves no room for an answer.
     """
     g, prompt = request.gconfig, request.input_ids
     if g.n_samples != 1:
@@ -41,5 +44,5 @@ def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, 
 def stop_ids(gconfig: GenerationHyperparameters, eos_token_ids: Collection[int], vocab_size: int) -> list[int]:
     """Return the tokens that end an answer, each once."""
     ids = [*gconfig.stop_token_ids, *(() if gconfig.ignore_eos else eos_token_ids)]
-    # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
+    # A tokenizer may have a padding id outside of the model's vocabulary; it is never sampled.
     return [i for i in dict.fromkeys(ids) if i < vocab_size]

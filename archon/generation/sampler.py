@@ -1,7 +1,7 @@
-"""Samples tokens from logits: temperature, top-k, top-p, and random numbers that depend on the request alone.
+"""Sample tokens from logits: temperature, top-k, top-p, and random numbers that depend only on the request.
 
-Sampling inverts the cumulative distribution at a uniform number that is a hash of (seed of the request, index of the
-token). It therefore does not depend on the rest of the batch, and is the same after a preemption or a resume.
+Sampling inverts the cumulative distribution at a uniform number, a hash of (seed of the request, index of the token).
+It does not depend on the other sequences of the batch, and is the same after a preemption or a resume.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     partial = params.partial if operations.can_use(logits) else np.ones(len(logits), dtype=bool)
     if partial.all() or not partial.any():
         tokens, logprobs = (_sample_torch if partial.all() else _sample_native)(logits, params)
-    else:  # what a row draws must not depend on the others
+    else:  # a row's draw must not depend on other rows
         tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         for how, rows in ((_sample_native, np.flatnonzero(~partial)), (_sample_torch, np.flatnonzero(partial))):
             index = torch.from_numpy(rows)

@@ -54,6 +54,7 @@ class BlockPool:
 
     @property
     def n_free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -71,7 +72,7 @@ class BlockPool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove a reference from each of `pages`; those without references become free."""
+        """Release a reference of each of `pages`; pages without references become free."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
             self._references[page] -= 1
@@ -80,15 +81,15 @@ class BlockPool:
 
 
 class Scheduler:
-    """Schedules at most `max_slots` running sequences over a pool of pages.
+    """Scheduler of at most `max_slots` running sequences over a pool of pages.
 
     When pages run out, prompts kept for waiting requests are dropped first, then the youngest sequences are preempted:
     they keep their tokens, return to the head of the queue, and their keys and values are recomputed later. The oldest
     running sequence can therefore always continue, provided that every request fits alone (`Generator.submit` checks).
 
-    In a model whose layers have a state per sequence, each running sequence has one of `n_states` slots, at least one
-    more than `max_slots`, and a shared prompt another one if there is one. `state_copies` are the (source, target)
-    slots to be copied before the next forward.
+    In a model with a recurrent state per sequence, each running sequence has one of `n_states` slots, at least one more
+    than `max_slots`; a shared prompt takes another slot if one is free. `state_copies` are the (source, target) slots
+    to copy before the next forward.
     """
 
     def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int, n_states: int = 0) -> None:
@@ -105,12 +106,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether a sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     def pages_for(self, tokens: int) -> int:
+        """Return the number of pages of this number of tokens."""
         return -(-tokens // self.page_size)
 
     def submit(self, sequence: Sequence) -> None:
+        """Append a sequence to the queue."""
         self.waiting.append(sequence)
         if len(sequence.prompt) > 1:
             sequence.shared = self.prompts.setdefault(sequence.prompt_key, SharedPrompt())
@@ -138,10 +142,11 @@ class Scheduler:
         return Step(decode, chunks, forks)
 
     def complete_chunk(self, chunk: ScheduledChunk, last_hidden: Any) -> list[Fork]:
-        """Note that a chunk has been computed. Returns the forks of sequences that waited for its prompt.
+        """Mark a chunk as computed and return the forks of sequences that waited for its prompt.
 
         Args:
-            last_hidden: hidden state [dim] of the prompt's last token; None where the chunk does not contain it.
+            chunk: the computed chunk.
+            last_hidden: hidden state [dim] of the prompt's last token; None if the chunk does not contain it.
         """
         sequence, prompt = chunk.sequence, chunk.sequence.shared
         sequence.computed = chunk.stop
@@ -174,8 +179,9 @@ class Scheduler:
                 del self.prompts[sequence.prompt_key]
 
     def restart(self, lora: ServedLoRA | None = None) -> None:
-        """Invalidate all cached keys and values, or those of an adapter: its running sequences return to the queue,
-        with their tokens.
+        """Invalidate all cached keys and values, or those of a LoRA.
+
+        Its running sequences return to the queue with their tokens.
         """
         for sequence in self.running[::-1]:
             if lora in (None, sequence.lora):
@@ -252,11 +258,11 @@ class Scheduler:
         return forks
 
     def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
-        """Return whether a sequence may need more pages than its own and the `shared` ones of its prompt."""
+        """Return whether a sequence may need more pages than it has and shares with its prompt."""
         return (len(sequence.pages) + shared) * self.page_size < sequence.max_cached
 
     def _fork(self, sequence: Sequence, prompt: SharedPrompt, state: int) -> Fork:
-        """Put the prompt's full pages, which are never written again, before the sequence's own. Returns the fork.
+        """Prepend the full pages of the prompt, which are never written again, and return the fork.
 
         `state` is a slot with the state after the prompt.
         """

@@ -13,6 +13,6 @@ def derive_seed(*parts: int) -> int:
 
 
 def request_seed(seed: int, number: int) -> int:
-    """Return a 64-bit seed for an engine's request of this number, which has none of its own."""
+    """Return a 64-bit seed for the request with this number, if it has no seed."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

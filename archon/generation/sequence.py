@@ -48,7 +48,7 @@ class Sequence:
     slot: int = -1  # row of the scheduler's tables, −1 while waiting
     pages: list[int] = field(default_factory=list)
     state: int = -1  # slot of its state in layers that have one, −1 while waiting
-    computed: int = 0  # tokens whose keys and values are cached
+    computed: int = 0  # tokens with cached keys and values
     shared: SharedPrompt | None = None  # the prompt this sequence may share with others
     waits_for_prompt: bool = False  # another sequence is computing it
     # (step, row of that step's hidden states, token) of the newest token; equal only where all tokens are equal.
@@ -62,7 +62,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
-        # Keys and values depend on the pictures and the adapter; another one of the same name is another object.
+        # Keys and values depend on images and LoRA; a later LoRA of the same name is another object.
         self.prompt_key = (self.lora, tuple(self.prompt))
         if self.images is not None:
             self.prompt_key = (self.lora, (*self.prompt, *self.images.key))

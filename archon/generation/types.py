@@ -71,7 +71,7 @@ class GeneratorConfig(StrictModel):
     max_slots: int = Field(256, ge=1, le=2**20, description="answers decoded together")
     page_size: int = Field(32, ge=1, le=2**20, description="tokens in a page of the key-value cache")
     memory_gib: float | None = Field(
-        None, gt=0, description="GiB of key-value cache; null: what max_slots needs, at most a quarter of free memory"
+        None, gt=0, description="GiB of key-value cache; null: enough for max_slots, at most a quarter of free memory"
     )
     max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
     prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
@@ -85,14 +85,15 @@ class ModelRequest:
     """One prompt and its sampling parameters.
 
     Attributes:
-        input_ids: token ids. Anything else raises RolloutError, in particular the mapping that transformers 5 returns
-            from `apply_chat_template` by default.
-        lora: name of the loaded adapter that answers; None for the model itself.
-        image_data: the pictures of a prompt, in the order of their placeholders, of which `input_ids` has one for each
-            row that a picture becomes; `archon.data.images.ImageReader` makes both.
-        rid: names the request for `abort`; several requests may share one.
-        on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
-        sampling_checked: whether a server has applied the trainer's policy to the sampling values already.
+        input_ids: token ids. Other types raise RolloutError, in particular the mapping that transformers 5 returns from
+            `apply_chat_template` by default.
+        lora: name of the loaded LoRA; None for the base model.
+        image_data: images of the prompt in the order of their placeholders; `archon.data.images.ImageReader` makes
+        images
+            and `input_ids` with one placeholder per image token.
+        rid: request id for `abort`; several requests may share one.
+        on_token: called with each token and its logprob when it is sampled, by engines that support it.
+        sampling_checked: whether a server has already applied the trainer's sampling policy.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -137,10 +138,9 @@ class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
-    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `lora`
-    and `images` are the request's. `routed_experts`, of an engine that records them, are those of the first tokens of
-    prompt and answer, uint8 or uint16 [n, L, k] (see `archon.models.layers.routed_experts`); the last token was not
-    read, and
+    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `lora` and
+    `images` are the request's. `routed_experts`, if the engine records them, cover the first tokens of prompt and
+    answer, uint8 or uint16 [n, L, k] (see `archon.models.layers.routed_experts`); the last token was never an input and
     has none.
     """
 
@@ -157,10 +157,12 @@ class ModelResponse:
 
     @property
     def input_len(self) -> int:
+        """Number of prompt tokens."""
         return len(self.input_tokens)
 
     @property
     def output_len(self) -> int:
+        """Number of answer tokens."""
         return len(self.output_tokens)
 
 
@@ -170,7 +172,7 @@ class InferenceEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights with which the next token is sampled."""
+        """Version of the weights that sample the next token."""
 
     def get_version(self) -> int:
         """Return `version`; the name of AReaL's interface."""

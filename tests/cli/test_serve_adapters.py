@@ -333,7 +333,7 @@ async def test_a_hostile_load_is_one_line_and_changes_nothing(
         assert expected in complaint(await load(client, name, "red"), 400)
     assert (await load(client, "three", "blue")).status_code == 200
     assert (await load(client, "four", "blue")).status_code == 200
-    assert "4 adapters are loaded, as many as allowed" in complaint(await load(client, "five", "blue"), 400)
+    assert "4 LoRAs are loaded, the maximum" in complaint(await load(client, "five", "blue"), 400)
     assert [model["id"] for model in (await client.get("/models")).json()["data"]][3:] == ["three", "four"]
     assert await tokens_of(client, "red", [1, 2, 3]) == before
 

@@ -115,7 +115,7 @@ def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
         given = engine.prompt_logprobs(RAGGED[5], 0.7, name)
         difference = torch.tensor(given, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
         assert difference.abs().max() < GENERATED_LOGPROB_FP64
-    with pytest.raises(UnknownLoRAError, match="no adapter 'two' is loaded; loaded are: 'one'"):
+    with pytest.raises(UnknownLoRAError, match="unknown LoRA 'two'; loaded: 'one'"):
         engine.prompt_logprobs(RAGGED[5], 0.7, "two")
 
 
@@ -180,7 +180,7 @@ async def test_unloading_lets_unfinished_answers_end_with_the_weights_that_they_
     assert engine._generator.scheduler.waiting, "some have not begun"
     engine.unload_lora("a")
     assert not engine.loras
-    with pytest.raises(UnknownLoRAError, match="no adapter 'a' is loaded; loaded are: none"):
+    with pytest.raises(UnknownLoRAError, match="unknown LoRA 'a'; loaded: none"):
         await engine.agenerate(asked[0])
     engine.load_lora("a", new)
     later = [asyncio.create_task(engine.agenerate(one)) for one in asked]
@@ -216,7 +216,7 @@ async def test_aborted_and_failed_requests_let_go_of_their_adapter() -> None:
     engine.unload_lora("a")
     with pytest.raises(RolloutError):
         engine.update_weights({}.items())
-    with pytest.raises(RolloutError, match="were not sent"):
+    with pytest.raises(RolloutError, match="are missing"):
         await task
     assert not held(engine)
 
@@ -226,10 +226,10 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing() -> None:
     lora = random_lora(model, 0)
     engine = serving(model, {"a": lora})
     parts = held(engine)
-    with pytest.raises(RolloutError, match="an adapter 'a' is loaded already"):
+    with pytest.raises(RolloutError, match="LoRA 'a' is already loaded"):
         engine.load_lora("a", lora)
     engine.max_loras = 1
-    with pytest.raises(RolloutError, match="1 adapters are loaded, as many as allowed; unload one"):
+    with pytest.raises(RolloutError, match="1 LoRAs are loaded, the maximum; unload one"):
         engine.load_lora("b", lora)
     engine.max_loras = 9
     wrong = replace(lora, sizes={name: LoRASize(2, 6.0, False) for name in lora.sizes})
@@ -247,7 +247,7 @@ def test_a_model_with_an_adapter_of_its_own_takes_no_others() -> None:
     model = make_model()
     lora, engine = random_lora(model, 0), make_engine(model)
     add_lora(engine.model, lora.sizes, torch.float32)
-    with pytest.raises(RolloutError, match="an adapter of its own"):
+    with pytest.raises(RolloutError, match="a model in LoRA training"):
         engine.load_lora("a", lora)
 
 
@@ -285,7 +285,7 @@ async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(f
         expected = iter(serving(model, {"good": good}, **options).generate(kept))
         for answer, asked in zip(answers, together, strict=True):
             if asked.lora == "bad":
-                assert "adapter 'bad' computes numbers that are not finite" in str(answer)
+                assert "LoRA 'bad' produces non-finite values" in str(answer)
             else:
                 assert isinstance(answer, ModelResponse), answer
                 assert answer.output_tokens == next(expected).output_tokens
@@ -300,7 +300,7 @@ async def test_unloaded_adapters_count_toward_the_limit_until_their_answers_end(
     task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
     await until_tokens(engine, 2)
     engine.unload_lora("a")
-    message = "1 adapters are loaded, as many as allowed, 1 of them until the last answer with them ends"
+    message = "1 LoRAs are loaded, the maximum, 1 of them until the last answer with them ends"
     with pytest.raises(RolloutError, match=message):
         engine.load_lora("b", random_lora(model, 1))
     await task

@@ -315,7 +315,7 @@ def test_an_answer_may_fill_the_cache_exactly() -> None:
         (request([1] * 256), "the prompt of 256 tokens leaves no room for an answer within 256 tokens"),
         (request([1] * 9, max_tokens=9), "leaves no room for an answer within 9 tokens"),
         (request([1], stop=["x"]), "need a tokenizer"),
-        (ModelRequest([1], image_data=["x"]), "image_data was given to a text model"),
+        (ModelRequest([1], image_data=["x"]), "image_data needs a vision-language model; this is a text model"),
     ],
 )
 def test_a_request_that_can_never_be_honoured_is_an_error_at_submission(wanted: ModelRequest, message: str) -> None:

@@ -240,9 +240,9 @@ async def test_a_failed_update_fails_the_waiting_and_blocks_the_next_until_one_s
     engine = make_engine(model)
     task = asyncio.create_task(engine.agenerate(request(prompts(4)[0], max_new_tokens=50)))
     await until_tokens(engine, 3)
-    with pytest.raises(RolloutError, match=r"weights were not sent, such as 'layers\.1"):
+    with pytest.raises(RolloutError, match=r"weights are missing, for example 'layers\.1"):
         engine.update_weights([(name, p) for name, p in model.named_parameters() if not name.startswith("layers.1")])
-    with pytest.raises(RolloutError, match="weights were not sent"):
+    with pytest.raises(RolloutError, match="weights are missing"):
         await task
     with pytest.raises(RolloutError, match="no valid weights since an update failed"):
         await engine.agenerate(request([1]))

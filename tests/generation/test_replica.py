@@ -179,7 +179,7 @@ def test_balancing_biases_are_weights_too(mode: Any) -> None:
     kept = {name: bias.clone() for name, bias in expert_biases(model).items()}
     engine.update_weights((name, torch.zeros_like(t) if name in kept else t) for name, t in weights)
     assert all(torch.equal(bias, kept[name]) for name, bias in expert_biases(model).items())
-    with pytest.raises(RolloutError, match=r"2 weights were not sent, such as 'layers.0.moe.router.expert_bias'"):
+    with pytest.raises(RolloutError, match=r"2 weights are missing, for example 'layers.0.moe.router.expert_bias'"):
         engine.update_weights(model.named_parameters())
 
 
@@ -236,7 +236,7 @@ def test_every_weight_is_accounted_for_by_name() -> None:
             build_replica(model, mode="snapshot")[0], changed.items() if isinstance(changed, dict) else changed
         )
 
-    with pytest.raises(RolloutError, match=f"1 weights were not sent, such as '{name}'"):
+    with pytest.raises(RolloutError, match=f"1 weights are missing, for example '{name}'"):
         update({key: value for key, value in weights.items() if key != name})
     with pytest.raises(RolloutError, match=r"'layers\.9\.x' is unknown to the generator"):
         update(weights | {"layers.9.x": torch.zeros(1)})

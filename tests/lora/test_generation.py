@@ -91,7 +91,7 @@ def test_a_push_of_the_base_or_of_other_adapters_is_refused(base: str) -> None:
 
     with pytest.raises(RolloutError, match=r"'tok_embeddings\.weight' is frozen"):
         push(engine.weights())
-    with pytest.raises(RolloutError, match=r"1 weights were not sent, such as 'layers\.0\.attention\.wq\.lora\.a'"):
+    with pytest.raises(RolloutError, match=r"1 weights are missing, for example 'layers\.0\.attention\.wq\.lora\.a'"):
         push(pair for pair in engine.lora_weights() if pair[0] != "layers.0.attention.wq.lora.a")
     other = engine_of(base, lora=LORA | {"rank": 2})
     with pytest.raises(RolloutError, match=r"is \(2, 48\), expected \(4, 48\)"):
