@@ -22,13 +22,13 @@ class DatasetConfig(StrictModel):
     data_dir: str | None = Field(
         None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )
-    prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
+    prompt_key: str = Field("prompt", description="column of the prompt; ignored for named sets")
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
     system_prompt: str | None = Field(None, description="system message prepended to every prompt")
     instruction: str | None = Field(
-        None, description="text appended to the last user message; null: the named set's own"
+        None, description="text appended to the last user message; null: the default of the named set"
     )
     max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
     seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
-    raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")
+    raw: bool = Field(False, description="RL rows also hold the unmodified source row, for Trinity-style workflows")

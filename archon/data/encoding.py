@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from archon.schema.errors import DatasetError, TokenizerError
 
 Message = dict[str, Any]  # {"role": "user", "content": "…"}
-_BATCH = 1000  # texts given to the tokenizer at a time; it encodes them in parallel
+_BATCH = 1000  # texts per call of the tokenizer, which encodes them in parallel
 
 
 class SFTText(NamedTuple):
     """A rendered SFT example.
 
     Attributes:
-        where: Its location in the source, for error messages.
-        text: The full example.
-        spans: The trained text, as half-open ranges of characters.
-        plain: Rendered without a chat template: the tokenizer's beginning-of-text token is put before it, and the
-            end-of-text token, which is trained, after it.
+        where: location in the source, for errors.
+        text: full example.
+        spans: trained text, as half-open ranges of characters.
+        plain: rendered without a chat template: the tokenizer's beginning-of-text token is prepended, and the
+            end-of-text token, which is trained, is appended.
     """
 
     where: str
@@ -61,10 +61,10 @@ def encode_prompt(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[i
 
 
 def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> list[int]:
-    """Return the tokens between the model's `answer` and its next one, when `message` comes between them.
+    """Return the tokens between the model's `answer` and its next one, with `message` in between.
 
-    They are the end of the model's turn, unless `answer` ends with it, the message, and the generation prompt of the
-    next turn. The tokens of earlier turns stay unchanged; only these are taken from a rendered conversation.
+    They consist of the end of the model's turn, unless `answer` ends with it, the message, and the generation prompt of
+    the next turn. Tokens of earlier turns stay unchanged; only the new tokens come from a rendered conversation.
     """
     if not has_chat_template(tokenizer):
         text = plain_prompt([{"content": "\n" + message["content"]}])
@@ -111,16 +111,19 @@ def render(
 def sft_text(
     tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n", tools: Sequence[Any] | None = None
 ) -> SFTText:
-    """Return a rendered example: by the tokenizer's chat template if it has one, else as plain text.
+    """Render an example: by the tokenizer's chat template if it has one, else as plain text.
 
-    Every assistant turn is trained, with the token that ends it; plain text has one assistant turn, the last message.
+    Every assistant turn is trained, with its end token; plain text has one assistant turn, the last message.
 
     Args:
-        plain_end: Text between prompt and response in plain text.
-        tools: Functions for the chat template, in OpenAI's format.
+        messages: conversation, with `role` and `content`.
+        tokenizer: tokenizer of the model.
+        where: location in the source, for errors.
+        plain_end: text between prompt and response in plain text.
+        tools: functions for the chat template, in OpenAI's format.
 
     Raises:
-        DatasetError: tools, or a conversation, that the tokenizer's format cannot represent; names `where`.
+        DatasetError: the tokenizer's format cannot represent the tools or the conversation; names `where`.
     """
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DatasetError(f"{where}: 'tools' must be a list of objects {{'type': 'function', 'function': …}}")
@@ -171,10 +174,10 @@ def _assistant_span(
         return start, len(until_here.rstrip())
     content = str(messages[index]["content"]).rpartition("</think>")[2].strip()
     turn = (content + until_here.rpartition(content or "</think>")[2]).strip()
-    found = text.find(turn, start)
-    if found < 0:
+    position = text.find(turn, start)
+    if position < 0:
         raise DatasetError(f"{where}: cannot find the text of turn {index} in the rendered conversation")
-    return start, found + len(turn)
+    return start, position + len(turn)
 
 
 def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:
@@ -185,9 +188,7 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
         DatasetError: an example without a trained token, or which cannot be tokenized.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise TokenizerError(
-            "SFT needs a fast tokenizer (tokenizer.json), since its loss mask comes from token offsets"
-        )
+        raise TokenizerError("SFT needs a fast tokenizer (tokenizer.json), because token offsets define the loss mask")
     if any(example.plain for example in examples) and tokenizer.eos_token_id is None:
         raise TokenizerError("the tokenizer has neither a chat template nor an end-of-text token; set one of them")
     rows = []
@@ -217,6 +218,6 @@ def _sft_row(tokenizer: Any, example: SFTText, ids: list[int], offsets: list[tup
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:
-    """Return the beginning-of-text token if the tokenizer puts one before plain text, else an empty list."""
+    """Return the beginning-of-text token if the tokenizer prepends one to plain text, else an empty list."""
     start = list(tokenizer("")["input_ids"][:1])
     return start if start and start[0] == tokenizer.bos_token_id else []

@@ -1,4 +1,4 @@
-"""Names of environments of other packages, such as `reasoning_gym:leg_counting?max_animals=3`, and who knows them."""
+"""Names of environments from other packages, for example `reasoning_gym:leg_counting?max_animals=3`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NAME = re.compile(rf"({'|'.join(FAMILIES)})(?::(.*))?", re.DOTALL)
 
 
 def register_environment(family: str, load: Callable[[], ModuleType]) -> None:
-    """Register the adapter of a family: a function that imports its module."""
+    """Register the module of an environment family: a function that imports it."""
     _ADAPTERS[family] = load
 
 
 @dataclass(frozen=True)
 class EnvironmentName:
-    """A parsed name: `family:task?option=value&…`. Values are JSON, and text where they are none."""
+    """A parsed name: `family:task?option=value&…`. Values are JSON, or text if they do not parse."""
 
     text: str
     family: str
@@ -44,7 +44,7 @@ class EnvironmentName:
         raise ConfigError(f"{self.text}: {problem}")
 
     def require_options(self, known: Iterable[str], what: str) -> None:
-        """Raise ConfigError, with the nearest of the `known` options of `what`, for another one."""
+        """Raise ConfigError for an unknown option of `what`, with the nearest of the `known` ones."""
         known = sorted(known)
         for option in self.options:
             if option not in known:
@@ -62,10 +62,10 @@ class EnvironmentName:
 
 def parse_environment(text: str) -> EnvironmentName | None:
     """Return the parsed name of an environment; None for any other text. Raises ConfigError for a malformed query."""
-    found = _NAME.fullmatch(text)
-    if found is None:
+    match = _NAME.fullmatch(text)
+    if match is None:
         return None
-    task, mark, query = (found[2] or "").partition("?")
+    task, mark, query = (match[2] or "").partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if mark else []
     except ValueError as error:
@@ -73,19 +73,19 @@ def parse_environment(text: str) -> EnvironmentName | None:
     options = {option: _value(value) for option, value in pairs}
     if len(options) < len(pairs):
         raise ConfigError(f"{text}: an option is there twice")
-    return EnvironmentName(text, found[1], task, options)
+    return EnvironmentName(text, match[1], task, options)
 
 
 def environment_function(
     name: EnvironmentName, part: Literal["rows", "reward", "make_environment"]
 ) -> Callable[..., Any]:
-    """Return a function of the family's adapter module.
+    """Return a function of the family's module.
 
     `rows(name, split, seed)` returns rows, `reward(name)` a reward function, and `make_environment(name)` a function
-    that makes the environment of an episode. They raise ConfigError for names they do not support.
+    that makes the environment of an episode. They raise ConfigError for unsupported names.
     """
     if name.family not in _ADAPTERS:
-        raise ConfigError(f"{name.text}: no adapter of {name.family} is registered; import archon.rl first")
+        raise ConfigError(f"{name.text}: environment family {name.family} is not registered; import archon.rl first")
     function: Callable[..., Any] = getattr(_ADAPTERS[name.family](), part)
     return function
 

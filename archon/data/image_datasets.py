@@ -1,8 +1,8 @@
 """Datasets with images: geometry3k and clevr_count_70k.
 
-Each takes `(path, split, tokenizer, max_length)` as the other named datasets do, and a multimodal `processor` in the
-tokenizer's place. With the `ImageReader` of a model that sees as `processor` or `reader`, rows have their pictures;
-else they are the text alone, and a warning says how many had images.
+Each takes `(path, split, tokenizer, max_length)` like the other named datasets, and a multimodal `processor` instead of
+the tokenizer. With the `ImageReader` of a vision-language model as `processor` or `reader`, rows keep their images;
+otherwise they are text only, and a warning counts the rows with images.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def get_geometry3k_rl_dataset(
 ) -> RowDataset:
     """Return RL rows of geometry problems (Lu et al. 2021, arXiv:2105.04165).
 
-    Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
+    Columns follow `hiyouga/geometry3k`: problem, answer, images. A `processor` provides its tokenizer.
     """
     options |= {"max_length": max_length, "instruction": instruction, **_reader_options(processor, tokenizer, options)}
     return _rl_rows("geometry3k", path, split, options)
@@ -67,9 +67,9 @@ def get_clevr_count_70k_rl_dataset(
     instruction: str | None = CLEVR_INSTRUCTION,
     **options: Any,
 ) -> RowDataset:
-    """Return RL rows of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
+    """Return RL rows of counting questions on CLEVR scenes (Johnson et al. 2017, arXiv:1612.06890).
 
-    Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images.
+    Columns follow `BUAADreamer/clevr_count_70k`: problem, answer, images.
     """
     options |= {"max_length": max_length, "instruction": instruction, **_reader_options(processor, tokenizer, options)}
     return _rl_rows("clevr_count_70k", path, split, options)
@@ -101,13 +101,14 @@ def _sft_rows(name: str, path: str | Path | None, split: str, options: dict[str,
 
 
 def _reader_options(processor: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer and reader: `processor` is a reader of pictures, or a multimodal one whose tokenizer stands for
-    the other.
+    """Return tokenizer and reader.
+
+    `processor` is an `ImageReader`, or a multimodal processor that provides the tokenizer.
     """
     if isinstance(processor, ImageReader):
         return {"tokenizer": tokenizer, "reader": processor}
-    given = tokenizer if processor is None else processor
-    return {"tokenizer": getattr(given, "tokenizer", given), "reader": options.get("reader")}
+    source = tokenizer if processor is None else processor
+    return {"tokenizer": getattr(source, "tokenizer", source), "reader": options.get("reader")}
 
 
 def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageReader | None) -> list[SourceRow]:
@@ -116,7 +117,7 @@ def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageRead
     if reader is not None:
         return source
     if n_images := sum(bool(row.data.get("images")) for row in source):
-        logger.warning("%s[%s]: the images of %d rows are left out: the model sees none", name, split, n_images)
+        logger.warning("%s[%s]: omitting the images of %d rows: the model is text-only", name, split, n_images)
     return [SourceRow(row.where, _without_images(row)) for row in source]
 
 

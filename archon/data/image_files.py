@@ -1,4 +1,4 @@
-"""Pictures as files for a person to look at: what the model saw, from its pixels."""
+"""Images as files for human inspection, reconstructed from the pixels of the model input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from archon.data.images import ImageReader
 from archon.models.vision.images import ProcessedImage
 
 LARGEST_SIDE = 384
-"""Pixels of a written picture's longer side, at most."""
+"""Maximum pixels of a written image's longer side."""
 
 
 def as_png(image: ProcessedImage, reader: ImageReader) -> bytes:
-    """Return the bytes of a PNG file of what a model saw, made smaller where it is large."""
+    """Return PNG bytes of a model input image, downscaled if it is large."""
     from PIL import Image
 
     image_format, (height, width) = reader.image_format, image.size
@@ -43,7 +43,7 @@ def as_png(image: ProcessedImage, reader: ImageReader) -> bytes:
 
 
 def save_images(folder: Path, reader: ImageReader, images: Sequence[ProcessedImage]) -> list[str]:
-    """Write pictures to a folder, each once, and returns the names of their files."""
+    """Write each distinct image to a folder once, and return the file names."""
     names = []
     for image in images:
         name = f"{image.digest[:16]}.png"

@@ -1,4 +1,4 @@
-"""Rows with pictures: their places in a conversation, and in the tokens of a row."""
+"""Rows with images: image positions in conversations and in the tokens of a row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from archon.schema.config import EngineConfig
 from archon.schema.errors import DatasetError, ImageError
 
 IMAGE = "<image>"
-"""Where a picture stands in a text."""
+"""Image placeholder in text."""
 
 
 def open_reader(model: EngineConfig | str | Path) -> ImageReader | None:
-    """Return what reads pictures for a model, of an engine or in a folder; None for one of text, or without an image
-    processor.
+    """Return the image reader of a model in an engine or a directory.
+
+    None for a text model or without an image processor.
     """
     path = checkpoint_folder(model.path if isinstance(model, EngineConfig) else model)
     if (isinstance(model, EngineConfig) and model.vision == "off") or not (path / PROCESSOR_FILE).is_file():
@@ -31,7 +32,7 @@ def open_reader(model: EngineConfig | str | Path) -> ImageReader | None:
 
 
 def image_sources(row: Mapping[str, Any]) -> list[Any]:
-    """Return the pictures of a row, as `ImageReader.read` takes them: its column `images`, or `image_format`."""
+    """Return the images of a row for `ImageReader.read`: its column `images`, or `image`."""
     images = next((row[name] for name in ("images", "image") if row.get(name) is not None), None)
     if images is None:
         return []
@@ -39,22 +40,24 @@ def image_sources(row: Mapping[str, Any]) -> list[Any]:
 
 
 def insert_image_parts(messages: Sequence[Message], count: int, where: str) -> list[Message]:
-    """Return a conversation whose contents have parts, as chat templates expect them, with `count` pictures where the
-    texts have `<image_format>`, or before the first text of the user where none has.
+    """Return a conversation with content parts, as chat templates expect, with `count` images.
 
-    Raises DatasetError, naming `where`, for another number of places.
+    Images replace `<image>` in the texts, or precede the first user text if no text has a placeholder.
+
+    Raises:
+        DatasetError: the number of placeholders differs; names `where`.
     """
     places = sum(message["content"].count(IMAGE) for message in messages)
     if places not in (0, count):
-        raise DatasetError(f"{where}: the text has {places} places of pictures ({IMAGE}) and {count} pictures")
+        raise DatasetError(f"{where}: {places} image placeholders ({IMAGE}) in the text, but {count} images")
     first = next((message for message in messages if message["role"] == "user"), messages[0])
-    pictured = []
+    with_images = []
     for message in messages:
         text = message["content"]
         if not places and message is first:
             text = IMAGE * count + text
-        pictured.append({**message, "content": _parts(text) if IMAGE in text else text})
-    return pictured
+        with_images.append({**message, "content": _parts(text) if IMAGE in text else text})
+    return with_images
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -68,20 +71,20 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def require_image_template(tokenizer: Any, where: str) -> None:
-    """Raise DatasetError unless the tokenizer has a chat template, which alone says where a picture stands."""
+    """Raise DatasetError unless the tokenizer has a chat template, which defines the image placeholder."""
     if not has_chat_template(tokenizer):
         raise DatasetError(
-            f"{where}: it has pictures, and the tokenizer has no chat template, which says how a picture is written"
+            f"{where}: it has images, but the tokenizer has no chat template, which defines their placeholder"
         )
 
 
 def encode_image_prompt(
     tokenizer: Any, row: Mapping[str, Any], reader: ImageReader | None, **options: Any
 ) -> tuple[list[int], list[ProcessedImage]]:
-    """Return the tokens of an RL row's prompt, with a placeholder for each row of a picture, and its pictures.
+    """Return the prompt tokens of an RL row, with one placeholder per image token, and its images.
 
-    Raises DatasetError or ImageError, in one line, for pictures that cannot be used, or that the prompt has no place
-    for.
+    Raises:
+        DatasetError, ImageError: an image cannot be used, or the prompt has no placeholder for it.
     """
     sources = image_sources(row)
     if sources and "messages" in row:
@@ -89,17 +92,17 @@ def encode_image_prompt(
     tokens = encode_prompt(tokenizer, dict(row), **options)
     if reader is None:
         if sources:
-            raise ImageError(f"the row has {len(sources)} pictures, and nothing to read them with")
+            raise ImageError(f"the row has {len(sources)} images, but the model has no image reader")
         return tokens, []
     images = [reader.read(source) for source in sources]
     return reader.expand(tokens, images), images
 
 
 class SFTExpander:
-    """Repeats the placeholders of SFT rows for each row of their pictures.
+    """Expands the image placeholders of SFT rows to one per image token.
 
-    Every picture is opened, which finds those that cannot be used, and one of each size is read: the number of its rows
-    depends on its size alone. Pixels are made where a row is trained on, as they take far more memory than files.
+    Every image is opened, to detect unusable ones, but only one of each size is processed, because the number of tokens
+    depends only on the size. Pixels are computed when a row is trained, because they take far more memory than files.
     """
 
     def __init__(self, reader: ImageReader) -> None:
@@ -107,9 +110,10 @@ class SFTExpander:
         self._read: dict[tuple[int, int], ProcessedImage] = {}
 
     def expand(self, row: dict[str, Any], sources: Sequence[Any], where: str) -> dict[str, Any]:
-        """Return an SFT row with its placeholders repeated, and its pictures as they came in `images`.
+        """Return an SFT row with expanded placeholders, and its unprocessed images in `images`.
 
-        Raises DatasetError, naming `where`, for a picture that cannot be used, and another number of placeholders.
+        Raises:
+            DatasetError: an image cannot be used, or the number of placeholders differs; names `where`.
         """
         try:
             images = [self._image_of_size(source) for source in sources]

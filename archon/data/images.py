@@ -1,8 +1,8 @@
-"""From image files to the pixels that a model takes, and from a prompt's placeholders to one for each merged patch.
+"""From image files to pixels, and from one placeholder per image to one per merged patch.
 
-Pixels are made by the image processor that a checkpoint's `preprocessor_config.json` names, through PIL alone, so that
-the generator and the trainer see the same ones: they are made once and travel with the trajectory. Nothing is ever
-fetched: a picture is a file, bytes, base64 or a PIL image.
+The image processor of the checkpoint's `preprocessor_config.json` computes the pixels with PIL. They are computed once
+and travel with the trajectory, so that generator and trainer use the same ones. Nothing is ever fetched: an image is a
+file, bytes, base64 or a PIL image.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILE = "preprocessor_config.json"
 MAX_BYTES = 32 * 2**20
-"""The largest file of a picture, in bytes."""
+"""Maximum image file size in bytes."""
 MAX_PIXELS = 64 * 2**20
-"""The most pixels of a picture before it is resized; a small file may hold far more (a decompression bomb)."""
+"""Maximum pixels of an image before resizing; a small file may decode to far more (a decompression bomb)."""
 MAX_ASPECT = 200
-"""The largest ratio of a picture's sides, which is that of the processor."""
+"""Maximum aspect ratio of an image, equal to the processor's."""
 MODES = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
-"""PIL's modes of pictures that become red, green and blue without loss of range."""
+"""PIL modes that convert to RGB without loss of range."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Pillow's formats that are read. Others are seldom sent, and some, such as EPS, run another program on the file."""
+"""Supported Pillow formats. Other formats are rare, and some, such as EPS, run another program on the file."""
 ImageSource = Any
 """A path, bytes, a PIL image, base64 text, a data URL, or a mapping with `bytes` or `path`, as data sets have."""
 
@@ -47,14 +47,14 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class ImageReader:
-    """Reads the pictures of one checkpoint's model.
+    """Image reader of a checkpoint's model.
 
     Args:
-        path: the checkpoint folder, with a `preprocessor_config.json`.
-        image_format: what an image is to its model; by default read from the folder's config.
+        path: checkpoint directory with a `preprocessor_config.json`.
+        image_format: image format of the model; by default read from the config.
 
-    Raises ConfigError for a model of text, a folder without a processor, a processor of another patch size, and without
-    Pillow.
+    Raises:
+        ConfigError: a text model, a directory without a processor, another patch size, or Pillow is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], image_format: ImageFormat | None = None) -> None:
@@ -64,7 +64,7 @@ class ImageReader:
             args = get_model_spec(config["model_type"]).model_args_class.from_hf_config(config)
             image_format = args.image_format
         if image_format is None:
-            raise ConfigError(f"{os.fspath(path)}: its model sees no images; expected one with a vision tower")
+            raise ConfigError(f"{os.fspath(path)}: it is a text model; expected a vision-language model")
         self.image_format = image_format
         self.processor = _load_processor(Path(path))
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
@@ -75,17 +75,21 @@ class ImageReader:
                 )
         if image_format.channels != 3:
             raise ConfigError(
-                f"{os.fspath(path)}: the model's pictures have {image_format.channels} channels; archon makes pictures "
+                f"{os.fspath(path)}: the model's images have {image_format.channels} channels; archon makes images "
                 "of red, green and blue"
             )
 
     def read(self, source: ImageSource) -> ProcessedImage:
-        """Return a picture's pixels. Raises ImageError for one that cannot be used; see `open_image`."""
+        """Return the pixels of an image.
+
+        Raises:
+            ImageError: the image cannot be used; see `open_image`.
+        """
         image = open_image(source)
         try:
             made = self.processor(images=[image], return_tensors="pt")
         except (ValueError, OSError) as error:
-            raise ImageError(f"a picture of {image.width} x {image.height} pixels: {_line(error)}") from error
+            raise ImageError(f"an image of {image.width} x {image.height} pixels: {_line(error)}") from error
         frames, height, width = made["image_grid_thw"][0].tolist()
         return ProcessedImage(made["pixel_values"].to(torch.float32), (frames, height, width))
 
@@ -97,16 +101,16 @@ class ImageReader:
 def expand_placeholders(
     tokens: Sequence[int], images: Sequence[ProcessedImage], image_format: ImageFormat
 ) -> list[int]:
-    """Return the tokens of a prompt in which each placeholder, one for each picture, is repeated for each row that the
-    picture becomes.
+    """Return prompt tokens with each image placeholder repeated once per image token.
 
-    Raises ImageError unless there are as many placeholders as pictures.
+    Raises:
+        ImageError: the number of placeholders differs from the number of images.
     """
-    found = sum(token == image_format.token for token in tokens)
-    if found != len(images):
+    placeholders = sum(token == image_format.token for token in tokens)
+    if placeholders != len(images):
         raise ImageError(
-            f"the prompt has {found} placeholders of images (token {image_format.token}) and came with {len(images)} "
-            "pictures; expected one placeholder for each"
+            f"the prompt has {placeholders} image placeholders (token {image_format.token}) and {len(images)} "
+            "images; expected one placeholder for each"
         )
     following = iter(images)
     expanded: list[int] = []
@@ -116,17 +120,18 @@ def expand_placeholders(
 
 
 def n_rows(image: ProcessedImage, image_format: ImageFormat) -> int:
-    """Return the number of tokens that a picture takes."""
+    """Return the number of tokens of an image."""
     height, width = image.size
     return height * width // image_format.merge_size**2
 
 
 def open_image(source: ImageSource) -> PILImage:
-    """Return a source as an RGB image whose pixels are decoded; what is transparent is on white.
+    """Return a source as a decoded RGB image; transparent areas become white.
 
-    Raises ImageError, in one line, for a URL, which is never fetched, a file that is missing, truncated or no image,
-    an animation, one of too many bytes or pixels, one that is too long, and a mode that would lose range, such as
-    16 bits.
+    Raises:
+        ImageError: a URL (never fetched); a missing, truncated or unknown file; an animation; too many bytes or pixels;
+        too
+            large an aspect ratio; or a mode that would lose range, such as 16 bits.
     """
     _require_pillow()
     from PIL import Image
@@ -140,7 +145,7 @@ def open_image(source: ImageSource) -> PILImage:
         raise ImageError(f"{name} has {len(data):,} bytes; expected at most {MAX_BYTES:,}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large pictures, which are refused here by a limit of our own
+            warnings.simplefilter("ignore")  # about large images, which the limit here refuses
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name} has too many pixels for its size; expected at most {MAX_PIXELS:,}") from error
@@ -156,25 +161,25 @@ def _bytes_of(source: ImageSource) -> tuple[bytes, str]:
     if isinstance(source, dict):
         known = [source[key] for key in ("bytes", "path") if source.get(key) is not None]
         if not known:
-            raise ImageError("a picture is a mapping without bytes or path; expected one of them")
+            raise ImageError("the image is a mapping without bytes or path; expected one of them")
         return _bytes_of(known[0])
     if isinstance(source, bytes | bytearray | memoryview):
-        return bytes(source), f"a picture of {len(source):,} bytes"
+        return bytes(source), f"an image of {len(source):,} bytes"
     if isinstance(source, os.PathLike):
         return _file(Path(source))
     if not isinstance(source, str):
         raise ImageError(
-            f"a picture is a {type(source).__name__}; expected a path, bytes, base64, a data URL or a PIL image"
+            f"the image is a {type(source).__name__}; expected a path, bytes, base64, a data URL or a PIL image"
         )
     if (match := _DATA_URL.match(source)) is not None:
         return _decode(source[match.end() :], "a data URL")
     if source[:5].lower() == "data:":
         raise ImageError(f"the data URL {source[:40]!r} is no image in base64; expected data:image/png;base64,…")
     if _URL.match(source) is not None:
-        raise ImageError(f"{source[:80]!r} is a URL, and archon fetches none; send the picture's bytes in base64")
+        raise ImageError(f"{source[:80]!r} is a URL, which archon never fetches; send the image bytes in base64")
     if len(source) < 4096 and ("." in source or Path(source).is_file()):  # base64 has no dot
         return _file(Path(source))
-    return _decode(source, "a picture in base64")
+    return _decode(source, "a base64 image")
 
 
 def _file(path: Path) -> tuple[bytes, str]:
@@ -188,7 +193,7 @@ def _file(path: Path) -> tuple[bytes, str]:
 
 def _decode(text: str, name: str) -> tuple[bytes, str]:
     if len(text) > MAX_BYTES * 3 // 2:
-        raise ImageError(f"{name} has {len(text):,} characters; expected a picture of at most {MAX_BYTES:,} bytes")
+        raise ImageError(f"{name} has {len(text):,} characters; expected an image of at most {MAX_BYTES:,} bytes")
     try:
         return base64.b64decode("".join(text.split()), validate=True), name
     except (binascii.Error, ValueError) as error:
@@ -196,10 +201,10 @@ def _decode(text: str, name: str) -> tuple[bytes, str]:
 
 
 def _decoded(image: PILImage, name: str) -> PILImage:
-    """Return the pixels of an image that was opened, in RGB; none is decoded before its size is known to be fine."""
+    """Return the RGB pixels of an opened image; the size is checked before decoding."""
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise ImageError(f"{name} has {width} x {height} pixels; expected at most {MAX_PIXELS:,} in all")
+        raise ImageError(f"{name} has {width} x {height} pixels; expected at most {MAX_PIXELS:,} in total")
     if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(f"{name} has {width} x {height} pixels; expected sides of at most {MAX_ASPECT} to 1")
     if image.mode not in MODES:
@@ -210,7 +215,7 @@ def _decoded(image: PILImage, name: str) -> PILImage:
     except Exception as error:  # Pillow raises errors of any kind for a damaged file
         raise ImageError(f"{name} is truncated or damaged: {_line(error)}") from error
     if decoded is None:
-        raise ImageError(f"{name} is an animation of {frames} frames; expected one picture")
+        raise ImageError(f"{name} is an animation of {frames} frames; expected a single image")
     return decoded
 
 
@@ -229,14 +234,12 @@ def _require_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise ConfigError("pictures need Pillow; install archon-engine[vision]") from None
+        raise ConfigError("images need Pillow; install archon-engine[vision]") from None
 
 
 def _load_processor(path: Path) -> Any:
     if not (path / PROCESSOR_FILE).is_file():
-        raise ConfigError(
-            f"{path} has no {PROCESSOR_FILE}, which says how pictures become pixels; copy the model's own"
-        )
+        raise ConfigError(f"{path} has no {PROCESSOR_FILE}, the image processor; copy the model's file")
     from transformers import AutoImageProcessor
 
     try:

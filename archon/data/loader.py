@@ -14,16 +14,16 @@ _FINGERPRINT_ROWS = 64
 
 
 class RowLoader:
-    """Returns batches of rows, each row exactly once per epoch, in an order determined by seed and epoch alone.
+    """Loader of batches of rows, each row exactly once per epoch, in an order determined by seed and epoch.
 
     Args:
-        rows: A `RowDataset` or any sequence.
-        batch_size: Rows per batch.
-        seed: Of the order; epoch e of seed s is always the same permutation.
-        shuffle: If False, every epoch has the order of `rows`.
-        difficulty: A number for each row; every epoch then begins with the easiest rows, and `shuffle` orders those of
-            equal difficulty (curriculum sampling: Kimi k1.5, arXiv 2501.12599, section 2.3.4).
-        tail: For the last rows of an epoch, if they are fewer than a batch: "drop" them, "keep" them as a shorter
+        rows: a `RowDataset` or any sequence.
+        batch_size: rows per batch.
+        seed: seed of the order; epoch e of seed s is always the same permutation.
+        shuffle: if False, every epoch has the order of `rows`.
+        difficulty: a number for each row; every epoch starts with the easiest rows, and `shuffle` orders rows of equal
+            difficulty (curriculum sampling: Kimi k1.5, arXiv 2501.12599, section 2.3.4).
+        tail: for the last rows of an epoch, if they are fewer than a batch: "drop" them, "keep" them as a shorter
             batch, or "wrap": complete the batch with the first rows of the next epoch.
     """
 
@@ -61,8 +61,8 @@ class RowLoader:
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches that contain every row once; with "drop", every row that is not dropped."""
-        full, rest = divmod(len(self.rows), self.batch_size)
-        return full + (1 if rest and self.tail != "drop" else 0)
+        full, remainder = divmod(len(self.rows), self.batch_size)
+        return full + (1 if remainder and self.tail != "drop" else 0)
 
     def next_batch(self) -> list[dict[str, Any]]:
         """Return the next batch, and starts a new epoch where this one has no batch left."""
@@ -82,7 +82,7 @@ class RowLoader:
         return self.rows[order[place]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state as JSON-compatible data, from which it continues with the next row."""
+        """Return the state as JSON-compatible data; a loader with this state continues with the next row."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -136,6 +136,6 @@ class RowLoader:
             text = json.dumps(sample, sort_keys=True, default=repr)
         except (TypeError, ValueError, RecursionError) as error:  # keys of several types, a row within itself
             raise DatasetError(
-                f"a row holds what JSON cannot: {error}; expected texts, numbers, lists and mappings"
+                f"a row is not JSON-compatible: {error}; expected strings, numbers, lists and mappings"
             ) from None
         return hashlib.sha256(text.encode()).hexdigest()[:16]

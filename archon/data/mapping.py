@@ -40,14 +40,18 @@ def rl_dataset(
     """Return RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
     Args:
-        prompt_key: Column with the prompt: a string, or a list of messages.
-        response_key: Column with the gold answer.
-        system_prompt: Prepended to conversations without a system message.
-        instruction: Appended to the last user message, on a new line.
-        plain_end: Text between prompt and answer in plain text.
-        max_length: Drop prompts of more tokens; needs `tokenizer`.
-        reader: Of a model that sees: the column `images` has pictures, and `messages` their places (`<image>` in the
-            text). Without one the column is like any other.
+        source: rows.
+        name: name of the dataset, for messages.
+        tokenizer: tokenizer of the model.
+        prompt_key: column with the prompt: a string, or a list of messages.
+        response_key: column with the gold answer.
+        system_prompt: prepended to conversations without a system message.
+        instruction: appended to the last user message, on a new line.
+        plain_end: text between prompt and answer in plain text.
+        max_length: drop prompts with more tokens; needs `tokenizer`.
+        reader: image reader of a vision-language model: the column `images` has images, and `messages` their
+        placeholders
+            (`<image>` in the text). Without a reader the column is like any other.
 
     Raises:
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
@@ -63,8 +67,8 @@ def rl_dataset(
         prompt = plain_prompt(messages, plain_end)
         if reader is not None and (sources := image_sources(row.data)):
             messages = insert_image_parts(messages, len(sources), row.where)
-        others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
-        rows.append({**others, "messages": messages, "prompt": prompt, "answer": answer})
+        extra = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
+        rows.append({**extra, "messages": messages, "prompt": prompt, "answer": answer})
     if max_length is None:
         return RowDataset(name, rows)
     if tokenizer is None:
@@ -90,36 +94,40 @@ def sft_dataset(
 ) -> RowDataset:
     """Return SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
-    Rows that have these two columns already are taken as they are, see `encoded_rows`.
-
-    A column `tools` may hold the functions of a conversation, in OpenAI's format, for the chat template.
+    Rows that already have these two columns are used as they are, see `encoded_rows`. A column `tools` may hold the
+    functions of a conversation, in OpenAI's format, for the chat template.
 
     Args:
-        prompt_key: Column with the prompt: a string, or a list of messages.
-        response_key: Column with the response; None if the prompt column holds full conversations.
-        system_prompt: As in `rl_dataset`; so are `instruction` and `plain_end`.
-        max_length: Drop examples of more tokens.
-        reader: Of a model that sees: rows with a column `images` keep it, and have a placeholder for each of the rows
-            that their pictures become.
+        source: rows.
+        tokenizer: tokenizer of the model.
+        name: name of the dataset, for messages.
+        prompt_key: column with the prompt: a string, or a list of messages.
+        response_key: column with the response; None if the prompt column holds full conversations.
+        system_prompt: as in `rl_dataset`.
+        instruction: as in `rl_dataset`.
+        plain_end: as in `rl_dataset`.
+        max_length: drop examples with more tokens.
+        reader: image reader of a vision-language model: rows with a column `images` keep it, with one placeholder per
+            image token.
     """
     if all(column in source[0].data for column in ENCODED):
         rows = encoded_rows(source)
     else:
-        examples, pictures = [], []
+        examples, row_images = [], []
         for row in source:
             messages = conversation(row, prompt_key, system_prompt, instruction)
-            pictures.append(image_sources(row.data) if reader else [])
-            if pictures[-1]:
+            row_images.append(image_sources(row.data) if reader else [])
+            if row_images[-1]:
                 require_image_template(tokenizer, row.where)
-                messages = insert_image_parts(messages, len(pictures[-1]), row.where)
+                messages = insert_image_parts(messages, len(row_images[-1]), row.where)
             if response_key is not None:
                 messages.append(assistant_message(row, response_key))
             examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
         rows = encode_sft(tokenizer, examples)
         if reader is not None:
-            found = zip(rows, pictures, source, strict=True)
+            candidates = zip(rows, row_images, source, strict=True)
             expander = SFTExpander(reader)
-            rows = [expander.expand(row, images, origin.where) for row, images, origin in found]
+            rows = [expander.expand(row, images, origin.where) for row, images, origin in candidates]
     if max_length is None:
         return RowDataset(name, rows)
     return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)
@@ -136,12 +144,10 @@ def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
         ids, mask = ([int(value) for value in require_column(row, column)] for column in ENCODED)
         if len(ids) != len(mask):
             raise DatasetError(
-                f"{row.where}: {len(ids)} input_ids and {len(mask)} values of loss_mask; expected as many"
+                f"{row.where}: {len(ids)} input_ids but {len(mask)} values of loss_mask; expected equal lengths"
             )
         if not {*mask} <= {0, 1} or 1 not in mask:
-            raise DatasetError(
-                f"{row.where}: loss_mask must be 1 on trained tokens, of which there is one or more, else 0"
-            )
+            raise DatasetError(f"{row.where}: loss_mask must be 1 on trained tokens (at least one) and 0 elsewhere")
         rows.append({"input_ids": ids, "loss_mask": mask})
     return rows
 

@@ -1,7 +1,7 @@
 """The named datasets of prompts with answers: arithmetic, gsm8k and torl_data.
 
-Those of files take `(path, split, tokenizer, max_length)` by position. `path` is the folder of a dataset's files, a
-file, or a name on the hub; by default the folder of `data_folder`. `options` are those of `rl_dataset` and
+File-based datasets take `(path, split, tokenizer, max_length)` by position. `path` is the directory of a dataset's
+files, a file, or a name on the hub; by default the directory of `data_folder`. `options` are passed to `rl_dataset` and
 `sft_dataset`: system_prompt, instruction.
 """
 
@@ -124,14 +124,14 @@ def get_torl_data_sft_dataset(
 
 
 def named_rows(name: str, path: str | Path | None, split: str, subset: str | None = None) -> list[SourceRow]:
-    """Return the rows of a named dataset's files: by default those of `data_folder`; `subset` is for the hub."""
+    """Return the rows of a named dataset's files, by default in `data_folder`; `subset` is for the hub."""
     return read_rows(data_folder(name) if path is None else path, split, subset)
 
 
 def require_tokenizer(tokenizer: Any, name: str) -> Any:
     """Return the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
     if tokenizer is None:
-        raise TokenizerError(f"no tokenizer was given; SFT rows of {name} are token ids: pass a tokenizer")
+        raise TokenizerError(f"SFT rows of {name} are token ids: pass a tokenizer")
     return tokenizer
 
 
@@ -141,7 +141,7 @@ def _torl_rows(split: str, path: str | Path | None) -> list[SourceRow]:
 
 
 def _boxed_answer(row: SourceRow) -> str:
-    given = require_column(row, "reward_model")
-    if not isinstance(given, Mapping) or given.get("ground_truth") in (None, ""):
-        raise DatasetError(f"{row.where}: 'reward_model' must hold 'ground_truth', got {given!r:.80}")
-    return rf"\boxed{{{given['ground_truth']}}}"
+    reward_model = require_column(row, "reward_model")
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") in (None, ""):
+        raise DatasetError(f"{row.where}: 'reward_model' must hold 'ground_truth', got {reward_model!r:.80}")
+    return rf"\boxed{{{reward_model['ground_truth']}}}"

@@ -30,18 +30,22 @@ def pair_dataset(
     instruction: str | None = None,
     max_length: int | None = None,
 ) -> RowDataset:
-    """Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
+    r"""Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
 
     A mask is 1 on the tokens of the last answer, the only turn in which the two differ.
 
     Args:
-        prompt_key: Column with the prompt: a string, or a list of messages. None: the other two columns hold full
-            conversations, as lists of messages or as text with turns that start with `\\n\\nHuman: ` and
-            `\\n\\nAssistant: `.
-        chosen_key: Column of the preferred answer.
-        rejected_key: Column of the other answer.
-        system_prompt: As in `rl_dataset`; so is `instruction`.
-        max_length: Drop pairs in which either has more tokens.
+        source: rows.
+        tokenizer: tokenizer of the model.
+        name: name of the dataset, for messages.
+        prompt_key: column with the prompt: a string, or a list of messages. None: the other two columns hold full
+            conversations, as lists of messages or as text with turns that start with `\n\nHuman: ` and
+            `\n\nAssistant: `.
+        chosen_key: column of the preferred answer.
+        rejected_key: column of the other answer.
+        system_prompt: as in `rl_dataset`.
+        instruction: as in `rl_dataset`.
+        max_length: drop pairs in which either example has more tokens.
 
     Raises:
         DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
@@ -84,7 +88,7 @@ def _conversation(
 
 
 def parse_transcript(row: SourceRow, key: str) -> list[Message]:
-    """Return the turns of a text in the format of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
+    r"""Return the turns of a text in the format of hh_rlhf: `\n\nHuman: … \n\nAssistant: …`."""
     before, *turns = _TURN.split(row.data[key])
     if before.strip() or not turns:
         raise DatasetError(f"{row.where}: {key!r} must start with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
@@ -99,9 +103,9 @@ def get_hh_rlhf_rw_dataset(
     max_length: int | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Return preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from a folder or, by default, the hub.
+    """Return preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from a directory or the hub (default).
 
-    `options` are those of `pair_dataset`: system_prompt, instruction.
+    `options` are passed to `pair_dataset`: system_prompt, instruction.
     """
     source = read_rows(path or "Anthropic/hh-rlhf", split)
     options |= {"tokenizer": require_tokenizer(tokenizer, "hh_rlhf"), "max_length": max_length}

@@ -1,7 +1,7 @@
 """Datasets by name, or any source by the names of its columns.
 
-A dataset of your own gets a name by `register_dataset`; another package gives it by an entry point in the group
-`archon.datasets`, whose value is a dictionary of loaders by kind of row.
+`register_dataset` names a new dataset; another package names it with an entry point in the group `archon.datasets`, a
+dictionary of loaders by kind of row.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ VALID_DATASETS = _NAMED.names
 GENERATED = ("arithmetic", "shapes")
 """Datasets that are made from a seed, and read from no files."""
 IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "shapes")
-"""Datasets with pictures."""
+"""Datasets with images."""
 WITH_SUBSETS = ("shapes",)
-"""Named datasets whose loaders know `subset`."""
+"""Named datasets with a `subset` option."""
 
 
 def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
     """Register the decorated function as the loader of a dataset's rows of one kind; `path: NAME` then reads it.
 
-    It is called with those of `path`, `split`, `tokenizer` and `max_length` that it names, by keyword. `path` is the
-    configuration's `data_dir`, or else the dataset's name. It returns rows as dictionaries: a list, `RowDataset`, or
-    Hugging Face dataset. SFT rows hold `input_ids` and `loss_mask`.
+    It is called by keyword with those of `path`, `split`, `tokenizer` and `max_length` that its signature names. `path`
+    is `data_dir` of the configuration, by default the dataset's name. It returns rows as dictionaries: a list,
+    `RowDataset`, or Hugging Face dataset. SFT rows hold `input_ids` and `loss_mask`.
 
-    Raises DatasetError where the dataset has another loader for this kind.
+    Raises:
+        DatasetError: the dataset has another loader for this kind.
     """
     if kind not in get_args(DatasetKind):
         raise DatasetError(f"kind is {kind!r}; expected one of {', '.join(get_args(DatasetKind))}")
@@ -86,7 +87,7 @@ def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]
 def load_rows(
     config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: ImageReader | None = None
 ) -> RowDataset:
-    """Return the rows of a dataset's configuration, at most `limit` of them; `reader` is that of a model that sees."""
+    """Return at most `limit` rows of a configured dataset; `reader` is a vision-language model's image reader."""
     options = config.model_dump(exclude={"limit"})
     dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, **options)
     return replace(dataset, rows=dataset.rows[: config.limit])
@@ -109,29 +110,28 @@ def get_custom_dataset(
     raw: bool = False,
     reader: ImageReader | None = None,
 ) -> RowDataset:
-    """Return rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
-    environment.
+    """Return rows of a named dataset (`VALID_DATASETS`), a JSONL, parquet or Hugging Face dataset, or an environment.
 
     Args:
-        path: A name of `VALID_DATASETS`, or a source of `read_rows`: a file, a folder, a hub name, a function; or an
-            environment's name, such as `reasoning_gym:leg_counting`.
+        path: a name of `VALID_DATASETS`, or a source of `read_rows`: a file, a directory, a hub name, a function; or an
+            environment's name, for example `reasoning_gym:leg_counting`.
         kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
             ids and masks of a chosen and a rejected answer.
         split: "train" or "test" for the named datasets.
-        tokenizer: Required except for "rl" without `max_length`.
-        prompt_key: Column with the prompt: a string, or a list of messages. Not used for named datasets.
-        response_key: Column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
+        tokenizer: required except for "rl" without `max_length`.
+        prompt_key: column with the prompt: a string, or a list of messages. Not used for named datasets.
+        response_key: column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
             or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
-        system_prompt: Prepended to conversations without a system message.
-        instruction: Appended to the last user message. For RL on gsm8k the default asks for a boxed answer.
-        max_length: Drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
-        subset: The configuration of a hub dataset that has several, or kinds of questions of the dataset shapes; not
-            for other sources.
-        data_dir: The folder of a named dataset's files.
-        seed: Determines the split of the datasets arithmetic and shapes, and what an environment generates.
-        raw: RL rows also hold the source's row, under `raw_task`. Rows of a file or a hub dataset without the two
-            columns then hold nothing else, and are not dropped by length.
-        reader: Of a model that sees: rows keep their pictures, see `rl_dataset` and `sft_dataset`.
+        system_prompt: prepended to conversations without a system message.
+        instruction: appended to the last user message. For RL on gsm8k the default asks for a boxed answer.
+        max_length: drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
+        subset: configuration of a hub dataset with several, or kinds of questions of the dataset shapes; not for other
+            sources.
+        data_dir: directory of a named dataset's files.
+        seed: seed of the split of arithmetic and shapes, and of an environment's rows.
+        raw: RL rows also hold the source row, under `raw_task`. Rows of a file or a hub dataset without the two columns
+            then hold nothing else, and are not dropped by length.
+        reader: image reader of a vision-language model: rows keep their images, see `rl_dataset` and `sft_dataset`.
 
     Raises:
         DatasetError: missing, empty or malformed data; names the file, the line and the key.
@@ -140,7 +140,7 @@ def get_custom_dataset(
     if kind not in get_args(DatasetKind):
         raise DatasetError(f"kind is {kind!r}; expected one of {', '.join(get_args(DatasetKind))}")
     if kind != "rl" and tokenizer is None:
-        raise TokenizerError(f"no tokenizer was given; {kind.upper()} rows of {path} are token ids: pass a tokenizer")
+        raise TokenizerError(f"{kind.upper()} rows of {path} are token ids: pass a tokenizer")
     if raw and kind != "rl":
         raise DatasetError(f"raw is true, but the rows are of kind {kind!r}; expected 'rl': leave raw out")
     named = _NAMED.find(str(path))
@@ -206,7 +206,7 @@ def _load_named(
     options: dict[str, Any],
     reader: ImageReader | None,
 ) -> RowDataset:
-    """Return the rows of a named dataset. A user's loader is called with those options that it names."""
+    """Return the rows of a named dataset. A custom loader receives only the options that its signature names."""
     if kind not in loaders:
         raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
     if name not in GENERATED:

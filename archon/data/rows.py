@@ -12,7 +12,7 @@ from archon.schema.errors import DatasetError
 
 Row = dict[str, Any]
 
-# Options of Hugging Face's `map` and `filter` that change how fast they run, or what they print, and not the rows.
+# Options of Hugging Face's `map` and `filter` that affect speed or output, but not the rows.
 _TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"})
 
 
@@ -20,13 +20,13 @@ _TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory
 class RowDataset(Sequence[Row]):
     """Rows in memory, in the source's order.
 
-    `map`, `filter`, `select`, `shuffle`, `remove_columns` and `rename_column` return a new dataset, as those of Hugging
-    Face datasets do; options that only change their speed (`num_proc`, …) are accepted and have no effect.
+    `map`, `filter`, `select`, `shuffle`, `remove_columns` and `rename_column` return a new dataset, like those of
+    Hugging Face datasets; options that only change their speed (`num_proc`, …) are accepted and have no effect.
 
     Attributes:
-        name: Of the dataset, for messages.
-        rows: The rows.
-        n_filtered: Number of rows that were dropped because they were longer than `max_length` tokens.
+        name: name of the dataset, for messages.
+        rows: the rows.
+        n_filtered: number of rows that were dropped because they were longer than `max_length` tokens.
     """
 
     name: str
@@ -51,7 +51,7 @@ class RowDataset(Sequence[Row]):
 
     @property
     def column_names(self) -> list[str]:
-        """The names of all columns, in the order in which rows first have them."""
+        """Names of all columns, in order of first occurrence."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def map(
@@ -62,17 +62,17 @@ class RowDataset(Sequence[Row]):
         remove_columns: str | Iterable[str] = (),
         **tuning: Any,
     ) -> RowDataset:
-        """Return the dataset with what `function` returns for each row (with its number) added to it.
+        """Return the dataset with the results of `function` for each row (and its number) merged into it.
 
-        The function gets a copy of the row. A function that returns None, or the row unchanged, changes nothing;
-        `remove_columns` names columns to leave out, unless the function returns them in a new dictionary.
+        The function receives a copy of the row. If it returns None or the unmodified row, nothing changes;
+        `remove_columns` names columns to drop, unless the function returns them in a new dictionary.
         """
         self._require_tuning("map", tuning)
         removed = self._require_columns(remove_columns)
         rows = []
         for number, row in enumerate(self.rows):
-            given = copy.deepcopy(row)
-            added = function(given, number) if with_indices else function(given)
+            copied = copy.deepcopy(row)
+            added = function(copied, number) if with_indices else function(copied)
             if added is None:
                 added = {}
             elif not isinstance(added, dict):
@@ -80,7 +80,7 @@ class RowDataset(Sequence[Row]):
                     f"{self.name}: the function of map returned a {type(added).__name__} for row {number}, expected a "
                     "dictionary of columns, or None"
                 )
-            dropped = removed if added is given else removed - added.keys()
+            dropped = removed if added is copied else removed - added.keys()
             rows.append({name: value for name, value in {**row, **added}.items() if name not in dropped})
         return replace(self, rows=rows)
 
@@ -115,10 +115,10 @@ class RowDataset(Sequence[Row]):
         return replace(self, rows=[{(new if k == old else k): v for k, v in row.items()} for row in self.rows])
 
     def _require_columns(self, names: str | Iterable[str]) -> set[str]:
-        wanted = {names} if isinstance(names, str) else set(names)
-        if missing := sorted(wanted - set(self.column_names)):
+        required = {names} if isinstance(names, str) else set(names)
+        if missing := sorted(required - set(self.column_names)):
             raise DatasetError(f"{self.name} has no column {missing[0]!r}; it has {', '.join(self.column_names)}")
-        return wanted
+        return required
 
     def _require_tuning(self, method: str, options: dict[str, Any]) -> None:
         if unknown := sorted(options.keys() - _TUNING):

@@ -1,4 +1,4 @@
-"""`shapes`: small drawn pictures with a question on count, color or place; made from a seed, without a download."""
+"""`shapes`: small drawn images with a question on count, color or place; generated from a seed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from archon.schema.errors import DatasetError
 
 N_TRAIN, N_TEST = 4000, 400
 SIDE = 3
-"""Rows and columns of a picture's cells."""
+"""Rows and columns of an image's grid."""
 CELL = 16
 """Pixels of a cell."""
 COLORS = {"red": (214, 40, 40), "green": (44, 160, 44), "blue": (31, 78, 200), "yellow": (240, 200, 20)}
 SHAPES = ("circle", "square", "triangle")
 PLACES = ("left", "middle", "right")
 KINDS = {"count": "how many", "color": "color of", "place": "where is"}
-"""The kinds of questions, and how those of a kind begin."""
+"""Kinds of questions, and the start of each kind."""
 _KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer", "plain_end": ""}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: of each cell, row by row, a color and a shape, or nothing."""
+    """Content of an image: for each cell, row by row, a color and a shape, or nothing."""
 
     cells: tuple[tuple[str, str] | None, ...]
 
@@ -81,12 +81,13 @@ class Scene:
 
 
 def scenes(split: str = "train", seed: int = 0, subset: str | None = None) -> list[tuple[Scene, str, str]]:
-    """Return the scenes of a split, each with a question and its answer; no scene is in both splits, or twice in one.
+    """Return the scenes of a split, each with a question and its answer; all scenes of both splits are distinct.
 
-    The kinds of questions, and the answers of a kind, are as frequent as chance makes them: a model that does not look
-    at the picture is right in a third of them. `subset` has the names of some of `KINDS`, joined by "+"; None: all.
+    Kinds of questions, and answers of a kind, are balanced by chance: a model that ignores the image is right in a
+    third of them. `subset` joins names of `KINDS` by "+"; None: all.
 
-    Raises DatasetError for another split or kind.
+    Raises:
+        DatasetError: unknown split or kind.
     """
     if split not in ("train", "test"):
         raise DatasetError(f"split is {split!r}; expected 'train' or 'test' of the shapes dataset")
@@ -115,7 +116,7 @@ def get_shapes_rl_dataset(
     reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Return RL rows: a picture in `images`, a question about it in `messages`, and `answer`, a word or a number.
+    """Return RL rows: an image in `images`, a question about it in `messages`, and `answer`, a word or a number.
 
     `seed` determines scenes, questions and the split, `subset` the kinds of questions; see `scenes`.
     """
@@ -131,7 +132,7 @@ def get_shapes_sft_dataset(
     reader: ImageReader | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Return SFT rows: picture and question, then the answer and an end token, which are trained."""
+    """Return SFT rows: image and question, then the answer and an end token, which are trained."""
     options |= {"tokenizer": tokenizer, "reader": reader}
     return sft_dataset(_rows(split, seed, subset, reader), f"shapes[{split}]", **_KEYS, **options)
 
@@ -139,7 +140,7 @@ def get_shapes_sft_dataset(
 def _rows(split: str, seed: int, subset: str | None, reader: ImageReader | None) -> list[SourceRow]:
     if reader is None:
         raise DatasetError(
-            "the dataset shapes has pictures, and nothing to read them with; expected a model with a vision tower, "
+            "the dataset shapes has images; expected a vision-language model, "
             "whose folder has a preprocessor_config.json"
         )
     return _draw_rows(split, seed, subset)

@@ -28,11 +28,11 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
     """Return all rows of one split.
 
     Args:
-        path: A `.jsonl` or `.parquet` file; a folder with `<split>.jsonl` or `<split>.parquet`, or one saved by
+        path: a `.jsonl` or `.parquet` file; a directory with `<split>.jsonl` or `<split>.parquet`, or one saved by
             `datasets`; the name of a dataset on the Hugging Face hub, `owner/name`; or `python:` and the dotted path of
             a function that returns the rows of a split as dictionaries.
-        split: Of a source with several splits. A file is one split, whatever its name.
-        subset: The configuration of a hub dataset that has several.
+        split: split of a source with several. A file is one split, whatever its name.
+        subset: configuration of a hub dataset with several.
 
     Raises:
         DatasetError: missing, empty or malformed data; names the file and the line.
@@ -167,9 +167,9 @@ def _from_hugging_face(loaded: Any, name: str, split: str) -> list[SourceRow]:
     return [SourceRow(f"{name}[{split}] row {number}", dict(row)) for number, row in enumerate(loaded)]
 
 
-def _import_datasets(wanted: object) -> Any:
+def _import_datasets(source: object) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DatasetError(f"{wanted} needs the package datasets, which {_NEEDS_EXTRA}") from error
+        raise DatasetError(f"{source} needs the package datasets, which {_NEEDS_EXTRA}") from error
     return datasets

@@ -128,8 +128,8 @@ def frames() -> bytes:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("https://example.com/a.png", "is a URL, and archon fetches none"),
-        ("file:///etc/passwd", "is a URL, and archon fetches none"),
+        ("https://example.com/a.png", "is a URL, which archon never fetches"),
+        ("file:///etc/passwd", "is a URL, which archon never fetches"),
         ("data:text/plain,hello", "is no image in base64"),
         ("data:image/png;base64,%%%", "a data URL is not base64"),
         ("no-such-file.png", "cannot be read: No such file"),
@@ -147,7 +147,7 @@ def frames() -> bytes:
         (drawn().convert("I;16"), "has the mode I;16; expected RGB"),
         (drawn().convert("CMYK"), "has the mode CMYK; expected RGB"),
         ({"bytes": None}, "without bytes or path"),
-        (7, "a picture is a int; expected a path"),
+        (7, "the image is a int; expected a path"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(reader: ImageReader, source: Any, message: str) -> None:
@@ -202,7 +202,7 @@ def test_a_folder_that_says_nothing_of_pictures_is_refused(checkpoint: Path, tmp
     with pytest.raises(ConfigError, match="cannot be used"):
         ImageReader(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    with pytest.raises(ConfigError, match="makes pictures of red, green and blue"):
+    with pytest.raises(ConfigError, match="makes images of red, green and blue"):
         ImageReader(tmp_path, ImageFormat(IMAGE, 2, 1, 2, 4))
     text = random_fields(0, "qwen3_5")["text_config"] | {"model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(text))

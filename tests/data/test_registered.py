@@ -81,9 +81,9 @@ def test_a_registered_loader_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_ids": [1, 2], "loss_mask": [0]}, "row 0: 2 input_ids and 1 values of loss_mask"),
+        ({"input_ids": [1, 2], "loss_mask": [0]}, "row 0: 2 input_ids but 1 values of loss_mask"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "loss_mask must be 1 on trained tokens"),
-        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "of which there is one or more"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "at least one"),
         ({"input_ids": [1, 2]}, "row 0: no key 'loss_mask'"),
         (None, "returned no row"),
     ],

@@ -121,17 +121,17 @@ def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Pat
     reader, tokenizer = ImageReader(blank), load_tokenizer(blank)
     file = tmp_path / "rows.jsonl"
     for text, images, problem in (
-        ("<image><image>?", [base64.b64encode(PNG).decode()], "2 places of pictures"),
+        ("<image><image>?", [base64.b64encode(PNG).decode()], "2 image placeholders"),
         ("<image>?", [base64.b64encode(PNG[:90]).decode()], "truncated|no image"),
         ("<image>?", ["https://example.org/a.png"], "is a URL"),
-        ("<|image_pad|><image>?", [base64.b64encode(PNG).decode()], "2 placeholders"),
+        ("<|image_pad|><image>?", [base64.b64encode(PNG).decode()], "2 image placeholders"),
     ):
         row = {"prompt": text, "response": "1", "images": images}
         file.write_text(json.dumps(row) + "\n")
         with pytest.raises(DatasetError, match=problem) as raised:
             get_custom_dataset(file, kind="sft", tokenizer=tokenizer, reader=reader)
         assert "\n" not in str(raised.value)
-    with pytest.raises(DatasetError, match="nothing to read them with"):
+    with pytest.raises(DatasetError, match="no image reader"):
         get_custom_dataset("shapes", kind="sft", tokenizer=tokenizer)
-    with pytest.raises(ImageError, match="nothing to read them with"):
+    with pytest.raises(ImageError, match="no image reader"):
         encode_image_prompt(tokenizer, {"prompt": "a", "images": [PNG]}, None)

@@ -126,7 +126,7 @@ async def test_what_cannot_be_seen_is_refused_in_one_line(
         (["data:image/png;base64,###"], "?", "not base64"),
         (["data:text/plain,hello"], "?", "no image in base64"),
         ([url_of(file.getvalue())], "?", "pixels"),
-        ([url_of(PNG)], "<|image_pad|>?", "2 placeholders"),
+        ([url_of(PNG)], "<|image_pad|>?", "2 image placeholders"),
         ([], "<|image_pad|>?", "1 placeholders"),
     ):
         response = await post("chat/completions", **chat(*urls, text=text))
@@ -139,7 +139,7 @@ async def test_what_cannot_be_seen_is_refused_in_one_line(
     response = await post("messages", max_tokens=4, **body)
     assert response.status_code == 400
     assert "is not fetched" in response.json()["error"]["message"]
-    with pytest.raises(ImageError, match="is a URL, and archon fetches none"):
+    with pytest.raises(ImageError, match="is a URL, which archon never fetches"):
         vision_server.reader.read(f"{web}/x.png")
     assert asked == []
 
