@@ -45,7 +45,7 @@ def test_the_text_is_read_and_the_images_are_said_to_be_left_out(
     tokenizer = toy_tokenizer(CHATML)
     rl, sft = LOADERS[name]
     (row,) = rl(folder / name, "train", SimpleNamespace(tokenizer=tokenizer), 200)
-    assert f"{name}[train]: the images of 1 rows are left out" in caplog.text
+    assert f"{name}[train]: omitting the images of 1 rows" in caplog.text
     question = row["messages"][0]["content"]
     assert question.startswith(ROWS[name]["problem"].removeprefix("<image>")) and "\n" in question
     assert row["answer"] == ROWS[name]["answer"] and "images" not in row

@@ -206,5 +206,5 @@ def test_a_folder_that_says_nothing_of_pictures_is_refused(checkpoint: Path, tmp
         ImageReader(tmp_path, ImageFormat(IMAGE, 2, 1, 2, 4))
     text = random_fields(0, "qwen3_5")["text_config"] | {"model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(text))
-    with pytest.raises(ConfigError, match="its model sees no images"):
+    with pytest.raises(ConfigError, match="it is a text model"):
         ImageReader(tmp_path)
