@@ -107,7 +107,7 @@ def test_placeholders_become_one_for_each_merged_patch(reader: ImageReader) -> N
     assert tokens == [1, *[IMAGE] * first, 2, *[IMAGE] * second, 3] and first != second
     assert expand_placeholders([1, 2], [], image) == [1, 2]
     for wrong in ([1, IMAGE], [IMAGE, IMAGE, IMAGE]):
-        with pytest.raises(ImageError, match=f"has {wrong.count(IMAGE)} placeholders .* came with 2 pictures"):
+        with pytest.raises(ImageError, match=f"has {wrong.count(IMAGE)} image placeholders .* and 2 images"):
             reader.expand(wrong, own)
 
 
