@@ -7,7 +7,7 @@ to 145 %. Unknown fields therefore raise ConfigError.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,10 +166,7 @@ def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         reject_field("text_config", text, "expected the config of the text decoder")
-    for name, value in config.items():
-        is_default = name in FIXED_VALUES and (value is None or value == FIXED_VALUES[name])
-        if not is_default and name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
-            reject_field(name, value, "archon does not know this field; remove it if it has no effect")
+    check_fields(config, {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT, FIXED_VALUES)
     if text.get("model_type", text_type) != text_type:
         reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
     # transformers ties by the top-level field; the text config's field applies to the decoder alone.
@@ -190,19 +187,26 @@ def read_config(config: Mapping[str, Any], family: Any) -> dict[str, Any]:
     read = {*family.hf_fields, *family.hf_ropes.known_fields, *family.hf_windows.fields}
     fixed_values = FIXED_VALUES | family.hf_fixed_values
     fixed_values = {name: value for name, value in fixed_values.items() if name not in read}
-    known = {*read, *fixed_values, *NO_EFFECT, QUANTIZATION_FIELD}
-    for name, value in config.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
-            reject_field(name, value, f"archon does not know this field; {hint}")
-        if name in fixed_values and value is not None and value != fixed_values[name]:
-            reject_field(name, value, f"archon supports only {fixed_values[name]!r}")
+    check_fields(config, {*read, QUANTIZATION_FIELD}, fixed_values)
     read_quantization(config.get(QUANTIZATION_FIELD))
     args = {field.native: read_field(config, name, field) for name, field in family.hf_fields.items()}
     args.pop("", None)
     args["sliding_window"], args["layer_windows"] = family.hf_windows.read(config, args["n_layers"])
     return args | family.hf_ropes.read(config, args)
+
+
+def check_fields(
+    config: Mapping[str, Any], read: Collection[str], fixed_values: Mapping[str, Any], prefix: str = ""
+) -> None:
+    """Raise ConfigError, naming the field after `prefix`, for an unknown field or another value than the fixed one."""
+    known = {*read, *fixed_values, *NO_EFFECT}
+    for name, value in config.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
+            reject_field(f"{prefix}{name}", value, f"archon does not know this field; {hint}")
+        if name in fixed_values and value is not None and value != fixed_values[name]:
+            reject_field(f"{prefix}{name}", value, f"archon supports only {fixed_values[name]!r}")
 
 
 def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:

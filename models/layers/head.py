@@ -39,10 +39,6 @@ class _RowSelection:
     def __init__(self, total: int, index: Tensor) -> None:
         self.total, self.index = total, index
 
-    def select_hidden(self, x: Tensor, token_rows: Tensor | None) -> Tensor:
-        """Gather the hidden state of each selected token t, at row token_rows[t]."""
-        return self.select(x) if token_rows is None else x.index_select(0, self.select(token_rows))
-
     def select(self, x: Tensor) -> Tensor:
         return x if len(self.index) == self.total else x.index_select(0, self.index)
 
@@ -149,4 +145,6 @@ class LMHead(nn.Linear):
             lowest = float(temperature.min()) if temperature.numel() else 1.0
         if not lowest > 0:
             raise ValueError(f"temperature is {lowest}; expected a positive number")
-        return selected, selected.select_hidden(hidden, token_rows), labels, temperature
+        if token_rows is None:
+            return selected, selected.select(hidden), labels, temperature
+        return selected, hidden.index_select(0, selected.select(token_rows)), labels, temperature

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from archon.models.hf.checks import check_kind, reject_field
-from archon.models.hf.config import FIXED_VALUES, MAX_LAYERS, NO_EFFECT, Field, read_field
+from archon.models.hf.config import FIXED_VALUES, MAX_LAYERS, Field, check_fields, read_field
 from archon.models.vision.encoder import VisionSpec
 
 FIELDS = {
@@ -36,13 +36,7 @@ def read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> Vision
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         reject_field("vision_config", config, "expected a dictionary or null")
-    for name, value in config.items():
-        if name in fixed_values and value not in (None, fixed_values[name]):
-            reject_field(f"vision_config.{name}", value, f"archon supports only {fixed_values[name]!r}")
-        if name not in {*fields, *fixed_values, "rope_parameters", *NO_EFFECT}:
-            reject_field(
-                f"vision_config.{name}", value, "archon does not know this field; remove it if it has no effect"
-            )
+    check_fields(config, {*fields, "rope_parameters"}, fixed_values, "vision_config.")
     values = {field.native: read_field(config, name, field) for name, field in fields.items()}
     values["deepstack"] = tuple(values.get("deepstack", ()))
     return VisionSpec(**values, rope_theta=_read_theta(config.get("rope_parameters")))
