@@ -18,7 +18,7 @@ gradients above are multiplied by its derivative, 1 - tanh^2(x / c).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,23 +46,23 @@ def tile_shape(rows: int, vocab: int, device: torch.device, full_rows: bool) -> 
     return min(rows, by_budget), vocab
 
 
+class _LogitOptions(NamedTuple):
+    """1 / τ, a number or [N, 1], the soft cap, and the ranks that shard the vocabulary."""
+
+    inv_temperature: Tensor | float
+    soft_cap: float | None
+    group: Group | None
+
+
 class _Projection:
     """Tiles of the scaled logits of hidden [N, D] and weight [V, D].
 
     Matmuls run in the dtype of `hidden`; softmax and sums in `wide`, at least float32.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        inv_temperature: Tensor | float,
-        soft_cap: float | None,
-        *,
-        full_rows: bool = False,
-    ) -> None:
-        self.hidden, self.weight, self.inv_temperature = hidden, weight, inv_temperature
-        self.soft_cap = soft_cap
+    def __init__(self, hidden: Tensor, weight: Tensor, options: _LogitOptions, *, full_rows: bool = False) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.inv_temperature, self.soft_cap, _ = options
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, full_rows)
@@ -195,16 +195,9 @@ class _TileLabels:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        inv_temperature: Tensor | float,
-        with_entropy: bool,
-        soft_cap: float | None,
-        group: Group | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _LogitOptions, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        projection = _Projection(hidden, weight, inv_temperature, soft_cap)
+        projection = _Projection(hidden, weight, options)
         # A rank that does not hold a label's column adds 0 to its logit.
         lse, label_logits = (hidden.new_zeros((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
         entropy = torch.empty_like(lse) if with_entropy else None
@@ -217,8 +210,8 @@ class _TokenScores(torch.autograd.Function):
             lse[r0:r1] = sums.lse()
             if entropy is not None:
                 entropy[r0:r1] = sums.entropy()
-        lse, label_logits, entropy = _reduce_over_ranks(lse, label_logits, entropy, group)
-        ctx.inv_temperature, ctx.soft_cap = inv_temperature, soft_cap
+        lse, label_logits, entropy = _reduce_over_ranks(lse, label_logits, entropy, options.group)
+        ctx.options = options
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         # An unused entropy keeps gradient None, so the cheaper backward of logprobs alone runs.
         ctx.set_materialize_grads(False)
@@ -230,7 +223,7 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, labels, lse, entropy = ctx.saved_tensors
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(lse).squeeze(1)
-        projection = _Projection(hidden, weight, ctx.inv_temperature, ctx.soft_cap)
+        projection = _Projection(hidden, weight, ctx.options)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprob_grad = logprob_grad.unsqueeze(1)
         for r0, r1 in projection.row_spans:
@@ -244,7 +237,7 @@ class _TokenScores(torch.autograd.Function):
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
             for c0, c1 in projection.column_spans:
                 tile = projection.logits(r0, r1, c0, c1)
-                cap_slope = None if ctx.soft_cap is None else projection.slope(tile, r0, r1)
+                cap_slope = None if projection.soft_cap is None else projection.slope(tile, r0, r1)
                 tile.sub_(lse[r0:r1])
                 if entropy_grad is None:
                     tile.exp_()
@@ -254,7 +247,7 @@ class _TokenScores(torch.autograd.Function):
                 _TileLabels(labels[r0:r1], c0, c1).subtract(tile, label_grad)
                 tile = tile if cap_slope is None else tile.mul_(cap_slope)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
-        return *gradients.results(), None, None, None, None, None
+        return *gradients.results(), None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
@@ -265,16 +258,9 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        inv_temperature: Tensor | float,
-        soft_cap: float | None,
-        group: Group | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, options: _LogitOptions
     ) -> tuple[Tensor, Tensor]:
-        projection = _Projection(hidden, weight, inv_temperature, soft_cap, full_rows=True)
+        projection, (_, soft_cap, group) = _Projection(hidden, weight, options, full_rows=True), options
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprobs = hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide)
         for r0, r1 in projection.row_spans:
@@ -313,7 +299,7 @@ class _WeightedLoss(torch.autograd.Function):
                 "backward of the weighted loss was called twice; it keeps its gradients for one call: run forward again"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None, None
+        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None
 
 
 def token_scores(
@@ -338,8 +324,8 @@ def token_scores(
         group: ranks with equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks pass
             the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
     """
-    labels = _local_labels(labels, weight, group)
-    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, soft_cap, group)
+    options = _LogitOptions(_inverse(temperature, hidden), soft_cap, group)
+    return _TokenScores.apply(hidden, weight, _local_labels(labels, weight, group), options, with_entropy)
 
 
 def weighted_loss(
@@ -363,8 +349,8 @@ def weighted_loss(
             hidden, weight, labels, temperature, with_entropy=False, soft_cap=soft_cap, group=group
         )
         return -(logprobs * weights).sum(), logprobs
-    labels = _local_labels(labels, weight, group)
-    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden), soft_cap, group)
+    options = _LogitOptions(_inverse(temperature, hidden), soft_cap, group)
+    return _WeightedLoss.apply(hidden, weight, _local_labels(labels, weight, group), weights, options)
 
 
 def apply_soft_cap(logits: Tensor, soft_cap: float | None) -> Tensor:
