@@ -5,7 +5,7 @@ The tokens of a forward are one new token per decoding sequence, then chunks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -146,7 +146,7 @@ class PagedAttention(AttentionMeta):
         if first:
             outs.append(self._attend_pages(layer, q[:first], spec))
         if self.chunks:
-            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec, _no_expansion))
+            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec))
         return self._concat_outputs(outs)
 
     def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
@@ -197,7 +197,7 @@ class PagedAttention(AttentionMeta):
             outs.append(keys.expand_values(latents, lora_mapping))
         if self.chunks:
             k, v = keys.expand(rows[first:], self._chunk_lora_mapping)
-            out = self._attend_chunks(layer, keys.pad(q[first:]), k, v, spec, keys.expand)
+            out = self._attend_chunks(layer, keys.pad(q[first:]), k, v, spec, keys)
             outs.append(out[..., : keys.value_features])
         return self._concat_outputs(outs)
 
@@ -268,17 +268,11 @@ class PagedAttention(AttentionMeta):
         return attend_to_pages(q, paged, self._batches[spec.window], spec)
 
     def _attend_chunks(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        expand: Callable[..., tuple[Tensor, Tensor]],
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, latent: LatentKeys | None = None
     ) -> Tensor:
         """Return attention [S, H, V] of the chunks: packed if they start a sequence, else with the cache.
 
-        `expand` turns cached rows and their LoRAs into keys and values.
+        `latent` expands cached rows to keys and values.
         """
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.documents.lengths) == len(self.chunks):
@@ -292,11 +286,7 @@ class PagedAttention(AttentionMeta):
             if chunk.start:
                 total = chunk.start + chunk.length
                 cached = self.cache.read(layer, self._chunk_pages[index], total)
-                keys, values = expand(*cached, self._cached_lora_mappings[index])
+                keys, values = cached if latent is None else latent.expand(*cached, self._cached_lora_mappings[index])
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, spec)[0]
         return out
-
-
-def _no_expansion(keys: Tensor, values: Tensor, lora_mapping: LoRAMapping | None) -> tuple[Tensor, Tensor]:
-    return keys, values
