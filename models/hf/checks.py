@@ -22,8 +22,7 @@ def reject_field(name: str, value: Any, expected: str) -> NoReturn:
 def check_kind(name: str, value: Any, kind: type) -> Any:
     """Return `value` as `kind`; an integer is accepted as a float, a bool is not a number.
 
-    Raises:
-        ConfigError: The value has another type or is not finite; the message names the field.
+    Another type and a value that is not finite raise ConfigError, which names the field.
     """
     accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
     if isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)):

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
-from archon.schema.errors import ConfigError
+from archon.models.hf.checks import reject_field
 
 FIELD = "quantization_config"
 
@@ -58,25 +58,20 @@ def read_quantization(value: Any) -> Quantization | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        _reject("", value, "expected an object or null")
+        reject_field(FIELD, value, "expected an object or null")
     method = value.get("quant_method")
     if not isinstance(method, str) or method not in _OPTIONS:
-        _reject("quant_method", method, f"archon dequantizes {' and '.join(_OPTIONS)}")
+        reject_field(f"{FIELD}.quant_method", method, f"archon dequantizes {' and '.join(_OPTIONS)}")
     options = _OPTIONS[method]
     for name, option in value.items():
         if name not in options:
-            _reject(name, option, f"archon does not know this option of {method}")
+            reject_field(f"{FIELD}.{name}", option, f"archon does not know this option of {method}")
         expected, is_valid = options[name]
         if not is_valid(option):
-            _reject(name, option, f"expected {expected}")
+            reject_field(f"{FIELD}.{name}", option, f"expected {expected}")
     kept = [name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]
     block = value.get("weight_block_size", (128, 128)) if method == "fp8" else (1, 32)
     return Quantization(method, tuple(block), tuple(kept))
-
-
-def _reject(name: str, value: Any, expected: str) -> NoReturn:
-    field = f"{FIELD}.{name}" if name else FIELD
-    raise ConfigError(f"config field {field!r} is {value!r}; {expected}", field=field)
 
 
 def _is_one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:

@@ -46,7 +46,10 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
     Raises:
         ConfigError: a target matches nothing, names only some experts of a layer, or a rank exceeds the matrix.
     """
-    modules = {name: _module_names(adapter, name) for name in lora_matrices(adapter)}
+    # Module names in checkpoints, and in transformers' model, which stacks experts.
+    modules = {
+        name: [hf_modules(form, name) for form in (adapter, adapter.in_memory)] for name in lora_matrices(adapter)
+    }
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = targets == ["all-linear"]
     selected = {name for name in modules if everything and not name.startswith(VISION_PREFIX)}
@@ -93,11 +96,6 @@ def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
 def hf_modules(adapter: BaseStateDictAdapter, name: str) -> list[str]:
     """Return the Hugging Face modules of a matrix; one per expert for stacked experts."""
     return [hf.removesuffix(".weight") for hf in adapter.hf_names(name)]
-
-
-def _module_names(adapter: BaseStateDictAdapter, name: str) -> list[list[str]]:
-    """Return a matrix's module names in checkpoints, and in transformers' model, which stacks experts."""
-    return [hf_modules(adapter, name), hf_modules(adapter.in_memory, name)]
 
 
 def _matches(target: str, spellings: Iterable[list[str]]) -> bool:

@@ -161,9 +161,8 @@ class VisionLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
 
 
-def vision_linear(in_features: int, out_features: int) -> Linear:
-    """Return a linear layer with bias, replicated under tensor parallelism."""
-    return Linear(in_features, out_features, bias=True, role="vision")
+vision_linear = partial(Linear, bias=True, role="vision")
+"""Linear layer with bias, replicated under tensor parallelism."""
 
 
 class VisionAttention(nn.Module):
