@@ -286,7 +286,7 @@ class PagedAttention(AttentionMeta):
             if chunk.start:
                 total = chunk.start + chunk.length
                 cached = self.cache.read(layer, self._chunk_pages[index], total)
-                keys, values = cached if latent is None else latent.expand(*cached, self._cached_lora_mappings[index])
+                keys, values = cached if latent is None else latent.expand(cached[0], self._cached_lora_mappings[index])
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, spec)[0]
         return out
