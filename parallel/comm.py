@@ -41,6 +41,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
+        """The process group."""
         return group_by_name(self.name)
 
     @property
@@ -91,25 +92,15 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather(grad, ctx.group), None
 
 
-class _AllReduceReplicated(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, replicated: bool) -> Tensor:
+        ctx.group, ctx.replicated = group, replicated
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _AllReduceSharded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad if ctx.replicated else all_reduce(grad, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -130,7 +121,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum [size * n, ...] over the ranks and returns this rank's shard [n, ...]; the backward all-gathers."""
+    """Sum [size * n, ...] over the ranks and return this rank's shard [n, ...]; the backward all-gathers."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
@@ -141,18 +132,18 @@ def all_gather_replicated(x: Tensor, group: Group) -> Tensor:
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks for a computation that every rank repeats; the gradient passes unchanged."""
-    return x if group.size == 1 else _AllReduceReplicated.apply(x, group)
+    return x if group.size == 1 else _AllReduce.apply(x, group, True)
 
 
 def all_reduce_sharded(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks for computations that differ between ranks; the backward sums the gradient too."""
-    return x if group.size == 1 else _AllReduceSharded.apply(x, group)
+    return x if group.size == 1 else _AllReduce.apply(x, group, False)
 
 
 def all_to_all(
     x: Tensor, group: Group, out_splits: list[int] | None = None, in_splits: list[int] | None = None
 ) -> Tensor:
-    """Send each rank its rows and returns the rows received, both in rank order; equal splits by default."""
+    """Send each rank its rows and return the rows received, both in rank order; equal splits by default."""
     if group.size == 1:
         return x
     equal = [x.shape[0] // group.size] * group.size

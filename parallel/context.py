@@ -46,20 +46,13 @@ class ContextPlan:
         """Return the plan with one padding document per padding token."""
         if not self.padding:
             return self
-        last = len(self.lengths) - 1
-        chunks = tuple(
-            tuple(
-                part
-                for document, start, stop in rank_chunks
-                for part in (
-                    [(document, start, stop)]
-                    if document != last
-                    else [(last + token, 0, 1) for token in range(start, stop)]
-                )
-            )
-            for rank_chunks in self.chunks
-        )
-        return replace(self, lengths=self.lengths[:-1] + (1,) * self.padding, chunks=chunks, repeats_first=True)
+        last, chunks = len(self.lengths) - 1, []
+        for rank_chunks in self.chunks:
+            documents = [chunk for chunk in rank_chunks if chunk[0] != last]
+            padding = [range(start, stop) for document, start, stop in rank_chunks if document == last]
+            chunks.append((*documents, *((last + token, 0, 1) for tokens in padding for token in tokens)))
+        lengths = self.lengths[:-1] + (1,) * self.padding
+        return replace(self, lengths=lengths, chunks=tuple(chunks), repeats_first=True)
 
 
 def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
@@ -199,11 +192,10 @@ class SequenceShard(TokenShard):
         chunks = [chunk for rank_chunks in plan.chunks for chunk in rank_chunks]
         order = torch.cat([torch.arange(starts[i] + start, starts[i] + stop) for i, start, stop in chunks])
         super().__init__(order, starts[-1] - plan.padding, cp, device)
-        rows_per_rank = self._local_order.shape[0] // tp.size
-        self._layer_tokens = self._local_order[tp.rank * rows_per_rank :][:rows_per_rank]
-        self._layer_slice = slice(tp.rank * rows_per_rank, (tp.rank + 1) * rows_per_rank)
-        valid_mask = self._local_order[tp.rank * rows_per_rank : (tp.rank + 1) * rows_per_rank] < self.tokens
-        self.valid_mask = to_device_async(valid_mask, device) if plan.padding else None
+        rows = self._local_order.shape[0] // tp.size
+        self._layer_slice = slice(tp.rank * rows, (tp.rank + 1) * rows)
+        self._layer_tokens = self._local_order[self._layer_slice]
+        self.valid_mask = to_device_async(self._layer_tokens < self.tokens, device) if plan.padding else None
 
     def take_inputs(self, x: Tensor, fill: float = 0) -> Tensor:
         """Return `take` of a model input; with `repeats_first`, padding repeats the input of the first token."""

@@ -50,6 +50,7 @@ def parallelize_decoder(
         tp_plan: the tensor-parallel plan of the family, by role; used if tp > 1.
         model: a decoder with its blocks in `layers` (an `nn.ModuleDict`), a method `tie_weights`, and `attention_ops`,
             the attention operators that selective recomputation keeps.
+        parallel_dims: degrees and meshes of the layout.
         param_dtype: dtype of the computation.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
         loss_parallel: keep the vocabulary sharded through the loss; used if tp > 1.

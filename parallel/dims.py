@@ -74,30 +74,37 @@ class ArchonParallelDims:
 
     @property
     def pp_enabled(self) -> bool:
+        """Whether there is more than one pipeline stage."""
         return self.pp > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
+        """Whether data-parallel ranks shard the weights."""
         return self.dp_shard > 1
 
     @property
     def dp_replicate_enabled(self) -> bool:
+        """Whether there are replicas."""
         return self.dp_replicate > 1
 
     @property
     def cp_enabled(self) -> bool:
+        """Whether there is context parallelism."""
         return self.cp > 1
 
     @property
     def tp_enabled(self) -> bool:
+        """Whether there is tensor parallelism."""
         return self.tp > 1
 
     @property
     def ep_enabled(self) -> bool:
+        """Whether there is expert parallelism."""
         return self.ep > 1
 
     @property
     def etp_enabled(self) -> bool:
+        """Whether each expert is sharded by tensor parallelism."""
         return self.etp > 1
 
     @property
@@ -117,7 +124,7 @@ class ArchonParallelDims:
 
     @property
     def fsdp_gradient_divide_factor(self) -> int:
-        """The number of ranks whose gradients FSDP sums."""
+        """The number of ranks over which FSDP sums gradients."""
         return self.dp_replicate * self.dp_shard * self.cp
 
     @property
@@ -189,7 +196,7 @@ def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
 
 @cache
 def _meshes_of_world(world: ProcessGroup, dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
-    """Return the meshes of a layout in the default group `world`; another default group has meshes of its own."""
+    """Return the meshes of a layout in the default group `world`; another default group has other meshes."""
     from archon.parallel.mesh import build_meshes
 
     return build_meshes(dims.device_type, dims.world_size, dims.grids)

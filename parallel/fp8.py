@@ -73,28 +73,22 @@ def apply_fp8(
     chosen = {index: block for index, block in layers.items() if blocks is None or int(index) in blocks}
     for name, module in nn.ModuleDict(chosen).named_modules(prefix="layers"):
         role = getattr(module, "role", None)
-        reason = _exclusion_reason(module) if role in of_roles or role == "experts" else None
-        if reason is not None:
+        if role not in of_roles and role != "experts":
+            continue
+        if reason := _exclusion_reason(module):
             excluded.append(f"{name} ({reason})")
-        elif role in of_roles:
-            _require_shards(name, module)
-            module.fp8 = of_roles[role]
-            converted += 1
-        elif role == "experts":
-            _require_shards(name, module)
-            module.fp8 = _expert_scaling(module, whole)
-            converted += 1
+            continue
+        _require_shards(name, module)
+        converted += 1
+        module.fp8 = of_roles.get(role)
+        if role == "experts":  # each matrix of the stack has a scaling
+            group = module.etp or SOLO
+            hidden_rows = replace(whole, out_features=group)
+            module.fp8 = {"w1": hidden_rows, "w3": hidden_rows, "w2": replace(whole, in_features=group)}
     if not converted and not dims.pp_enabled:
         raise ConfigError(f"fp8 = {recipe} converts none of this model's layers: {', '.join(excluded)}; set it to none")
     excluded += [f"block {index} (not inner)" for index in layers if index not in chosen]
     logger.info("fp8 %s: %d layers; excluded in blocks: %s", recipe, converted, ", ".join(excluded) or "none")
-
-
-def _expert_scaling(module: Any, whole: Fp8Scaling) -> dict[str, Fp8Scaling]:
-    """Return the scaling of each matrix of a stack of experts."""
-    group = module.etp or SOLO
-    hidden_rows = replace(whole, out_features=group)
-    return {"w1": hidden_rows, "w3": hidden_rows, "w2": replace(whole, in_features=group)}
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:

@@ -92,8 +92,8 @@ def _buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
 def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
     """Return the full tensors of DTensors with one mesh and dtype."""
     mesh = tensors[0].device_mesh
-    own_coordinate = mesh.get_coordinate()
-    assert own_coordinate is not None
+    local_coordinate = mesh.get_coordinate()
+    assert local_coordinate is not None
     dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_replicated(t, d) for t in tensors)]
     # The first rank along every dimension has the largest shard.
     sizes = [_shape(shard_region(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
@@ -105,7 +105,7 @@ def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
         flat = all_gather(flat, Group.from_process_group(mesh.get_group(dim)))
     wholes = [local_tensor(tensor).new_empty(tensor.shape) for tensor in tensors]
     for row, place in zip(flat.view(-1, sum(sizes)), product(*(range(mesh.size(d)) for d in dims)), strict=True):
-        coordinate = list(own_coordinate)
+        coordinate = list(local_coordinate)
         for dim, index in zip(dims, place, strict=True):
             coordinate[dim] = index
         for piece, tensor, whole in zip(row.split(sizes), tensors, wholes, strict=True):

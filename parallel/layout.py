@@ -34,6 +34,7 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.dp_replicate * self.dp_shard * self.pp * self.tp * self.cp
 
     @property

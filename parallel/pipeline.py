@@ -31,6 +31,7 @@ class StagePlan:
 
     @property
     def n_stages(self) -> int:
+        """The number of stages."""
         return len(self.layers)
 
     def stage_rank(self, stage: int) -> int:
@@ -40,6 +41,7 @@ class StagePlan:
         return stage % self.pp
 
     def rank_stages(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
         return [stage for stage in range(self.n_stages) if self.stage_rank(stage) == rank]
 
     def micro_batches(self, requested: int) -> int:
@@ -131,9 +133,11 @@ class StagedModel(nn.Module):
         """Do nothing: weights tied across stages share a gradient, not memory."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the parameters of all stages."""
         for stage in self.stages:
             yield from stage.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the buffers of all stages."""
         for stage in self.stages:
             yield from stage.named_buffers(*args, **kwargs)

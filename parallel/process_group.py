@@ -71,8 +71,9 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Set the time limit of every group's collectives, except of those that wait for files and rollouts
-    (`ControlPlane.with_long_timeout`): a group that a mesh has made does not inherit the default group's limit.
+    """Set the time limit of all collectives, except in groups of `ControlPlane.with_long_timeout`.
+
+    Groups of a mesh do not inherit the limit of the default group.
     """
     for group in all_groups():
         if not group.group_desc.startswith(LONG_TIMEOUT_PREFIX):

@@ -1,5 +1,6 @@
-"""Tensor parallelism with sequence parallelism (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al.
-2022, arXiv:2205.05198): weights are sharded by role, and tokens are sharded between the sharded matmuls.
+"""Tensor parallelism with sequence parallelism: shard weights by role, and tokens between the matmuls.
+
+Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 
 A layer declares a role, and a plan maps roles to shardings. Activations stay plain tensors: a layer gathers its tokens
 before a column-parallel matmul and reduce-scatters the sum after a row-parallel one (`archon.parallel.comm`).

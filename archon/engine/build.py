@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -258,11 +257,3 @@ def resolve_device(name: str) -> torch.device:
             raise ConfigError(f"device {name!r} names one GPU for several processes; set device to cuda")
         return assign_gpu()
     return device
-
-
-def use_deterministic_algorithms(device: torch.device) -> None:
-    """Make the whole process refuse nondeterministic kernels."""
-    if device.type == "cuda":
-        # cuBLAS reads it when it creates its first handle.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)

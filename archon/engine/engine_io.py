@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_distributed
@@ -20,7 +20,6 @@ from archon.checkpoint.peft.writer import save_lora
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine.build import lora_specs
-from archon.engine.full_weights import full_base_weights, full_lora_weights
 from archon.engine.initialize import BuiltEngine
 from archon.engine.lora import LoRATrainer
 from archon.engine.optim import LRSchedule, SkippedSteps
@@ -41,7 +40,7 @@ from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor
-from archon.parallel.gather import BUCKET_BYTES
+from archon.parallel.gather import BUCKET_BYTES, full_tensors, full_tensors_across_stages
 from archon.parallel.pipeline import StagedModel
 from archon.parallel.ranks import Ranks
 from archon.parallel.resolve import ResolvedLayout
@@ -181,19 +180,39 @@ class EngineIO:
 
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` without LoRAs; frozen weights are not copied if this rank holds them whole."""
-        return full_base_weights(self.built, bucket_bytes)
+        local = {name: parameter for name, parameter in self.model.named_parameters() if not is_lora(name)}
+        biases = expert_biases(self.model)
+        if not isinstance(self.model, StagedModel):
+            yield from full_tensors(local.items(), bucket_bytes)
+            yield from biases.items()
+            return
+        # Ranks of a pipeline list the tensors of other stages by a model on the meta device.
+        full_model, stages, device = self.meta_model(), self.ranks.pp, self.device
+        parameters = dict(full_model.named_parameters())
+        # A tied head is not stored, since it is the embedding.
+        like = {name: parameters[name] for name in self.adapter.native_shapes}
+        yield from full_tensors_across_stages(local, like, stages, device, bucket_bytes)
+        wide = torch.promote_types(self.built.builder.master_dtype, torch.float32)
+        all_biases = {name: bias.to(wide) for name, bias in expert_biases(full_model).items()}
+        yield from full_tensors_across_stages(biases, all_biases, stages, device, bucket_bytes)
 
     def lora_weights(self, lora_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (native name, whole tensor) of every LoRA matrix a and b.
 
         With `lora_name` it yields one LoRA of a multi-LoRA model, named as in a model with only this LoRA.
         """
-        if lora_name is None:
-            yield from full_lora_weights(self.built, is_lora)
-            return
-        names = self._lora_trainer(lora_name).names
-        for name, tensor in full_lora_weights(self.built, names.__contains__):
-            yield names[name], tensor
+        names = None if lora_name is None else self._lora_trainer(lora_name).names
+
+        def selected(model: nn.Module) -> dict[str, Tensor]:
+            is_selected = is_lora if names is None else names.__contains__
+            return {name: parameter for name, parameter in model.named_parameters() if is_selected(name)}
+
+        tensors = full_tensors(selected(self.model).items())
+        if isinstance(self.model, StagedModel):
+            like = selected(self.meta_model())
+            tensors = full_tensors_across_stages(selected(self.model), like, self.ranks.pp, self.device)
+        for name, tensor in tensors:
+            yield name if names is None else names[name], tensor
 
     def hf_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) for an export in `dtype`; see `weights`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,6 @@ from archon.engine.build import (
     lora_specs,
     model_options,
     resolve_device,
-    use_deterministic_algorithms,
 )
 from archon.engine.lora import LoRATrainer, check_multi_lora
 from archon.engine.optim import LRSchedule, build_optimizer, check_schedule
@@ -101,7 +101,9 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     # 2. Join the other ranks.
     join_process_group(dims.world_size, device.type, config.timeout_s)
     if config.deterministic:
-        use_deterministic_algorithms(device)
+        if device.type == "cuda":  # cuBLAS reads the variable when it creates its first handle
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     ranks = Ranks.from_dims(dims)
 
     # 3. Build the model on the meta device, shard it and allocate its memory.

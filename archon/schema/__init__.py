@@ -1,1 +1,1 @@
-"""Configuration types, errors and protocols that several rooms share; imports neither torch nor any other room."""
+"""Configuration types, errors and protocols shared by all packages; imports neither torch nor other packages."""

@@ -35,6 +35,7 @@ class OneLineErrors(ModelMetaclass):
     """Metaclass that turns pydantic's ValidationError into a one-line `ConfigError`."""
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
+        """Create the model."""
         try:
             return super().__call__(*args, **fields)
         except ValidationError as error:
@@ -131,7 +132,7 @@ class SchedulerConfig(StrictModel):
 
 
 class ActivationCheckpointConfig(StrictModel):
-    """What is kept from the forward pass and what is recomputed in the backward pass."""
+    """Activations to keep, and activations to recompute in the backward pass."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = Field("none", description="recompute policy")
     selective: Literal["op"] | int = Field(
@@ -168,9 +169,8 @@ class LoRASpec(StrictModel):
     alpha: float = Field(32.0, gt=0, description="LoRA scale is alpha / rank")
     targets: list[str] | str = Field(
         "all-linear",
-        description="modules with LoRA: all-linear (experts too, but no routers, embedding or head), or module "
-        "names of "
-        "the checkpoint, such as q_proj or layers.3.mlp.down_proj",
+        description="modules with LoRA: all-linear (experts too, but no routers, embedding or head), or module names "
+        "of the checkpoint, such as q_proj or layers.3.mlp.down_proj",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict,
@@ -194,41 +194,36 @@ class LoRASpec(StrictModel):
     path: str | None = Field(None, description="folder of a LoRA in PEFT's format to start from; null: a fresh LoRA")
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _check_fields(self) -> Self:
         if not self.targets:
             raise ValueError(
-                f"targets is {self.targets!r}, which selects no module; expected all-linear or module names (to "
-                "train all "
-                "weights, set lora to null)"
+                f"targets is {self.targets!r}, which selects no module; expected all-linear or module names (to train "
+                "all weights, set lora to null)"
             )
         for field in ("rank_pattern", "alpha_pattern"):
             try:
                 NamePatterns(getattr(self, field))
             except ValueError as error:
                 raise ValueError(f"{field} has {error}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_path(self) -> Self:
-        of_both = {"path", "export_experts"}
-        fresh = self.model_dump(exclude_defaults=True).keys() & (LoRASpec.model_fields.keys() - of_both)
+        fresh_fields = LoRASpec.model_fields.keys() - {"path", "export_experts"}
+        fresh = self.model_dump(exclude_defaults=True).keys() & fresh_fields
         if self.path is not None and fresh:
             raise ValueError(
-                f"{', '.join(sorted(fresh))} is of a fresh adapter, and path = {self.path!r} names one that has its "
-                "own; give one of them"
+                f"{', '.join(sorted(fresh))} configures a fresh LoRA, and path = {self.path!r} loads one; set one of "
+                "them"
             )
         return self
 
 
 class NamedLoRAConfig(LoRASpec):
-    """One of several adapters that are trained in the same batches, each as if alone."""
+    """One of several LoRAs that train in the same batches, each as if alone."""
 
-    optimizer: OptimizerConfig | None = Field(None, description="AdamW of this adapter; null: that of the model")
+    optimizer: OptimizerConfig | None = Field(None, description="AdamW of this LoRA; null: the AdamW of the model")
     scheduler: SchedulerConfig | None = Field(
-        None, description="learning-rate schedule by this adapter's own steps; null: that of the model"
+        None, description="learning-rate schedule by the steps of this LoRA; null: the schedule of the model"
     )
     total_steps: int | None = Field(
-        None, ge=1, description="own steps after which a decaying schedule ends; null: those of the run"
+        None, ge=1, description="steps of this LoRA after which a decaying schedule ends; null: the steps of the run"
     )
 
 
@@ -237,7 +232,7 @@ class LoRAConfig(LoRASpec):
 
     loras: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], NamedLoRAConfig] | None = Field(
         None,
-        description="multi-LoRA: several LoRAs by name, each with its own values instead of the values of this section",
+        description="multi-LoRA: several LoRAs by name, each with separate values in place of this section",
     )
 
     @model_validator(mode="after")
@@ -245,12 +240,11 @@ class LoRAConfig(LoRASpec):
         if self.loras is None:
             return self
         if not self.loras:
-            raise ValueError("loras is empty; name at least one, or leave it out for one adapter of each matrix")
-        own = sorted(self.model_dump(exclude_defaults=True).keys() - {"loras"})
-        if own:
+            raise ValueError("loras is empty; name at least one, or leave it out for one LoRA per matrix")
+        if single := sorted(self.model_dump(exclude_defaults=True).keys() - {"loras"}):
             raise ValueError(
-                f"{', '.join(own)} is of one adapter, and loras names {len(self.loras)} with values of their "
-                "own; move it into each of them"
+                f"{', '.join(single)} configures a single LoRA, and loras names {len(self.loras)}; move it into each "
+                "of them"
             )
         return self
 
@@ -294,10 +288,9 @@ class EngineConfig(StrictModel):
     )
     fp8: Fp8Choice = Field(
         "none",
-        description="FP8 matmuls of blocks, with the recipes of torchao: tensorwise, or rowwise with weight "
-        "gradients in "
-        "dtype; *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA stay in dtype. "
-        "Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
+        description="FP8 matmuls of blocks, with the recipes of torchao: tensorwise, or rowwise with weight gradients "
+        "in dtype; *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA stay in "
+        "dtype. Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(
@@ -314,7 +307,7 @@ class EngineConfig(StrictModel):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="stages of a layout with p > 1")
     reshard_after_forward: Literal["default", "always", "never"] = Field(
         "default",
-        description="free gathered FSDP weights after the forward: default keeps those of the root, always frees all, "
+        description="free gathered FSDP weights after the forward: default keeps the root's weights, always frees all, "
         "never keeps all",
     )
     cpu_offload: bool = Field(False, description="keep sharded weights, gradients and optimizer state on the CPU")
@@ -365,33 +358,28 @@ class EngineConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initialized weights")
 
     @model_validator(mode="after")
-    def _check_init_score(self) -> EngineConfig:
+    def _check_fields(self) -> EngineConfig:
         if self.init_score and not self.is_critic:
             raise ValueError("init_score = true makes a critic from an actor; set is_critic = true as well")
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> EngineConfig:
         if self.lora is not None and self.init_from_scratch:
             raise ValueError(
                 "lora needs the weights of a checkpoint, and init_from_scratch = true reads none; set "
-                "init_from_scratch "
-                "to false, or lora to null"
+                "init_from_scratch to false, or lora to null"
             )
         if self.lora is not None and self.router_bias_update_rate:
             raise ValueError(
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases of the base model, which "
                 "lora freezes; set it to 0, or lora to null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_vision(self) -> EngineConfig:
         if self.vision == "trained" and self.lora is not None:
             raise ValueError(
-                "vision = 'trained' trains the vision encoder, and lora freezes all weights; name modules of "
-                "the vision "
-                "encoder in lora.targets, or set lora to null"
+                "vision = 'trained' trains the vision encoder, and lora freezes all weights; name modules of the "
+                "vision encoder in lora.targets, or set lora to null"
+            )
+        if self.router_bias_update_rate and self.optimizer is None:
+            raise ValueError(
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases after each optimizer step, "
+                "and optimizer is null; set it to 0"
             )
         return self
 
@@ -409,19 +397,10 @@ class EngineConfig(StrictModel):
         if self.router_aux_loss_coef:
             raise ValueError(
                 f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss over all documents of a batch, but "
-                "each of several LoRAs trains as if it were alone; set it to 0, or train each LoRA in its own run"
+                "each of several LoRAs trains as if it were alone; set it to 0, or train each LoRA in a separate run"
             )
         if self.optimizer is None and any(lora.optimizer for lora in self.lora.loras.values()):
             raise ValueError("a LoRA has an optimizer, but the optimizer of the model is null; set one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_router_bias(self) -> EngineConfig:
-        if self.router_bias_update_rate and self.optimizer is None:
-            raise ValueError(
-                f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases after each optimizer step, "
-                "and optimizer is null; set it to 0"
-            )
         return self
 
     @property

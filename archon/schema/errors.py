@@ -75,5 +75,5 @@ class UnknownModelError(KeyError, UserError):
     """Model type without a registered family; the message names the available types."""
 
     def __str__(self) -> str:
-        # KeyError's own __str__ is the repr of the message.
+        # KeyError.__str__ returns the repr of the message.
         return str(self.args[0]) if self.args else ""

@@ -93,9 +93,8 @@ class PreferenceConfig(SFTConfig):
     beta: float = Field(0.1, gt=0, description="β of dpo and ipo: strength of the KL constraint to the reference")
     ref: dict[str, Any] | None = Field(
         None,
-        description="reference model of dpo and ipo: fields that differ from the model, such as path; null: "
-        "the initial "
-        "model",
+        description="reference model of dpo and ipo: fields that differ from the model, such as path; null: the "
+        "initial model",
     )
 
     def resolve(self) -> ResolvedSFT:
@@ -164,8 +163,7 @@ class BootstrapConfig(StrictModel):
     )
     engine: dict[str, Any] | None = Field(
         None,
-        description="engine fields for the creation, such as layout and device; null: those of the run that names this "
-        "file",
+        description="engine fields for the creation, such as layout and device; null: the fields of the run",
     )
     model_type: str = Field("qwen3", description="model family")
     hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of config.json")

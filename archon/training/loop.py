@@ -29,10 +29,10 @@ GC_THRESHOLD = 10_000
 
 
 class BaseTrainer:
-    """One training run, executed by `run`. A subclass defines a step, the evaluation and what is saved.
+    """One training run, executed by `run`. A subclass defines the step, the evaluation and the saved position.
 
-    A subclass sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after the last) and, where
-    there is one, `critic` when it is opened. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
+    When a subclass is opened, it sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after
+    the last) and an optional `critic`. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
     """
 
     title: str
@@ -54,7 +54,7 @@ class BaseTrainer:
         """Run to the last step, or until a signal asks to stop. Returns the newest metrics.
 
         Args:
-            model: the trained model's configuration, whose layout determines the number of processes.
+            model: the trained model's configuration; its layout sets the number of processes.
             opened: holds the models and data of the run; entered once the run directory is locked.
         """
         metrics: dict[str, float] = {}
@@ -91,7 +91,7 @@ class BaseTrainer:
         return metrics
 
     def _save_at_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Save, also after an error or Ctrl-C; but not after an error of one of several processes, as all must save."""
+        """Save, also after an error or Ctrl-C, but not after an error of one of several processes: all must save."""
         if kind in (None, StoppedError) or ControlPlane.world().size == 1:
             self.save()
 
@@ -113,11 +113,11 @@ class BaseTrainer:
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Return the held-out metrics; {} where there is no held-out data."""
+        """Return the held-out metrics; {} without held-out data."""
         raise NotImplementedError
 
     def timed_evaluation(self) -> dict[str, float]:
-        """Return the metrics of `evaluate` and `seconds/evaluate`; {} where there is no held-out data."""
+        """Return the metrics of `evaluate` and `seconds/evaluate`; {} without held-out data."""
         seconds: dict[str, float] = {}
         with timed(seconds, "seconds/evaluate"):
             measured = self.evaluate()
@@ -128,11 +128,11 @@ class BaseTrainer:
         return {}
 
     def after_step(self) -> dict[str, float]:
-        """Called after each step, before its evaluation. Returns further metrics of the step."""
+        """Return further metrics of a step, before its evaluation."""
         return {}
 
     def position(self) -> dict[str, Any]:
-        """Return what a checkpoint contains besides the engines: the position in the data."""
+        """Return the position in the data, which a checkpoint contains besides the engines."""
         raise NotImplementedError
 
     def load_position(self, state: dict[str, Any]) -> None:
@@ -155,14 +155,14 @@ class BaseTrainer:
                         raise CheckpointError(
                             f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?"
                         )
-                    own = self.critic.fingerprint if self.critic.lora else None
+                    expected = self.critic.fingerprint if self.critic.lora else None
                     saved = read_all(state.pop("critic_fingerprint", None))
-                    if saved != own:
-                        what = "the critic's adapters there have other sizes or another base"
-                        if saved is None or own is None:
-                            trained = ("adapters", "all weights") if own is None else ("all weights", "adapters")
-                            what = f"the critic trains {trained[0]} there and {trained[1]} here"
-                        raise CheckpointError(f"{folder}: {what}; was critic changed?")
+                    if saved != expected:
+                        reason = "the critic's LoRA there has other sizes or another base"
+                        if saved is None or expected is None:
+                            there, here = ("all weights" if x is None else "a LoRA" for x in (saved, expected))
+                            reason = f"the critic trains {there} there and {here} here"
+                        raise CheckpointError(f"{folder}: {reason}; was critic changed?")
                     self.critic.load_state_dict(state.pop("critic"))
                 position = read_all(state)
             runner.log(f"resuming after step {step}")
@@ -174,8 +174,7 @@ class BaseTrainer:
     def save(self, *, asynchronous: bool = False) -> None:
         """Save the complete state for a bitwise resume; every rank calls this. `asynchronous` writes in the background.
 
-        Only waits for earlier saves where this step is saved already, or where an error interrupted an update, whose
-        weights are those of no step.
+        If this step is saved already, or an error interrupted its update, it only waits for earlier saves.
         """
         if self._saved_step == self.step or self._mid_update:
             self.engine.wait_for_saves()
@@ -204,8 +203,9 @@ class BaseTrainer:
 
 
 def join_processes(config: Config, model: EngineConfig) -> Config:
-    """Join the processes that the model's layout needs. Returns the main process's configuration, because what a
-    file resolves to (the time, an environment variable) may differ between processes.
+    """Join the processes of the model's layout, and return the main process's configuration.
+
+    A configuration file may resolve to other values in each process: the time, an environment variable.
     """
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)

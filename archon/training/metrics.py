@@ -67,6 +67,7 @@ class JsonlWriter:
         return len(records) - len(kept)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -83,6 +84,7 @@ class MetricsWriter(JsonlWriter):
         self._on_record = on_record
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a step."""
         record = self.append({"step": step, "time": round(time.time(), 3), **metrics})
         if self._on_record is not None:
             self._on_record(record)

@@ -50,6 +50,7 @@ class WeightedSum:
     needs_entropy = False
 
     def __call__(self, numbers: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Return the weighted sum of per-token numbers [T], without metrics."""
         return (numbers * torch.where(mb["loss_mask"] != 0, mb["weight"].to(numbers.dtype), 0.0)).sum(), {}
 
     def units(self, mb: PackedBatch) -> Tensor:
@@ -70,6 +71,7 @@ class PreferenceTrainer(SFTTrainer):
     config: PreferenceConfig
 
     def open(self) -> None:
+        """Load the data, the model and the reference model."""
         super().open()
         ref = self.config.resolve().ref
         self.reference = None if ref is None else open_reference(self.engine, ref)

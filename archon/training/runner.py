@@ -93,6 +93,7 @@ class RunDirectory:
         )
 
     def release(self) -> None:
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -257,10 +258,10 @@ class Runner:
 
 def versions() -> dict[str, str]:
     """Return the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
-    found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    packages = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES_RECORDED:
         try:
-            found[package] = importlib.metadata.version(package)
+            packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # a source or vendored build
-            found[package] = "not installed"
-    return found
+            packages[package] = "not installed"
+    return packages

@@ -28,8 +28,9 @@ from archon.training.runner import Runner
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = None) -> dict[str, Any]:
-    """Return SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some, and the
-    pictures of each row for a model that sees, whose `reader` reads them.
+    """Return SFT rows as a padded batch [B, S] for the engine.
+
+    The batch has the LoRA indices [B] of the rows, if they have any, and the images that `reader` reads.
     """
     width = max(len(row["input_ids"]) for row in rows)
 
@@ -154,9 +155,11 @@ class SFTTrainer(BaseTrainer):
         return with_total_steps(config, steps)
 
     def position(self) -> dict[str, Any]:
+        """See `BaseTrainer.position`."""
         return {"rows": self.loader.state_dict(), "enough": self._target_reached}
 
     def load_position(self, state: dict[str, Any]) -> None:
+        """See `BaseTrainer.load_position`."""
         self.loader.load_state_dict(state["rows"])
         self._target_reached = state["enough"]
 

@@ -25,6 +25,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         if self._writer is None:
             # Open at the first write: a resumed run repeats steps, and events from `step` on are purged.
             self._writer = _import("tensorboard").SummaryWriter(str(self._folder), purge_step=step)
@@ -33,6 +34,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
+        """End the run."""
         if self._writer is not None:
             self._writer.close()
 
@@ -51,9 +53,11 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         self._run.log({"step": step, **numbers})
 
     def close(self, failed: bool) -> None:
+        """End the run."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -64,9 +68,11 @@ class Trackio:
         self._run = _import("trackio").init(resume="allow" if resume else "never", **run)
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         self._run.log(dict(numbers), step=step)
 
     def close(self, failed: bool) -> None:
+        """End the run."""
         self._run.finish()
 
 

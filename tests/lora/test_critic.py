@@ -123,17 +123,17 @@ def test_ppo_trains_two_adapters_on_one_base_and_resumes(checkpoint: Path, tmp_p
     assert any("score" in name for name, p in whole.critic.model.named_parameters() if p.requires_grad)
     other = ppo(checkpoint, tmp_path / "halves", resume=True, total_steps=6)
     other = other.model_copy(update={"critic": {"lora": {"rank": 3, "alpha": 9.0}, "optimizer": {"lr": 3e-3}}})
-    with pytest.raises(CheckpointError, match="the critic's adapters there have other sizes or another base"):
+    with pytest.raises(CheckpointError, match="the critic's LoRA there has other sizes or another base"):
         RLTrainer(other).train()
     other = other.model_copy(update={"critic": {"optimizer": {"lr": 3e-3}}})
-    with pytest.raises(CheckpointError, match="the critic trains adapters there and all weights here"):
+    with pytest.raises(CheckpointError, match="the critic trains a LoRA there and all weights here"):
         RLTrainer(other).train()
 
 
 def test_a_critic_that_trained_all_weights_is_not_resumed_with_adapters(checkpoint: Path, tmp_path: Path) -> None:
     run = ppo(checkpoint, tmp_path / "run", total_steps=1)
     RLTrainer(run.model_copy(update={"critic": {"optimizer": {"lr": 3e-3}}})).train()
-    with pytest.raises(CheckpointError, match="the critic trains all weights there and adapters here"):
+    with pytest.raises(CheckpointError, match="the critic trains all weights there and a LoRA here"):
         RLTrainer(ppo(checkpoint, tmp_path / "run", resume=True)).train()
 
 

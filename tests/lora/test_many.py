@@ -341,9 +341,9 @@ def test_a_batch_that_adapters_cannot_train_on_is_refused(
     ("options", "complaint"),
     [
         ({"lora": {"loras": {}}}, "loras is empty"),
-        ({"lora": {"loras": TWO, "rank": 4}}, "rank is of one adapter, and loras names 2"),
+        ({"lora": {"loras": TWO, "rank": 4}}, "rank configures a single LoRA, and loras names 2"),
         ({"lora": {"loras": {"a.b": {}}}}, "string should match pattern"),
-        ({"lora": {"loras": {"x": {"path": "folder", "rank": 3}}}}, "rank is of a fresh adapter"),
+        ({"lora": {"loras": {"x": {"path": "folder", "rank": 3}}}}, "rank configures a fresh LoRA"),
         ({"router_aux_loss_coef": 0.1}, "each of several LoRAs trains as if it were alone"),
         ({"optimizer": None}, "a LoRA has an optimizer, but the optimizer of the model is null"),
     ],

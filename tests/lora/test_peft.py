@@ -302,5 +302,5 @@ def test_an_adapters_folder_where_a_checkpoint_is_expected_is_named(adapter: tup
 
 
 def test_a_path_and_a_fresh_adapter_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="rank is of a fresh adapter, and path = 'x' names one that has its own"):
+    with pytest.raises(ConfigError, match="rank configures a fresh LoRA, and path = 'x' loads one"):
         EngineConfig.parse({"path": "base", "lora": {"path": "x", "rank": 3}})

@@ -51,8 +51,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the squares of other ranks' heads get no gradient",
         "parallel/comm.py",
-        "return all_reduce(grad, ctx.group), None",
-        "return grad, None",
+        "return grad if ctx.replicated else all_reduce(grad, ctx.group), None, None",
+        "return grad, None, None",
         (f"{FURTHER_MATRIX}[norms_after-t2-float64]",),
     ),
     Mutant(

@@ -46,8 +46,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first token of padding is counted",
         "parallel/context.py",
-        "(tp.rank + 1) * rows_per_rank] < self.tokens",
-        "(tp.rank + 1) * rows_per_rank] <= self.tokens",
+        "self._layer_tokens < self.tokens",
+        "self._layer_tokens <= self.tokens",
         (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
     ),
     Mutant(

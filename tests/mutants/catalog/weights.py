@@ -93,9 +93,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pipeline sends a router's bias in the parameters' dtype",
-        "archon/engine/full_weights.py",
-        "wide = torch.promote_types(built.builder.master_dtype, torch.float32)",
-        "wide = built.builder.master_dtype",
+        "archon/engine/engine_io.py",
+        "wide = torch.promote_types(self.built.builder.master_dtype, torch.float32)",
+        "wide = self.built.builder.master_dtype",
         ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
 )
