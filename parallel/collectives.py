@@ -50,7 +50,7 @@ class CollectiveStats:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Context manager that counts collectives, including those of FSDP and pipelines.
+    """Context manager that counts collectives, also of FSDP and pipelines.
 
         with CollectiveRecorder(group_names(dims)) as recorder:
             engine.train_batch(...)

@@ -1,6 +1,6 @@
 """Control plane: ranks exchange numbers and text, and learn whether work succeeded on every rank.
 
-Data is sent as bytes, never pickled. Each purpose has its own CPU group, so a thread can write a checkpoint together
+Data is sent as bytes, never pickled. Each purpose has a separate CPU group, so a thread can write a checkpoint together
 with the other ranks while training continues.
 """
 

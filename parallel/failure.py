@@ -80,7 +80,7 @@ class FailureMonitor:
             pass
 
     def dead_ranks(self) -> list[str]:
-        """Return the ranks of this machine whose process has exited without `mark_done`."""
+        """Return the ranks of this machine that have exited without `mark_done`."""
         dead_ranks = []
         for rank in self._neighbors:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):

@@ -5,7 +5,7 @@ heads, norms, routers, gates of shared experts, LoRA, convolutions, vision encod
 and layers with a size that is not a multiple of 16 (a kernel requirement). Recipes for inner blocks also leave out the
 first and the last block.
 
-Scales equal those of a single process: ranks that hold parts of an operand use the maximum of their values.
+A layout has the same scales as a single process: ranks that hold parts of an operand use the maximum of their values.
 Data-parallel ranks, micro-batches and replicas have separate scales, like micro-batches of one process.
 """
 

@@ -93,8 +93,8 @@ class ModelSizes:
 def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:
     """Read a layout string and check its rules; a dimension left out is 1, an `archon:` prefix is accepted.
 
-    `d` is the degree of sharded data parallelism and `r` that of replicas. In the hybrid form both halves must span the
-    same ranks and have the same `p`; the `t` of `ffn` is the tensor degree of each expert (1, or the `t` of `attn`).
+    `d` is the degree of sharded data parallelism, `r` the number of replicas. In the hybrid form both halves must span
+    the same ranks and have the same `p`; the `t` of `ffn` is the tensor degree of each expert (1 or the `t` of `attn`).
     With `world_size` the layout must use exactly that many processes. Raises `LayoutError` with the nearest legal
     layouts.
     """

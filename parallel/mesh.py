@@ -21,8 +21,8 @@ def default_group() -> dist.ProcessGroup:
 def build_meshes(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
     """Return one mesh per grid, all of one root, so that a parameter can be sharded over dimensions of several.
 
-    Equal meshes have the same process groups, also those of other layouts: DTensor's caches return a mesh that equals
-    the one of an operator's inputs, and `DeviceMesh.__eq__` does not compare groups.
+    Equal meshes have the same process groups, also in different layouts: DTensor's caches return any mesh that equals
+    the mesh of an operator's inputs, and `DeviceMesh.__eq__` does not compare groups.
 
     Args:
         device_type: cpu or cuda.

@@ -51,8 +51,8 @@ class Ranks:
     def require_on_all(self, prepare: Callable[[], Result], device: torch.device) -> Result:
         """Run `prepare` and return its result once it has succeeded on every data-parallel rank.
 
-        If it raises a UserError on one rank, all ranks raise: that rank its own error, the others a BatchError with the
-        rank and its message.
+        If it raises a UserError on one rank, all ranks raise: that rank the original error, the other ranks a
+        BatchError with the rank and its message.
         """
         if self.dp.size == 1:
             return prepare()

@@ -196,8 +196,8 @@ def check_config(
         return
     if config.reshard_after_forward == "always":
         raise ConfigError(
-            f"pipeline.schedule = {schedule} computes the gradients of weights after those of inputs, and weights "
-            "freed in between get none; set reshard_after_forward = default, or use interleaved_1f1b"
+            f"pipeline.schedule = {schedule} computes weight gradients after input gradients, and weights freed in "
+            "between get none; set reshard_after_forward = default, or use interleaved_1f1b"
         )
     if config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type):
         raise ConfigError(

@@ -272,8 +272,8 @@ def replace_gloo_class() -> None:
     the heap is corrupted, and a run crashes or hangs after some ten thousand collectives. With one worker the
     collectives of one group run one after the other, as NCCL's do.
 
-    Also by default, each group has its own device, with a thread that wakes a hundred times a second, and a layout has
-    about twenty groups.
+    Also by default, each group has a separate device, with a thread that wakes a hundred times a second, and a layout
+    has about twenty groups.
     """
     gloo: Any = _stock_gloo()
 
@@ -446,7 +446,7 @@ def compile_without_duck_shapes(module: nn.Module, backend: str | Callable[..., 
 
 
 def backend_with_memory_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """Return a torch.compile backend whose partitioner keeps this fraction of the activations."""
+    """Return a torch.compile backend that keeps this fraction of the activations."""
     require_private_apis("memory_budget")
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config

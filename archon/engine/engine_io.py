@@ -358,8 +358,7 @@ class EngineIO:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a bitwise resume: weights, moments, schedule, random state, step and version.
 
-        Each rank has its own part of sharded tensors. As in PyTorch, they are not copies: store or copy them before the
-        next step.
+        Each rank returns its shards. As in PyTorch, tensors are not copies: store or copy them before the next step.
         """
         self._check_usable()
         state: dict[str, Any] = {

@@ -137,7 +137,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         if shape.path is not None and not config.init_from_scratch:
             load_lora(shape.path, model, adapter, sizes[name], name)
 
-    # 5. Make the optimizers. Each LoRA of a multi-LoRA model has its own.
+    # 5. Make the optimizers: one per LoRA of a multi-LoRA model.
     loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
     optimizer = scheduler = None
     if config.optimizer is not None and not loras:

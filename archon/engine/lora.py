@@ -4,10 +4,10 @@
 `lora` [B] selects the LoRA of each document: an index into these names, or -1 for the base model. All documents run
 through the model together, and every LoRA is trained separately:
 
-- its loss sums its own documents and divides by their loss weight;
-- its gradient is clipped by its own norm, and its step is skipped if that norm is not finite;
-- it has its own moments, and its schedule counts its own steps. A LoRA without a document in a batch takes no step and
-  no weight decay.
+- its loss is the sum over its documents, divided by their loss weight;
+- its gradient is clipped by the norm of this LoRA, and its step is skipped if that norm is not finite;
+- it has separate moments, and its schedule counts only its steps. A LoRA without a document in a batch takes no step
+  and no weight decay.
 
 The metrics of a LoRA are named NAME/loss, NAME/grad_norm and so on.
 """

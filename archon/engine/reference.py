@@ -28,7 +28,7 @@ Reference = ArchonEngine | FrozenBase
 def open_reference(engine: ArchonEngine, config: EngineConfig) -> Reference:
     """Return the reference model of an initialized engine.
 
-    An engine with a LoRA serves as its own reference with the LoRA disabled, if `config` differs in nothing else. No
+    An engine with a LoRA is also the reference, with the LoRA disabled, if `config` differs in nothing else. No
     second copy of the weights is loaded then. Otherwise a separate engine is initialized.
     """
     if engine.lora and config == derive_reference(engine.config, {}, "ref"):

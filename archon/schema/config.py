@@ -119,7 +119,7 @@ class OptimizerConfig(StrictModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
     max_grad_norm: float | None = Field(1.0, gt=0, description="global gradient norm to clip to; null never clips")
     max_skipped_in_a_row: int = Field(
-        5, ge=1, description="steps in a row whose gradient is not finite, after which training stops"
+        5, ge=1, description="steps in a row with a non-finite gradient, after which training stops"
     )
 
 
