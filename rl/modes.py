@@ -16,7 +16,6 @@ from archon.rl.experience_buffer import ExperienceBuffer, split_groups
 from archon.rl.rollout import RolloutBatch
 from archon.rl.summary import batch_metrics
 from archon.rl.trainer import RLTrainer
-from archon.rl.weight_sync import generator_weights
 from archon.schema.config import derive_engine
 from archon.schema.errors import CheckpointError, ConfigError, RolloutError
 from archon.training.loop import timed
@@ -50,7 +49,7 @@ class _CheckpointReader(RLTrainer):
         with open_state(folder, self.engine.fingerprint) as (step, state):
             weights = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
             self.engine.load_state_dict(weights)
-        self.generator.update_weights(generator_weights(self.engine, self.generator), version=self.engine.version)
+        self.generator.update_weights(self.weight_sync.weights(), version=self.engine.version)
         return step
 
     def checkpoints(self) -> Path | None:

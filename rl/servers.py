@@ -16,7 +16,7 @@ from archon.remote.http import KEY
 from archon.remote.launchers.base import command, ensure_server_key
 from archon.remote.launchers.launch import LaunchedServers, push_root
 from archon.rl.config import RLConfig
-from archon.rl.weight_sync import generator_weights, probe_tokens
+from archon.rl.weight_sync import PushedWeights, probe_tokens
 
 
 def open_servers(
@@ -46,7 +46,7 @@ def open_servers(
             log=log,
         )
         _chain_close(generator, launched)
-        generator.update_weights(generator_weights(engine, generator), version=engine.version)
+        generator.update_weights(PushedWeights(engine), version=engine.version)
     except BaseException:
         if launched is not None:
             launched.close()

@@ -21,12 +21,10 @@ from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import open_reference
-from archon.generation import InProcessEngine
 from archon.generation.types import GeneratorConfig
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
 from archon.remote.config import WorkersConfig
-from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout, GatheredBatch
 from archon.rl.config import RLConfig
@@ -43,7 +41,7 @@ from archon.rl.servers import open_servers
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
-from archon.rl.weight_sync import build_inprocess_engine, generator_weights
+from archon.rl.weight_sync import InProcessSync, RemoteSync, WeightSync, build_inprocess_engine
 from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -168,7 +166,7 @@ class RLTrainer(BaseTrainer):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
             # 4. Push the new weights.
             with timed(seconds, "push"):
-                metrics |= self._push_during_episodes()
+                metrics |= self._push()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -180,24 +178,14 @@ class RLTrainer(BaseTrainer):
         self._newest = {"step": self.step + 1, **metrics}
         return metrics
 
-    def _push_during_episodes(self) -> dict[str, float]:
-        """Push in a thread next to the episodes: tools and rewards continue, and unfinished answers wait."""
-        if not isinstance(self.generator, RemoteEngine):
-            return self._push()
-        before = self.generator.stats.seconds
-        metrics = self._run_during_episodes(self._push)
-        self._waited_seconds += self.generator.stats.seconds - before
-        return metrics
-
     def _push(self) -> dict[str, float]:
-        """Give the generator the new weights. Returns the metrics of the push."""
+        """Push the new weights to the generator, and return the metrics of the push."""
         self.engine.version += 1
-        weights, generator = generator_weights(self.engine, self.generator), self.generator
-        before = 0 if isinstance(generator, RemoteEngine) else generator.stats.pushed_bytes
-        generator.update_weights(weights, version=self.engine.version)
-        if isinstance(generator, RemoteEngine):
-            return generator.push_metrics
-        return {"push/bytes": float(generator.stats.pushed_bytes - before)}
+        before, sync = self.generator.stats.seconds, self.weight_sync
+        run = sync.push_runner(self._run_during_episodes)
+        run(lambda: self.generator.update_weights(sync.weights(), version=self.engine.version))
+        self._waited_seconds += self.generator.stats.seconds - before
+        return sync.push_metrics()
 
     def _dump(self, batch: RolloutBatch, metrics: dict[str, float], advantages: Tensor | None = None) -> None:
         """Write the first groups to trajectories.jsonl, and count the rows that cannot be written."""
@@ -273,12 +261,7 @@ class RLTrainer(BaseTrainer):
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
         if not self.runner.world.is_main:
             return
-        # With several processes, only the in-process generator holds the full model.
-        if self.runner.world.size == 1 or isinstance(self.generator, RemoteEngine):
-            model = self.engine.full_model
-        else:
-            model = self.generator.model
-        difference = export_difference(model, path, documents)
+        difference = export_difference(self.weight_sync.exported_model(), path, documents)
         if difference > LOGIT_TOLERANCE:
             raise RuntimeError(
                 f"export {path}: relative logit difference to transformers is {difference:.1e}, "
@@ -337,8 +320,7 @@ class RLTrainer(BaseTrainer):
                     self._loop.run_until_complete(self.async_rollout.close())
                 if self._monitor is not None:
                     self._monitor.close()
-                if isinstance(self.generator, RemoteEngine):
-                    self.generator.close()
+                self.weight_sync.close()
                 for opened in (self.rollout.workflow, evaluated):
                     if isinstance(opened, RolloutWorkflow):  # duck-typed workflows may lack aclose
                         self._loop.run_until_complete(opened.aclose())
@@ -407,14 +389,9 @@ class RLTrainer(BaseTrainer):
         accept: Callable[[dict[str, Any]], bool] | None,
     ) -> None:
         config = self.config
-        self.generator = self._open_generator()
+        self.weight_sync = self._open_generator()
+        self.generator = self.weight_sync.generator
         self.controller = Controller(self._loop, self.runner)
-        # An in-process generator exists on every rank, so evaluation prompts are split between ranks.
-        self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
-        port = None if config.rollout.push is None else config.rollout.push.port
-        if port is not None and isinstance(self.generator, RemoteEngine) and ControlPlane.world().is_main:
-            self._monitor = Monitor(port, lambda: self._newest, self.generator)
-            self._log(f"metrics for Prometheus at {self._monitor.url}/metrics")
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -437,16 +414,21 @@ class RLTrainer(BaseTrainer):
                 max_resamples=config.rollout.max_resamples,
             )
         workflows = evaluation_workflows(config, trained, evaluated) if self.held_out else {}
-        world = ControlPlane() if self._controls_evaluation else None
+        world = self.weight_sync.evaluation_world(asynchronous=config.rollout.max_staleness > 0)
+        self._controls_evaluation = world is not None
         self.evaluations = {
             prefix: Rollout(self.generator, item, seed=config.seed, world=world, log=self._log)
             for prefix, item in workflows.items()
         }
 
-    def _open_generator(self) -> InProcessEngine | RemoteEngine:
-        config = self.config
+    def _open_generator(self) -> WeightSync:
+        config, push = self.config, self.config.rollout.push
         if config.rollout.servers is not None or config.rollout.launch is not None:
-            return open_servers(config, self.engine, self.tokenizer, self.prompts.rows, self._log)
+            servers = open_servers(config, self.engine, self.tokenizer, self.prompts.rows, self._log)
+            if push is not None and push.port is not None and ControlPlane.world().is_main:
+                self._monitor = Monitor(push.port, lambda: self._newest, servers)
+                self._log(f"metrics for Prometheus at {self._monitor.url}/metrics")
+            return RemoteSync(self.engine, servers)
         settings = config.generator or GeneratorConfig()
         generator = build_inprocess_engine(
             self.engine,
@@ -461,7 +443,7 @@ class RLTrainer(BaseTrainer):
         )
         if settings.record_experts:
             generator.record_experts()
-        return generator
+        return InProcessSync(self.engine, generator)
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         return run_until_stopped(self._loop, work, self.runner)

@@ -1,12 +1,16 @@
-"""Weight sync from an engine in any layout to an in-process generator or inference servers."""
+"""Weight sync from an engine in any layout to an in-process generator or inference servers.
+
+`WeightSync` is the trainer's interface to both kinds of generator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +19,9 @@ from archon.data.encoding import encode_prompt
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.replica import WeightSource
+from archon.generation.types import InferenceEngine
+from archon.models.base import BaseArchonModel
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.gather import BUCKET_BYTES
 from archon.remote.dialects.base import Transport
 from archon.remote.engine import PROBE_TOKENS, RemoteEngine
@@ -93,6 +100,113 @@ def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
     return tokens
 
 
-def generator_weights(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:
-    """Return the engine's weights as the generator's `update_weights` takes them."""
-    return PushedWeights(engine) if isinstance(generator, RemoteEngine) else engine_weights(engine)
+Runner = Callable[[Callable[[], None]], None]
+"""Runs a function to its end, on this thread or another one."""
+
+
+class _Stats(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class RolloutEngine(InferenceEngine, Protocol):
+    """Inference engine of a trainer, in its process or on servers."""
+
+    @property
+    def stats(self) -> _Stats:
+        """Statistics; `seconds` is the time spent generating."""
+
+
+class WeightSync(Protocol):
+    """Weight sync from an engine to its generator. Each kind of generator has an implementation."""
+
+    @property
+    def generator(self) -> RolloutEngine:
+        """The inference engine of the rollout."""
+
+    def weights(self) -> Any:
+        """Return the engine's weights for `generator.update_weights`."""
+
+    def push_runner(self, background: Runner) -> Runner:
+        """Return the runner of a push; `background` runs it in a thread next to unfinished episodes."""
+
+    def push_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last push."""
+
+    def exported_model(self) -> BaseArchonModel:
+        """Return an unsharded model with the engine's weights."""
+
+    def evaluation_world(self, *, asynchronous: bool) -> ControlPlane | None:
+        """Return the processes that split evaluation prompts; None: all processes.
+
+        Args:
+            asynchronous: process 0 runs all training episodes.
+        """
+
+    def close(self) -> None:
+        """Release folders and launched servers."""
+
+
+@dataclass
+class InProcessSync:
+    """Weight sync to a generator in every process, which shares or copies the weights."""
+
+    engine: ArchonEngine
+    generator: InProcessEngine
+    _bytes_before: int = 0
+
+    def weights(self) -> WeightSource:
+        """Return the model, or an iterator over gathered weights."""
+        self._bytes_before = self.generator.stats.pushed_bytes
+        return engine_weights(self.engine)
+
+    def push_runner(self, background: Runner) -> Runner:
+        """Push on the calling thread, the only one that may use the generator."""
+        return call
+
+    def push_metrics(self) -> dict[str, float]:
+        """Return the bytes written since `weights`."""
+        return {"push/bytes": float(self.generator.stats.pushed_bytes - self._bytes_before)}
+
+    def exported_model(self) -> BaseArchonModel:
+        """Return the engine's model, or with several processes the replica."""
+        return self.engine.full_model if self.engine.parallel_dims.world_size == 1 else self.generator.model
+
+    def evaluation_world(self, *, asynchronous: bool) -> ControlPlane | None:
+        """Split evaluation prompts between all processes, because each has a generator."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class RemoteSync:
+    """Weight sync to inference servers."""
+
+    engine: ArchonEngine
+    generator: RemoteEngine
+
+    def weights(self) -> PushedWeights:
+        """Return the source of checkpoints, tensors and probe scores."""
+        return PushedWeights(self.engine)
+
+    def push_runner(self, background: Runner) -> Runner:
+        """Push in the background: tools and rewards of unfinished episodes continue, and their answers wait."""
+        return background
+
+    def push_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last push."""
+        return self.generator.push_metrics
+
+    def exported_model(self) -> BaseArchonModel:
+        """Return the engine's model."""
+        return self.engine.full_model
+
+    def evaluation_world(self, *, asynchronous: bool) -> ControlPlane | None:
+        """Run evaluation on process 0 if training episodes run there."""
+        return ControlPlane() if asynchronous else None
+
+    def close(self) -> None:
+        """Remove the folder of pushes and stop launched servers."""
+        self.generator.close()

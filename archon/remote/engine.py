@@ -8,13 +8,13 @@ import shutil
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -69,19 +69,6 @@ class WeightSource(Protocol):
 
     def score(self, tokens: list[int]) -> list[float]:
         """Return the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
-
-
-_Result = tuple[str, float, str | None]
-"""Result of a push to one server: model name for requests, largest |Δ logprob|, error message or None."""
-
-
-@dataclass
-class _Pushed:
-    """Results of all servers, bytes per server, and seconds until the weights were written or gathered."""
-
-    results: list[_Result]
-    size: int
-    seconds: float
 
 
 @dataclass
@@ -259,7 +246,53 @@ class RemoteEngine:
             NoServerError: all pushes failed.
         """
         with self._pushing:
-            self._update(meta, self.version + 1 if version is None else version)
+            self._sync_members()
+            version = self.version + 1 if version is None else version
+            started, is_main = time.perf_counter(), self._world.is_main
+            failures = {server.url: server.failure for server in self.servers}
+            dtypes = {server.dialect.facts.dtype for server in self.servers}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            is_broadcast = self.transport in BROADCAST_TRANSPORTS
+            # 1. Write a folder, unless the weights are broadcast.
+            push = Push(self.transport, version, list(self.probe), Future(), LIMITS["float32"], self.config.seconds)
+            size = 0
+            if not is_broadcast:
+                folder = self.folder / f"version-{version}"
+                meta.write(self.transport, folder, dtype)
+                delta, since = self._write_delta(folder)
+                push = replace(push, folder=folder, delta=delta, since=since)
+                size = _size(delta or folder) if is_main else 0
+            seconds = time.perf_counter() - started
+            # 2. Rank 0 pushes to all servers, each in a thread. Meanwhile all ranks gather buckets and score the probe.
+            queues = [BucketQueue() if is_broadcast else None for _ in self.servers]
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                pushed = [
+                    pool.submit(server.push, replace(push, limits=self._limits(server), buckets=queue))
+                    for server, queue in zip(self.servers if is_main else [], queues, strict=is_main)
+                ]
+                try:
+                    if is_broadcast:
+                        size = self._gather(meta.tensors(dtype), [queue for queue in queues if queue is not None])
+                        seconds = time.perf_counter() - started
+                    push.expected.set_result(meta.score(push.probe))
+                except BaseException as error:
+                    push.expected.set_exception(error)  # the servers' threads wait for it
+                    raise
+                self._last_push = push
+                results = self._world.broadcast_json(lambda: list(map(_outcome, self.servers, pushed)))
+            # 3. Update the fleet and the metrics on all ranks.
+            differences = self._accept(results, failures, version)
+            self.version = version
+            self.push_metrics = {
+                "push/difference": max(differences, default=float("nan")),
+                "push/bytes": float(size),
+                "push/write_seconds": seconds,
+                "push/seconds": time.perf_counter() - started,
+                "push/servers": float(len(differences)),
+                **self._counts(),
+            }
+            if push.folder is not None and is_main:
+                _remove_old_versions(self.folder, push.folder)
         if self.recovery_timeout and not any(server.failure is None for server in self.servers):
             self._wait_for_one()
         _ = self.fleet  # raises where all failed
@@ -279,14 +312,7 @@ class RemoteEngine:
             push = self._last_push
             if push is None or push.folder is None or server not in self.servers or server.failure is None:
                 return False
-            server.pushing = True
-            try:
-                server.push(replace(push, delta=None, since=None, limits=self._limits(server)))
-            except RolloutError as error:
-                server.failure = str(error)
-                raise
-            finally:
-                server.pushing = False
+            server.push(replace(push, delta=None, since=None, limits=self._limits(server)))
         self._restore_lost(server)
         return True
 
@@ -301,34 +327,42 @@ class RemoteEngine:
             if server.url in self._leaving and server.failure is None:
                 server.failure = f"{server.url} was removed from the fleet"
 
-    def _update(self, meta: WeightSource, version: int) -> None:
-        self._sync_members()
-        started = time.perf_counter()
-        dtypes = {server.dialect.facts.dtype for server in self.servers}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        push = self._stream if self.transport in BROADCAST_TRANSPORTS else self._write_and_push
-        out = {server.url: server.failure for server in self.servers}
-        pushed = push(meta, version, dtype)
+    def _gather(self, tensors: Iterator[tuple[str, Tensor]], queues: Sequence[BucketQueue]) -> int:
+        """Gather all tensors, and broadcast them on rank 0 through the servers' queues. Return their bytes there."""
+        if not self._world.is_main:
+            for _ in tensors:  # gathering is a collective
+                pass
+            return 0
+        size, end = 0, None
+        try:
+            for bucket in pack(tensors, stream_device(self.transport)):
+                size += bucket.data.numel()
+                for queue in queues:
+                    queue.put(bucket)
+        except BaseException as error:
+            end = error if isinstance(error, Exception) else ServerError(f"the push was interrupted: {error!r}")
+            raise
+        finally:
+            for queue in queues:
+                queue.put(end)
+        return size
+
+    def _accept(
+        self, results: Sequence[tuple[str, float, str | None]], failures: Mapping[str, str | None], version: int
+    ) -> list[float]:
+        """Apply the (model, difference, failure) of each server's push. Return the differences of verified pushes."""
         differences = []
-        for server, (model, difference, failure) in zip(self.servers, pushed.results, strict=True):
+        for server, (model, difference, failure) in zip(self.servers, results, strict=True):
             server.failure = failure
             if failure is None:
                 server.accept(model, version)
                 differences.append(difference)
-            elif out[server.url] is None:
+            elif failures[server.url] is None:
                 self._mark_lost(server)
                 self.log(f"push of version {version} failed, the server leaves the fleet: {failure}")
-            elif out[server.url] != failure:
+            elif failures[server.url] != failure:
                 self.log(f"push of version {version} failed, the server stays out of the fleet: {failure}")
-        self.version = version
-        self.push_metrics = {
-            "push/difference": max(differences, default=float("nan")),
-            "push/bytes": float(pushed.size),
-            "push/write_seconds": pushed.seconds,
-            "push/seconds": time.perf_counter() - started,
-            "push/servers": float(len(differences)),
-            **self._counts(),
-        }
+        return differences
 
     def _mark_lost(self, server: RemoteServer) -> None:
         self.stats.lost += 1
@@ -441,64 +475,6 @@ class RemoteEngine:
         """Return the state that seeds the requests of a resumed run."""
         return {"version": self.version, "submitted": self._submitted}
 
-    def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
-        """Write to the shared folder what the servers then load."""
-        started, folder = time.perf_counter(), self.folder / f"version-{version}"
-        meta.write(self.transport, folder, dtype)
-        delta, since = self._write_delta(folder)
-        seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
-        push = self._push(version, folder=folder, delta=delta, since=since)
-        with ThreadPoolExecutor(1) as pool:
-            results = pool.submit(self._push_to_all, [push] * len(self.servers)) if self._world.is_main else Future()
-            self._score(push, meta)
-            everywhere = self._world.broadcast_json(results.result)
-        if self._world.is_main:
-            _remove_old_versions(self.folder, folder)
-        return _Pushed(everywhere, size, seconds)
-
-    def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
-        """Broadcast to the servers' workers, each server at its own pace, while the next weights are gathered."""
-        push, feeds = self._push(version), [BucketQueue() for _ in self.servers]
-        started, size = time.perf_counter(), 0
-        tensors = meta.tensors(dtype)
-        if not self._world.is_main:
-            for _ in tensors:  # gathering is a collective
-                pass
-            self._score(push, meta)
-            return _Pushed(self._world.broadcast_json(list), size, time.perf_counter() - started)
-        with ThreadPoolExecutor(1) as pool:
-            results = pool.submit(self._push_to_all, [replace(push, buckets=feed) for feed in feeds])
-            end: Exception | None = None
-            try:
-                for bucket in pack(tensors, stream_device(self.transport)):
-                    size += bucket.data.numel()
-                    for feed in feeds:
-                        feed.put(bucket)
-            except BaseException as error:
-                end = error if isinstance(error, Exception) else ServerError(f"the push was interrupted: {error!r}")
-                push.expected.cancel()
-                raise
-            finally:
-                for feed in feeds:
-                    feed.put(end)
-            seconds = time.perf_counter() - started
-            self._score(push, meta)
-        return _Pushed(self._world.broadcast_json(results.result), size, seconds)
-
-    def _push(self, version: int, **written: Any) -> Push:
-        """Return the push for every server; `_score` sets its expected scores."""
-        limits = LIMITS["float32"]
-        return Push(self.transport, version, list(self.probe), Future(), limits, self.config.seconds, **written)
-
-    def _score(self, push: Push, meta: WeightSource) -> None:
-        """Score the probe for the pushing threads, and record the push as the last one; a collective."""
-        try:
-            push.expected.set_result(meta.score(push.probe))
-        except BaseException as error:
-            push.expected.set_exception(error)
-            raise
-        self._last_push = push
-
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
         """Return the folder of the delta and its base version, or (None, None) for a full push."""
         old, delta = self.folder / f"version-{self.version}", folder.with_name(f"{folder.name}-delta")
@@ -511,23 +487,6 @@ class RemoteEngine:
         if self.config.max_difference is not None:
             return Limits(self.config.max_difference, self.config.max_difference)
         return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
-
-    def _push_to_all(self, pushes: Sequence[Push]) -> list[_Result]:
-        def to_one(server: RemoteServer, push: Push) -> _Result:
-            server.pushing = True
-            try:
-                difference = server.push(replace(push, limits=self._limits(server)))
-            except RolloutError as error:
-                server.failure = str(error)
-                return server.model, 0.0, server.failure
-            finally:
-                server.pushing = False
-                if push.buckets is not None:
-                    push.buckets.close()
-            return server.model, difference, None
-
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            return list(pool.map(to_one, self.servers, pushes))
 
     async def _ask(self, sampling: Sampling, group: object) -> Answer:
         """Return the answer of the group's server, or of another server if it fails."""
@@ -648,6 +607,15 @@ def spaced_token_ids(vocab_size: int, n: int) -> list[int]:
 def stream_device(transport: Transport) -> torch.device:
     """Return the device of broadcast buckets."""
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
+
+
+def _outcome(server: RemoteServer, push: Future[float]) -> tuple[str, float, str | None]:
+    """Wait for a push. Return the server's model name, the largest |Δ logprob|, and the failure or None."""
+    try:
+        difference = push.result()
+    except RolloutError as error:
+        return server.model, 0.0, str(error)
+    return server.model, difference, None
 
 
 def _request_id(key: str) -> str:

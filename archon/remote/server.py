@@ -10,6 +10,7 @@ from pathlib import Path
 from archon.remote.dialects.base import Answer, Dialect, Sampling, Transport
 from archon.remote.feed import BucketQueue
 from archon.remote.http import Http, ServerError
+from archon.schema.errors import RolloutError
 
 POLL_SECONDS = 0.05
 
@@ -133,20 +134,36 @@ class RemoteServer:
         """Replace the server's weights, and return the largest |Δ logprob| between server and trainer.
 
         Raises:
-            ServerError: the push failed, or the server has another version or other scores afterwards. The server stays
-                paused.
+            RolloutError: the push failed, or the server has another version or other scores afterwards. The server
+                stays paused and out of the fleet.
         """
-        self.dialect.pause(self.http, abort=True)
-        model = self._load(push)
-        self._require_version(push)
-        push.expected.result()  # stay paused until the scores can be compared
-        self.dialect.resume(self.http)
+        self.pushing = True
         try:
-            largest = self._compare(push, model)
-        except Exception:
-            self.dialect.pause(self.http, abort=True)  # no answers with wrong weights
+            # 1. Load the weights, as a delta if the server has its base version.
+            self.dialect.pause(self.http, abort=True)
+            if push.buckets is not None:
+                model = self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
+            else:
+                patched = push.delta is not None and self.failure is None and self.version == push.since
+                folder, since = (push.delta, push.since) if patched else (push.folder, None)
+                model = self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
+            # 2. Verify them.
+            self._require_version(push)
+            push.expected.result()  # stay paused until the scores can be compared
+            self.dialect.resume(self.http)
+            try:
+                largest = self._compare(push, model)
+            except Exception:
+                self.dialect.pause(self.http, abort=True)  # no answers with wrong weights
+                raise
+            self.accept(model, push.version)
+        except RolloutError as error:
+            self.failure = str(error)
             raise
-        self.accept(model, push.version)
+        finally:
+            self.pushing = False
+            if push.buckets is not None:
+                push.buckets.close()
         return largest
 
     def verify(self, push: Push) -> None:
@@ -173,14 +190,6 @@ class RemoteServer:
                 f"{limits.mean:.1e}); it did not load all weights, or modifies them"
             )
         return largest
-
-    def _load(self, push: Push) -> str:
-        """Load unverified weights on the server. Return the model name for requests."""
-        if push.buckets is not None:
-            return self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
-        patched = push.delta is not None and self.failure is None and self.version == push.since
-        folder, since = (push.delta, push.since) if patched else (push.folder, None)
-        return self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
 
     def accept(self, model: str, version: int) -> None:
         """Return the server to the fleet after a verified push."""

@@ -117,7 +117,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a server that stays out is counted as lost at every push",
         "archon/remote/engine.py",
-        "elif out[server.url] is None:",
+        "elif failures[server.url] is None:",
         "elif server.url:",
         ("tests/remote/test_fleet.py::test_losses_are_counted_once_and_by_step",),
     ),
@@ -224,30 +224,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a server that scores the probe otherwise goes on serving",
         "archon/remote/server.py",
-        "            self.dialect.pause(self.http, abort=True)  # no answers with wrong weights\n",
+        "                self.dialect.pause(self.http, abort=True)  # no answers with wrong weights\n",
         "",
         (FAILED_PUSH,),
     ),
     Mutant(
         "a server goes on serving before its version is checked",
         "archon/remote/server.py",
-        """        self._require_version(push)
-        push.expected.result()  # stay paused until the scores can be compared
-        self.dialect.resume(self.http)
+        """            self._require_version(push)
+            push.expected.result()  # stay paused until the scores can be compared
+            self.dialect.resume(self.http)
 """,
-        """        push.expected.result()
-        self.dialect.resume(self.http)
-        self._require_version(push)
+        """            push.expected.result()
+            self.dialect.resume(self.http)
+            self._require_version(push)
 """,
         (FAILED_PUSH,),
     ),
     Mutant(
         "a server is loaded while it serves",
         "archon/remote/server.py",
-        """        self.dialect.pause(self.http, abort=True)
-        model = self._load(push)
+        """            self.dialect.pause(self.http, abort=True)
+            if push.buckets is not None:
 """,
-        """        model = self._load(push)
+        """            if push.buckets is not None:
 """,
         (f"{ENGINE}::test_a_server_that_serves_is_paused_by_a_push_that_fails",),
     ),
