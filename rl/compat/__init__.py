@@ -1,4 +1,4 @@
-"""Workflows and names of other frameworks. Importing this package registers them with `archon.rl`."""
+"""Workflows and names of other frameworks; importing this package registers them with `archon.rl`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPORTS = {
 
 
 def _resolve_trinity(workflow: Any, arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    from archon.rl.compat.trinity.adapter import adapt_workflow  # imported on first use: a worker process needs none
+    from archon.rl.compat.trinity.adapter import adapt_workflow  # lazy: worker processes do not need it
 
     return adapt_workflow(workflow, arguments)
 

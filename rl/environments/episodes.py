@@ -43,7 +43,7 @@ class TextEnvironment(Protocol):
 
 
 class EnvironmentWorkflow(SamplingWorkflow):
-    """Workflow that plays the row's episode `gconfig.n_samples` times, each in its own environment.
+    """Workflow that plays the row's episode `gconfig.n_samples` times in separate environments.
 
     The observation is the user's message, and the model's answer is the action. The reward of a sample is the sum of
     its step rewards. Only answers are trained. The row's `seed` selects the episode. A failing environment costs its
@@ -140,7 +140,7 @@ class EnvironmentWorkflow(SamplingWorkflow):
 
 
 def environment_reward(name: str) -> Callable[..., float]:
-    """Return a placeholder reward that raises: an environment scores its own episodes."""
+    """Return a placeholder reward that raises, because the environment scores its episodes."""
     return _EnvironmentReward(name)
 
 

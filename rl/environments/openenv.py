@@ -1,6 +1,6 @@
 """OpenEnv: environments behind an HTTP server.
 
-`workflow: openenv:http://127.0.0.1:8000` plays one episode per sample, each in its own session of the server's `/ws`
+`workflow: openenv:http://127.0.0.1:8000` plays one episode per sample, each in a session of the server's `/ws`
 protocol.
 """
 
@@ -97,13 +97,13 @@ class Session:
         async with asyncio.timeout(SECONDS):
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.receive_str())
-        given: dict[str, Any] = answer.get("data", {})
+        payload: dict[str, Any] = answer.get("data", {})
         if answer.get("type") != "error":
-            return given
+            return payload
         advice = ""
-        if given.get("code") == "CAPACITY_REACHED":
+        if payload.get("code") == "CAPACITY_REACHED":
             advice = "; set workflow_args.max_concurrent, or the server's max_concurrent_envs"
-        raise RuntimeError(f"the server says {given.get('message')!r} ({given.get('code')}){advice}")
+        raise RuntimeError(f"the server says {payload.get('message')!r} ({payload.get('code')}){advice}")
 
 
 def _require_url(name: EnvironmentName) -> str:
@@ -126,7 +126,7 @@ def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any])
     if configured is not None:
         problem = f"an {part} has no field {configured!r}"
     raise ConfigError(
-        f"{name.text}: {problem}; choose of {', '.join(fields) or 'none'}: openenv:{name.task}?{option}=NAME"
+        f"{name.text}: {problem}; choose from {', '.join(fields) or 'none'}: openenv:{name.task}?{option}=NAME"
     )
 
 

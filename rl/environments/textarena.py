@@ -18,7 +18,7 @@ def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
     """Return rows with the seeds of `size` games (500 by default)."""
     known = import_environment(name, "textarena").envs.registration.ENV_REGISTRY
     name.require_task(known)
-    name.require_options(["size"], "train_data of a game (the game's own go to workflow)")
+    name.require_options(["size"], "train_data of a game (options of the game go to workflow)")
     return episode_rows(name, split, seed, name.integer_option("size", SIZE))
 
 
@@ -60,7 +60,7 @@ def make_environment(name: EnvironmentName) -> Callable[[], Game]:
 
 
 class Game:
-    """Single-player game with its own random stream."""
+    """Single-player game with a separate random stream."""
 
     def __init__(self, textarena: Any, game: Any) -> None:
         self._textarena, self._game = textarena, game

@@ -1,6 +1,4 @@
-"""The names that users of AReaL import, from one package: `from areal.anything import X` becomes
-`from archon.rl.compat.areal import X`. `names.py` lists them, and what to write for those that are not here.
-"""
+"""Names of AReaL in one package: `from areal.anything import X` becomes `from archon.rl.compat.areal import X`."""
 
 from typing import Any
 
@@ -11,7 +9,7 @@ _load, __dir__, __all__ = lazy_exports(__name__, export_map())
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name that works; of another of AReaL's, `ImportError` says what to write in its place."""
+    """Return an available name; raise `ImportError` with a migration hint for other names of AReaL."""
     line = migration_hint(name)
     if line is not None:
         raise ImportError(line)

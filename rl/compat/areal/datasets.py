@@ -1,4 +1,4 @@
-"""`get_custom_dataset` with the arguments of AReaL's releases."""
+"""`get_custom_dataset` with AReaL's arguments."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ def get_custom_dataset(
     kind: str | None = None,
     **options: Any,
 ) -> RowDataset:
-    """Return the rows of a dataset, named by its path or by a section of the configuration.
+    """Return the rows of a dataset named by its path or by a section of the configuration.
 
-    A path that contains the name of a dataset (`openai/gsm8k`, `/data/gsm8k`) is read as that dataset from there,
-    unless `prompt_key` is given.
+    A path that contains the name of a dataset (`openai/gsm8k`, `/data/gsm8k`) is read as that dataset, unless
+    `prompt_key` is set.
 
     Args:
-        path: A name of `VALID_DATASETS`, or a path; None: that of `dataset_config`.
-        type: Kind of the rows: rl, sft, dpo or rw. `kind` is archon's name of it.
-        split: Which part of the dataset.
-        max_length: Drop longer rows, in tokens.
-        tokenizer: Required except for "rl" without `max_length`.
-        processor: In the tokenizer's place, that of a multimodal model; or the `ImageReader` of one, with which rows
-            have their pictures.
+        path: a name of `VALID_DATASETS`, or a path; None: the path of `dataset_config`.
+        type: kind of the rows: rl, sft, dpo or rw.
+        split: part of the dataset.
+        max_length: drop longer rows, in tokens.
+        tokenizer: required except for "rl" without `max_length`.
+        processor: a multimodal processor in place of the tokenizer, or an `ImageReader` that adds images to the rows.
         dataset_config: `train_data` or `eval_data` of a configuration.
-        options: As in `archon.data.get_custom_dataset`.
+        kind: alias of `type`.
+        options: options of `archon.data.get_custom_dataset`.
 
     Raises:
-        DatasetError: as there; or no dataset was named.
+        DatasetError: no dataset is named, or its rows are invalid.
     """
-    given = {} if dataset_config is None else dataset_config.model_dump(exclude={"limit", "split"}, exclude_unset=True)
-    given |= options
+    fields = {} if dataset_config is None else dataset_config.model_dump(exclude={"limit", "split"}, exclude_unset=True)
+    fields |= options
     if path is not None:
-        given["path"] = path
+        fields["path"] = path
     if max_length is not None:
-        given["max_length"] = max_length
-    if "path" not in given:
-        raise DatasetError("no dataset was named; give its path, or dataset_config=config.train_data")
-    contained = [name for name in VALID_DATASETS if name in str(given["path"])]
-    if contained and str(given["path"]) not in VALID_DATASETS and "prompt_key" not in given:
-        given |= {"data_dir": given["path"], "path": max(contained, key=len)}
+        fields["max_length"] = max_length
+    if "path" not in fields:
+        raise DatasetError("no dataset is named; pass its path, or dataset_config=config.train_data")
+    contained = [name for name in VALID_DATASETS if name in str(fields["path"])]
+    if contained and str(fields["path"]) not in VALID_DATASETS and "prompt_key" not in fields:
+        fields |= {"data_dir": fields["path"], "path": max(contained, key=len)}
     if isinstance(processor, ImageReader):
-        given["reader"], processor = processor, None
+        fields["reader"], processor = processor, None
     rows = read_dataset(
         kind=type or kind or "rl",
         split=split,
         tokenizer=getattr(processor, "tokenizer", processor) if tokenizer is None else tokenizer,
-        **given,
+        **fields,
     )
     limit = dataset_config.limit if dataset_config is not None else None
     return rows if limit is None else rows.select(range(min(limit, len(rows))))

@@ -1,4 +1,4 @@
-"""Functions of AReaL's guide to adding a model that its unit tests and specs name."""
+"""Functions from the unit tests and specs of AReaL's guide to adding a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from archon.models.layers.rope import RopeConfig, RopeSpec, RotaryEmbedding
 from archon.parallel.pipeline import prune
 
-pipeline_llm = prune  # a spec's `pipelining_fn`, which is also what None stands for
+pipeline_llm = prune  # the default `pipelining_fn` of a spec
 
 
 def precompute_rope_cache(dim: int, max_seq_len: int, base: float = 1_000_000.0) -> Tensor:
-    """Return cosines and sines of every position, float32 [max_seq_len, 2 · dim]: cos twice over dim / 2, then sin.
+    """Return cosines and sines of every position, float32 [max_seq_len, 2 · dim]: [cos, cos, sin, sin].
 
-    Models do not use it; they compute the rotation of the tokens of a batch.
+    It is for comparisons in tests; models compute the rotation of each batch.
     """
     rotation = RotaryEmbedding(RopeSpec(dim, base, RopeConfig(), max_seq_len))(torch.arange(max_seq_len), torch.float32)
     cos, sin = rotation.cos.squeeze(1), rotation.sin.squeeze(1)

@@ -1,6 +1,4 @@
-"""What AReaL's users import, and what becomes of it here: one table for the package's exports, the errors of names that
-are not here, the page rl/compat/README.md and its test.
-"""
+"""Table of AReaL's public names for exports, error messages, rl/compat/README.md and its test."""
 
 from __future__ import annotations
 
@@ -9,13 +7,13 @@ from typing import NamedTuple
 
 
 class Name(NamedTuple):
-    """A public name of AReaL.
+    """Public name of AReaL.
 
     Attributes:
-        path: the name with AReaL's module.
-        home: the module of archon that has it under this name, if it works.
-        instead: what to write in its place, where it has another spelling.
-        note: how it differs, or why it is not here.
+        path: AReaL's module and name.
+        home: module of archon with the same name, if available.
+        instead: replacement, if archon spells it differently.
+        note: difference, or the reason of its absence.
     """
 
     path: str
@@ -25,12 +23,12 @@ class Name(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name alone."""
+        """Name without its module."""
         return self.path.rpartition(".")[2]
 
     @property
     def status(self) -> str:
-        """`available`, `other spelling` or `not here`."""
+        """`works`, `other spelling` or `not here`."""
         return "works" if self.home else "other spelling" if self.instead else "not here"
 
 
@@ -39,32 +37,32 @@ _ARCHON = "areal.experimental.models.archon"
 
 
 def available(module: str, names: str, home: str, note: str = "") -> Iterator[Name]:
-    """Yield names of one module that archon has in `home`."""
+    """Yield names of a module that archon has in `home`."""
     for name in names.split():
         yield Name(f"{module}.{name}", home=home, note=note)
 
 
 def renamed(module: str, names: str, instead: str, note: str = "") -> Iterator[Name]:
-    """Yield names of one module for which something else is written."""
+    """Yield names of a module that archon spells differently."""
     for name in names.split():
         yield Name(f"{module}.{name}", instead=instead, note=note)
 
 
 def missing(module: str, names: str, note: str) -> Iterator[Name]:
-    """Yield names of one module that archon does not have, and why."""
+    """Yield names of a module that archon lacks, with the reason."""
     for name in names.split():
         yield Name(f"{module}.{name}", note=note)
 
 
-_IMAGES = "with images for a model that sees (`processor`: a `ImageReader`); else the text alone, with a warning"
-_CONFIG_NOTE = "with archon's keys, which rl/README.md lists next to AReaL's"
-_ONE_RUN = "a run is one program under torchrun: there are no controllers, schedulers or servers to start"
-_RANKS = "the engine does this for every layout; nothing is called by hand"
-_LORA = "an adapter has no versions of its own; the engine counts those of the weights"
+_IMAGES = "with images for a vision-language model (`processor`: an `ImageReader`); otherwise text only, with a warning"
+_CONFIG_NOTE = "with archon's keys; rl/README.md lists them next to AReaL's"
+_ONE_RUN = "a run is one program under torchrun, without controllers, schedulers or servers"
+_RANKS = "the engine does this for every layout"
+_LORA = "a LoRA has no separate version; the engine counts weight versions"
 
 NAMES: tuple[Name, ...] = (
     # -- areal, areal.trainer
-    *available("areal", "PPOTrainer", f"{_HERE}.trainers", "takes an `RLConfig`; rows may be given as AReaL's are"),
+    *available("areal", "PPOTrainer", f"{_HERE}.trainers", "takes an `RLConfig`, and rows as in AReaL"),
     *available("areal", "SFTTrainer", f"{_HERE}.trainers", "takes an `SFTConfig`; rows of `input_ids` and `loss_mask`"),
     *available("areal", "workflow_context", "archon.rl.episode_context"),
     *renamed("areal", "RWTrainer DPOTrainer", "archon.rl.PreferenceTrainer(config).train()", "`loss: reward` or `dpo`"),
@@ -76,11 +74,14 @@ NAMES: tuple[Name, ...] = (
     *available("areal.api.engine_api", "InferenceEngine", "archon.generation.types"),
     *available("areal.api.io_struct", "ModelRequest ModelResponse", "archon.generation.types"),
     *available(
-        "areal.api.reward_api", "AsyncRewardWrapper", "archon.rl.rewards", "a failed call drops its sample, not 0"
+        "areal.api.reward_api",
+        "AsyncRewardWrapper",
+        "archon.rl.rewards",
+        "a failed call drops its sample instead of scoring 0",
     ),
     *available("areal.api.workflow_api", "RolloutWorkflow WorkflowLike", "archon.rl.workflows"),
     *renamed("areal.api.workflow_api", "AgentWorkflow", "any class with `async def run(self, data, **extra_kwargs)`"),
-    *renamed("areal.api.reward_api", "RewardResult normalize_reward_result", "a dictionary of a reward's parts"),
+    *renamed("areal.api.reward_api", "RewardResult normalize_reward_result", "a dictionary of reward parts"),
     *renamed("areal.api.cli_args", "GRPOConfig PPOConfig", "archon.rl.RLConfig", _CONFIG_NOTE),
     *renamed("areal.api.cli_args", "SFTConfig", "archon.rl.SFTConfig", _CONFIG_NOTE),
     *renamed("areal.api.cli_args", "RWConfig DPOConfig", "archon.rl.PreferenceConfig", _CONFIG_NOTE),
@@ -105,10 +106,10 @@ NAMES: tuple[Name, ...] = (
     *missing("areal.api.cli_args", "SGLangConfig vLLMConfig SchedulerConfig", _ONE_RUN),
     *missing("areal.api.engine_api", "LossReduction LossTerm", "a loss is an object, see archon.engine.loss"),
     *missing("areal.api.io_struct", "get_versioned_lora_name", _LORA),
-    *missing("areal.api.io_struct", "detect_image_mime", "Pillow reads what an image is"),
+    *missing("areal.api.io_struct", "detect_image_mime", "Pillow detects image formats"),
     # -- areal.workflow
     *available(
-        "areal.workflow.rlvr", "RLVRWorkflow", "archon.rl.workflows", "returns the group; thinking as the template's"
+        "areal.workflow.rlvr", "RLVRWorkflow", "archon.rl.workflows", "returns the group; the template sets thinking"
     ),
     *available("areal.workflow.multi_turn", "MultiTurnWorkflow", "archon.rl.workflows", "stays in token space"),
     *available(
@@ -118,11 +119,11 @@ NAMES: tuple[Name, ...] = (
         "`processor`: the checkpoint's folder",
     ),
     *missing("areal.workflow.self_adaptation", "SelfAdaptationWorkflow", "write it as a workflow"),
-    *missing("areal.workflow.openenv", "OpenEnvWorkflow", "archon.rl.TextEnvWorkflow is its nearest"),
+    *missing("areal.workflow.openenv", "OpenEnvWorkflow", "archon.rl.TextEnvWorkflow is closest"),
     *renamed(
         "areal.workflow.openai.math_agent",
         "MathAgent MultiTurnMathAgent MathToolAgent",
-        "an agent of your own",
+        "a custom agent",
         "rl/README.md trains one",
     ),
     # -- areal.dataset
@@ -153,10 +154,10 @@ NAMES: tuple[Name, ...] = (
         "areal.reward",
         "MathVerifyWorker get_math_verify_worker",
         f"{_HERE}.rewards",
-        r"only a `\boxed{…}` is an answer",
+        r"only `\boxed{…}` counts as an answer",
     ),
     *available("areal.reward", "gsm8k_reward_fn geometry3k_reward_fn clevr_count_70k_reward_fn", f"{_HERE}.rewards"),
-    *missing("areal.reward", "if_gap_reward_fn", "write it as a reward of your own"),
+    *missing("areal.reward", "if_gap_reward_fn", "write a reward function"),
     # -- areal.utils, areal.infra, areal.engine
     *available("areal.utils.data", "concat_padded_tensors", "archon.rl.trajectories"),
     *renamed("areal.utils.data", "pad_sequences_to_tensors", "archon.training.sft.padded_batch(rows)"),
@@ -170,21 +171,23 @@ NAMES: tuple[Name, ...] = (
     *renamed("areal.utils.perf_tracer", "trace_session", "`archon bench --profile`, `archon report`"),
     *available("areal.engine.core.distributed", "patch_dist_group_timeout", "archon.parallel"),
     *available(
-        "the debugging guide", "check_tensor_consistency", "archon.parallel", "says who differs, and returns it"
+        "the debugging guide", "check_tensor_consistency", "archon.parallel", "reports and returns the differing ranks"
     ),
     *missing("areal.engine.core.distributed", "init_custom_process_group", _RANKS),
     *renamed("areal.experimental.engine.archon_engine", "ArchonEngine", "archon.engine.engine.ArchonEngine"),
     *renamed("areal.engine.sglang_remote", "RemoteSGLangEngine", "archon.rl.InProcessEngine"),
     *renamed("areal.engine.vllm_remote", "RemotevLLMEngine", "archon.rl.InProcessEngine"),
-    *missing("areal.engine", "FSDPEngine MegatronEngine", "one engine, by layout"),
+    *missing("areal.engine", "FSDPEngine MegatronEngine", "one engine serves every layout"),
     *missing("areal.infra", "LocalScheduler RayScheduler SlurmScheduler", _ONE_RUN),
     *available(
         "areal.experimental.openai.types",
         "InteractionWithTokenLogpReward",
         "archon.rl.workflows.short_forms",
-        "without `parent`: agents' calls are linked by their tokens",
+        "without `parent`; tokens link the calls of an agent",
     ),
-    *renamed("areal.experimental.openai", "ArealOpenAI", "openai.AsyncOpenAI with base_url, api_key of an agent's run"),
+    *renamed(
+        "areal.experimental.openai", "ArealOpenAI", "openai.AsyncOpenAI with the base_url and api_key of an agent run"
+    ),
     # -- the model guide
     *available(
         _ARCHON,
@@ -192,7 +195,7 @@ NAMES: tuple[Name, ...] = (
         "archon.models",
     ),
     *available(_ARCHON, "BaseArchonModel BaseModelArgs BaseStateDictAdapter", "archon.models"),
-    *available(_ARCHON, "ArchonParallelDims", "archon.parallel", "`world_mesh`, `get_mesh` and `get_group` are there"),
+    *available(_ARCHON, "ArchonParallelDims", "archon.parallel", "has `world_mesh`, `get_mesh` and `get_group`"),
     *available(
         f"{_ARCHON}.qwen2", "Qwen2Model Qwen2ModelArgs Qwen2StateDictAdapter parallelize_qwen2", "archon.models.qwen2"
     ),
@@ -206,13 +209,13 @@ NAMES: tuple[Name, ...] = (
         f"{_ARCHON}.qwen2.model.rope",
         "precompute_rope_cache",
         f"{_HERE}.model_guide",
-        "to compare with; models rotate by `args.rope(layer)`",
+        "for comparisons; models use `args.rope(layer)`",
     ),
     *renamed(
         f"{_ARCHON}.qwen2.model.rope",
         "apply_rotary_emb rotate_half repeat_kv reshape_for_broadcast",
-        "`rope(layer)` of the arguments",
-        "the shared attention rotates and repeats",
+        "`args.rope(layer)`",
+        "the shared attention layer does this",
     ),
     *renamed(
         f"{_ARCHON}.activation_checkpoint",
@@ -230,7 +233,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def export_map() -> dict[str, list[str]]:
-    """Return the names that work by the module that has them, for `lazy_exports`."""
+    """Return the available names by module, for `lazy_exports`."""
     exports: dict[str, list[str]] = {}
     for row in NAMES:
         if row.home:
@@ -239,12 +242,10 @@ def export_map() -> dict[str, list[str]]:
 
 
 def migration_hint(name: str) -> str | None:
-    """Return the one line that says what to write for a name that does not work, or why it is not here; None for other
-    names.
-    """
+    """Return a one-line replacement or reason for an unavailable name, else None."""
     for row in NAMES:
         if row.name == name and not row.home:
-            said = f"write {row.instead}" if row.instead else f"archon has none: {row.note}"
+            hint = f"write {row.instead}" if row.instead else f"archon has none: {row.note}"
             note = f" ({row.note})" if row.instead and row.note else ""
-            return f"{row.path}: {said}{note}; rl/compat/README.md lists all names"
+            return f"{row.path}: {hint}{note}; rl/compat/README.md lists all names"
     return None

@@ -1,4 +1,4 @@
-"""Dotted paths of AReaL's own classes and functions, as its users' scripts and configurations have them."""
+"""Dotted paths of AReaL's classes and functions in scripts and configurations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _PREFIX = "areal."
 
 
 def native_path(path: str) -> str:
-    """Return the path of archon's object for one of AReaL's (`areal.workflow.rlvr.RLVRWorkflow`), any other unchanged.
+    """Translate an AReaL path (`areal.workflow.rlvr.RLVRWorkflow`) to archon's; return other paths unchanged.
 
-    Raises ConfigError for one that archon does not have.
+    Raises:
+        ConfigError: archon lacks the name.
     """
     if not path.startswith(_PREFIX):
         return path
@@ -19,6 +20,6 @@ def native_path(path: str) -> str:
 
     name = path.rpartition(".")[2]
     if name not in areal.__all__:
-        line = migration_hint(name) or f"archon has no {name}; rl/compat/README.md lists the names that it has"
-        raise ConfigError(f"{path!r} is AReaL's: {line}")
+        line = migration_hint(name) or f"archon has no {name}; rl/compat/README.md lists the available names"
+        raise ConfigError(f"{path!r} is a path of AReaL: {line}")
     return f"{areal.__name__}.{name}"

@@ -1,4 +1,4 @@
-"""AReaL's helpers for rewards, on archon's checks of mathematical answers."""
+"""AReaL's reward helpers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ gsm8k_reward_fn = gsm8k_reward
 
 
 def get_custom_reward_fn(path: str) -> Callable[..., Any]:
-    """Return the reward of the dataset whose name `path` contains, else that of a name or dotted path."""
+    """Return the reward of the dataset name in `path`, or of a name or dotted path."""
     contained = [name for name in VALID_REWARD_FN if name in path]
-    is_dotted = "." in path and "/" not in path  # a file's path may have a dot too
+    is_dotted = "." in path and "/" not in path  # file paths may contain dots
     return get_reward_fn(max(contained, key=len) if contained and not is_dotted else path)
 
 
 class MathVerifyWorker:
-    r"""Compares answers as mathematics. Of a response the last `\boxed{…}` alone counts, never a number in its text."""
+    r"""Comparison of mathematical answers; only the last `\boxed{…}` of a response counts."""
 
     def verify(self, response: str, ground_truth: str) -> float:
-        """Return 1.0 where the answer in `response` equals `ground_truth`, else 0.0."""
+        """Return 1.0 if the answer in `response` equals `ground_truth`, else 0.0."""
         return math_verify_reward(None, response, None, None, answer=ground_truth)
 
 
 @cache
 def get_math_verify_worker() -> MathVerifyWorker:
-    """Return the process's one worker."""
+    """Return the shared worker of this process."""
     return MathVerifyWorker()

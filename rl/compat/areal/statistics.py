@@ -1,4 +1,4 @@
-"""`stats_tracker`, by which AReaL's workflows report numbers: they become metrics of the step."""
+"""`stats_tracker` of AReaL's workflows; its numbers become metrics of the step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from archon.rl.episode_context import workflow_context
 
 
 class StatsTracker:
-    """Reports numbers of the running episode. Evaluations have names of their own in the record, whatever the scope."""
+    """Recorder of numbers of the running episode; evaluations are logged under separate names."""
 
     def get(self, scope: str = "") -> StatsTracker:
-        """Return the tracker of `workflow_context.stat_scope()`, which is this one."""
+        """Return this tracker, for any scope."""
         return self
 
     def scalar(self, **numbers: float) -> None:
-        """Add numbers, whose means become metrics of the step."""
+        """Add numbers; their means become metrics of the step."""
         workflow_context.record(**numbers)
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block as `timeperf/<name>`."""
+        """Record the duration of the block in seconds as `timeperf/<name>`."""
         started = time.perf_counter()
         try:
             yield

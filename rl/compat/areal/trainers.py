@@ -1,6 +1,6 @@
-"""Trainers of rows that a script has loaded itself, as AReaL's are constructed.
+"""Trainers on rows that the script loads, with AReaL's constructors.
 
-Configurations are archon's; their `train_data` and `eval_data` are read for what the script does not give.
+Configurations are archon's; `train_data` and `eval_data` replace missing rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 class PPOTrainer(RLTrainer):
-    """`RLTrainer` on given rows: `with PPOTrainer(config, train_dataset=rows) as trainer: trainer.train(workflow=…)`.
+    """`RLTrainer` on rows: `with PPOTrainer(config, train_dataset=rows) as trainer: trainer.train(workflow=…)`.
 
     Args:
-        config: the run.
-        train_dataset: prompts, as dictionaries: a list, a `RowDataset`, a Hugging Face dataset; None: `train_data`.
+        config: configuration of the run.
+        train_dataset: prompts as dictionaries (list, `RowDataset`, Hugging Face dataset); None: `train_data`.
         valid_dataset: held-out prompts; None: `eval_data`.
     """
 
@@ -34,7 +34,7 @@ class PPOTrainer(RLTrainer):
         self._rows = _dataset_rows(train_dataset, valid_dataset)
 
     def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
-        """Return the given rows, or else the configured ones."""
+        """Return the passed rows, or else the configured rows."""
         return self._rows.get(section) or super().section_rows(section)
 
     def __enter__(self) -> Self:
@@ -45,14 +45,14 @@ class PPOTrainer(RLTrainer):
 
 
 class SFTTrainer(ConfiguredSFTTrainer):
-    """`archon.rl.SFTTrainer` on given rows of `input_ids` and `loss_mask`; arguments as those of `PPOTrainer`."""
+    """`archon.rl.SFTTrainer` on rows of `input_ids` and `loss_mask`; arguments as in `PPOTrainer`."""
 
     def __init__(self, config: SFTConfig, train_dataset: Rows | None = None, valid_dataset: Rows | None = None) -> None:
         super().__init__(config)
         self._rows = _dataset_rows(train_dataset, valid_dataset)
 
     def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
-        """Return the given rows, checked, or else the configured ones."""
+        """Return the passed rows after validation, or else the configured rows."""
         if section not in self._rows:
             return super().section_rows(section, tokenizer)
         rows = self._rows[section]
@@ -66,10 +66,10 @@ class SFTTrainer(ConfiguredSFTTrainer):
 
 
 def _dataset_rows(train_dataset: Rows | None, valid_dataset: Rows | None) -> dict[str, list[dict[str, Any]]]:
-    given = {}
+    sections = {}
     for section, name, rows in (("train_data", "train", train_dataset), ("eval_data", "valid", valid_dataset)):
         if rows is not None:
-            given[section] = [dict(row) for row in rows]
-            if not given[section]:
+            sections[section] = [dict(row) for row in rows]
+            if not sections[section]:
                 raise DatasetError(f"{name}_dataset is empty; expected at least one row, or None for {section}")
-    return given
+    return sections

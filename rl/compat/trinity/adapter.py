@@ -1,4 +1,4 @@
-"""Runs a Trinity-style workflow as an archon one: makes its task, runs it, checks and converts its experiences."""
+"""Adapter that runs a Trinity-style workflow as an archon rollout workflow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Sample = tuple[TokenRecord, float]
 
 
 class Served(NamedTuple):
-    """What the runs of one episode call: the generator, its endpoint for clients, and those of auxiliary models."""
+    """Generator and endpoints of one episode."""
 
     engine: InferenceEngine
     endpoint: Endpoint | None
@@ -57,24 +57,25 @@ class Served(NamedTuple):
 
 
 class TrinityWorkflow(SamplingWorkflow):
-    """Makes a group from the experiences of one or several runs of a Trinity-style workflow.
+    """Rollout workflow that groups the experiences of one or several runs of a Trinity-style workflow.
 
-    Rows need `raw_task`, the task's row, which `train_data.raw` adds.
+    Rows need the column `raw_task`, which `train_data.raw` adds.
 
     Args:
-        workflow: the class, its registered name or its dotted path.
-        reward_fn: the run's archon reward, which becomes the task's `reward_fn`.
-        gconfig: sampling parameters, which the task's `rollout_args` repeat.
+        workflow: class, registered name or dotted path.
+        reward_fn: archon reward of the run; the task's `reward_fn`.
+        gconfig: sampling parameters; the task's `rollout_args` repeat them.
         tokenizer: renders messages; its end-of-text and padding ids stop an answer.
-        reward: a `RewardFn` class, its registered name or its dotted path, used in place of `reward_fn`.
+        reward: `RewardFn` class, registered name or dotted path; replaces `reward_fn`.
         format_args: fields of `FormatConfig`.
-        workflow_args, reward_fn_args: passed to the workflow and to the `RewardFn`.
+        workflow_args: arguments of the workflow.
+        reward_fn_args: arguments of the `RewardFn`.
         enable_openai_api: start an OpenAI endpoint on this machine for `ModelWrapper.get_openai_client()`.
         enable_history: keep the answers of `ModelWrapper.chat` for `extract_experience_from_history`.
-        enable_thinking: the value that the chat template's switch always has; None leaves it to the template.
-        env_vars: set in this process's environment, for the workflow.
-        auxiliary_models: fields of `AuxiliaryConfig` of each.
-        train_data: the run's data, whose columns are the defaults of `format_args`.
+        enable_thinking: fixed value of the chat template's switch; None leaves it to the template.
+        env_vars: environment variables to set in this process.
+        auxiliary_models: fields of `AuxiliaryConfig` of each model.
+        train_data: training data of the run; its columns are the defaults of `format_args`.
     """
 
     reads_raw_rows = True
@@ -120,16 +121,19 @@ class TrinityWorkflow(SamplingWorkflow):
         self._repeats = False
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        """Return a copy with other sampling parameters and no idle workflows."""
         changed = super().with_gconfig(gconfig)
         assert isinstance(changed, TrinityWorkflow)
         changed._idle = []  # a workflow may keep the sampling parameters it was constructed with
         return changed
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Return one group as trajectory tensors [G, S]; None where every run rejected the task with an empty list.
+        """Return one group as trajectory tensors [G, S], or None if every run rejected the task with an empty list.
 
-        Of several runs, one that fails by an unusable answer or a failed reward costs its samples and is counted.
-        Raises `RolloutError` naming key and shape where a result is wrong, and whatever else the workflow raises.
+        With several runs, an unusable answer or a failed reward costs the samples of its run and is counted.
+
+        Raises:
+            RolloutError: invalid experience; the message names key and shape. Errors of the workflow pass through.
         """
         if "raw_task" not in data:
             raise ConfigError(
@@ -160,12 +164,12 @@ class TrinityWorkflow(SamplingWorkflow):
         if not samples:
             return None
         records, rewards = [record for record, _ in samples], [reward for _, reward in samples]
-        # With several runs each is one trajectory, in parts; a single run returns a group of trajectories.
+        # Each of several runs is one trajectory in parts. A single run returns a group of trajectories.
         runs = [run for run, returned in results for _ in returned]
         return trajectory_tensors(records, rewards, runs if len(set(runs)) > 1 else None)
 
     async def _run(self, served: Served, data: dict[str, Any], run: int, n: int) -> list[Sample]:
-        """Return the samples of one run. Its workflow instance is reused if it can be reset and the run succeeded."""
+        """Return the samples of one run; a later run reuses its workflow if that can be reset."""
         rollout = self.gconfig
         task = Task(
             workflow=self.kind,
@@ -249,10 +253,18 @@ def format_columns(data: DatasetConfig | None) -> dict[str, Any]:
 
 
 def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
-    """Return an experience's token record and reward; `where` begins the message of the `RolloutError` for a bad one.
+    """Return the token record and reward of an experience.
 
-    Versions, and logprobs that the experience lacks, are those that the model recorded for exactly these tokens. A
-    reward that is not finite is accepted here; the rollout drops and counts the sample.
+    Versions and missing logprobs come from the model's record of the same tokens. The rollout later drops rewards that
+    are not finite.
+
+    Args:
+        experience: result of the workflow.
+        model: the run's model with its records.
+        where: beginning of error messages.
+
+    Raises:
+        RolloutError: invalid experience.
     """
     if not isinstance(experience, Experience):
         raise RolloutError(f"{where} is a {type(experience).__name__}, expected an Experience")
@@ -270,11 +282,10 @@ def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
         mask = [int(value) for value in _vector(experience.action_mask, "action_mask", where, size)]
         if not set(mask) <= {0, 1} or not any(mask):
             raise RolloutError(f"{where}: 'action_mask' of shape ({size},) must hold 0 and 1, and 1 somewhere")
-    given: Any = experience.reward
     try:
-        reward = float(given)
+        reward = float(experience.reward)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
-        raise RolloutError(f"{where}: 'reward' is {given!r}, expected a number") from None
+        raise RolloutError(f"{where}: 'reward' is {experience.reward!r}, expected a number") from None
     known = model.find_record(tokens)
     generated = known.loss_mask[start:] if known else [0] * size
     if experience.logprobs is not None:
@@ -291,16 +302,18 @@ def to_sample(experience: Any, model: ModelWrapper, where: str) -> Sample:
     record = TokenRecord(tokens, [0] * start, [0.0] * start, [-1] * start, [-1] * start)
     record.loss_mask += mask
     record.logprobs += [lp if m else 0.0 for lp, m in zip(logprobs, mask, strict=True)]
-    for place, (trained, own) in enumerate(zip(mask, generated, strict=True), start):
-        record.versions.append(-1 if not trained else known.versions[place] if known and own else model.model_version)
-        record.turn_ids.append(-1 if not trained else known.turn_ids[place] if known and own else 0)
+    for place, (trained, sampled) in enumerate(zip(mask, generated, strict=True), start):
+        record.versions.append(
+            -1 if not trained else known.versions[place] if known and sampled else model.model_version
+        )
+        record.turn_ids.append(-1 if not trained else known.turn_ids[place] if known and sampled else 0)
     record.turns = known.turns if known else 1
     record.truncated = known.truncated if known else experience.truncate_status is not None
     return record, reward
 
 
 def _vector(value: Any, key: str, where: str, size: int | None = None, *, integers: bool = True) -> list[Any]:
-    """Return a one-dimensional tensor, of length `size` where given, as a list."""
+    """Return a one-dimensional tensor as a list; `size` is its required length."""
     expected = f"expected one dimension of {'integers' if integers else 'numbers'}"
     if size is not None:
         expected = f"expected ({size},), one for each token after prompt_length"
@@ -314,9 +327,9 @@ def _vector(value: Any, key: str, where: str, size: int | None = None, *, intege
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread with the caller's context, and returns its result or raises its exception.
+    """Run `work` in a daemon thread with the caller's context.
 
-    Unlike `asyncio.to_thread` it delays neither the caller's cancellation nor the end of the process.
+    Unlike `asyncio.to_thread`, it delays neither cancellation of the caller nor the end of the process.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a running future cannot be canceled, so its result can always be set
@@ -327,7 +340,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
             result.set_result(context.run(work))
         except StopIteration as stop:  # asyncio's futures do not accept it
             result.set_exception(RuntimeError(f"the workflow raised StopIteration: {stop}"))
-        except BaseException as error:  # noqa: BLE001 (it is raised where the result is awaited)
+        except BaseException as error:  # noqa: BLE001 (the awaiting caller raises it)
             result.set_exception(error)
 
     threading.Thread(target=run, name="trinity-run", daemon=True).start()
@@ -335,7 +348,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 def adapt_workflow(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the object that `workflow` names, and its arguments; a Trinity-style class as `TrinityWorkflow`."""
+    """Resolve a workflow name and wrap Trinity-style classes in `TrinityWorkflow`."""
     if isinstance(workflow, str):
         workflow = WORKFLOWS[workflow]
     if isinstance(workflow, type) and issubclass(workflow, Workflow):

@@ -1,4 +1,4 @@
-"""Auxiliary models of Trinity-style workflows: not trained, and called by the OpenAI SDK or as a `ModelWrapper`."""
+"""Auxiliary models of Trinity-style workflows: untrained judges, called by the OpenAI SDK or as a `ModelWrapper`."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
 
 
 class AuxiliaryConfig(StrictModel):
-    """One auxiliary model: a checkpoint, which this process serves on loopback, or an OpenAI endpoint."""
+    """Auxiliary model: a checkpoint that this process serves on loopback, or an OpenAI endpoint."""
 
-    model_path: str | None = Field(None, description="checkpoint to serve; with base_url the model's name there")
-    base_url: str | None = Field(None, description="OpenAI endpoint, which ends in /v1; null: serve model_path")
+    model_path: str | None = Field(None, description="checkpoint to serve; with base_url, the endpoint's model name")
+    base_url: str | None = Field(None, description="OpenAI endpoint ending in /v1; null: serve model_path")
     api_key: str = Field("EMPTY", description="key of the endpoint")
     api_key_env: str | None = Field(None, description="environment variable with the key")
-    name: str | None = Field(None, description="the model's name for clients; null: model_path")
-    temperature: float = Field(1.0, ge=1e-3, description="of requests that set none, where model_path is served")
-    top_p: float = Field(1.0, gt=0, le=1, description="of requests that set none, where model_path is served")
-    top_k: int | None = Field(None, description="of requests that set none; -1: all tokens")
+    name: str | None = Field(None, description="model name for clients; null: model_path")
+    temperature: float = Field(1.0, ge=1e-3, description="default of requests to a served checkpoint")
+    top_p: float = Field(1.0, gt=0, le=1, description="default of requests to a served checkpoint")
+    top_k: int | None = Field(None, description="default of requests; -1: all tokens")
     max_response_tokens: int = Field(512, ge=1, description="length limit of an answer, in tokens")
-    max_model_len: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
+    max_model_len: int | None = Field(None, ge=2, description="limit of prompt plus answer; null: the model's limit")
     enable_thinking: bool | None = Field(None, description="the chat template's switch; null leaves it to the template")
-    trust_remote_code: Literal[False] = Field(False, description="no code of a checkpoint is run")
-    dtype: ComputeDtype = Field("bfloat16", description="of the served weights")
+    trust_remote_code: Literal[False] = Field(False, description="archon never runs code of a checkpoint")
+    dtype: ComputeDtype = Field("bfloat16", description="dtype of the served weights")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    max_slots: int = Field(32, ge=1, description="answers decoded concurrently")
-    seed: int = Field(0, ge=0, lt=2**63, description="of requests that set none")
+    max_slots: int = Field(32, ge=1, description="number of answers decoded concurrently")
+    seed: int = Field(0, ge=0, lt=2**63, description="default seed of requests")
 
     @model_validator(mode="after")
     def _check_model(self) -> AuxiliaryConfig:
         if self.model_path is None and self.base_url is None:
             raise ValueError("name a checkpoint (model_path) or an OpenAI endpoint (base_url)")
         if self.base_url is not None and not (self.name or self.model_path):
-            raise ValueError("base_url needs the model's name there: name, or model_path")
+            raise ValueError("base_url needs the model's name on that endpoint: set name or model_path")
         return self
 
     @property
     def display_name(self) -> str:
-        """The model's name for clients."""
+        """Model name for clients."""
         return self.name or self.model_path or ""
 
     @property
     def sampling(self) -> GenerationHyperparameters:
-        """The sampling parameters of requests that set none."""
+        """Default sampling parameters of requests."""
         top_k = self.top_k if self.top_k and self.top_k > 0 else None
         return GenerationHyperparameters(
             temperature=self.temperature, top_p=self.top_p, top_k=top_k, max_new_tokens=self.max_response_tokens
@@ -65,7 +65,7 @@ class AuxiliaryConfig(StrictModel):
 
 
 class _ModelServing(SharedServer):
-    """Serves a checkpoint, loaded once, while runs need it."""
+    """Server of a checkpoint that is loaded once and served while runs need it."""
 
     def __init__(self, config: AuxiliaryConfig) -> None:
         self.config = config
@@ -84,11 +84,11 @@ class _ModelServing(SharedServer):
 
 
 class AuxiliaryModel(ModelWrapper):
-    """An auxiliary model for one run at a time. A served checkpoint also has `chat`, `generate` and `logprobs`.
+    """Auxiliary model of one run at a time; a served checkpoint also has `chat`, `generate` and `logprobs`.
 
     Args:
         config: the model.
-        serving: serves the checkpoint; None for an endpoint of others.
+        serving: server of the checkpoint; None for an external endpoint.
     """
 
     def __init__(self, config: AuxiliaryConfig, serving: _ModelServing | None) -> None:
@@ -97,9 +97,9 @@ class AuxiliaryModel(ModelWrapper):
         self._serving = serving
 
     def connect(self, base_url: str, run: int) -> None:
-        """Open the model for run `run` of the current episode; its endpoint is at `base_url`."""
+        """Open the model for run `run` of the current episode at the endpoint `base_url`."""
         self._base_url = base_url
-        for client in self._clients:  # of a workflow that is used again
+        for client in self._clients:  # a reused workflow keeps its clients
             client.base_url = base_url
         if self._serving is not None:
             self.open(self._serving.engine, self.config.sampling, run)
@@ -107,11 +107,12 @@ class AuxiliaryModel(ModelWrapper):
     def _require_open(self) -> None:
         if self._serving is None:
             raise RolloutError(
-                f"the auxiliary model {self.model_path} is an endpoint of others; call it by get_openai_client()"
+                f"the auxiliary model {self.model_path} is an external endpoint; call it by get_openai_client()"
             )
         super()._require_open()
 
     def close(self) -> None:
+        """End the run."""
         if self._serving is not None:
             super().close()
 
@@ -124,19 +125,19 @@ class AuxiliaryModel(ModelWrapper):
 
 
 class AuxiliaryModels:
-    """The auxiliary models of a run of archon. Checkpoints are loaded at the first use."""
+    """Auxiliary models of a training run; the first use loads their checkpoints."""
 
     def __init__(self, configs: Sequence[AuxiliaryConfig]) -> None:
         self._configs = configs
         self._servings: list[_ModelServing | None] | None = None
 
     def models(self) -> list[AuxiliaryModel]:
-        """Return new auxiliary models for a workflow, to connect."""
+        """Return new, unconnected auxiliary models for a workflow."""
         return [AuxiliaryModel(*pair) for pair in zip(self._configs, self._loaded(), strict=True)]
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[list[str]]:
-        """Yield the base URL of each model, for as long as they are served."""
+        """Serve the models inside the block and yield their base URLs."""
         async with AsyncExitStack() as stack:
             urls: list[str] = []
             for config, serving in zip(self._configs, self._loaded(), strict=True):
@@ -153,7 +154,7 @@ class AuxiliaryModels:
 
 
 def with_thinking(tokenizer: Any, enabled: bool | None) -> Any:
-    """Return a tokenizer whose chat template always has `enable_thinking` at this value; itself for None."""
+    """Return a tokenizer with `enable_thinking` fixed in its chat template; None changes nothing."""
     template = getattr(tokenizer, "chat_template", None)
     if enabled is None or not isinstance(template, str):
         return tokenizer
@@ -163,7 +164,7 @@ def with_thinking(tokenizer: Any, enabled: bool | None) -> Any:
 
 
 def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
-    """Return a generator of the checkpoint, and its tokenizer."""
+    """Load the checkpoint and return its generator and tokenizer."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer

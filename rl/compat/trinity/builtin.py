@@ -1,4 +1,4 @@
-"""Built-in Trinity-style workflows that answer once: of any text, and of mathematics."""
+"""Built-in Trinity-style workflows with one answer: text and mathematics."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _THOUGHT = re.compile(r"\s*<think>.+?</think>.+", re.DOTALL)
 @WORKFLOWS.register_module("async_simple_workflow")
 @WORKFLOWS.register_module("simple_workflow")
 class SimpleWorkflow(Workflow):
-    """Asks the task's prompt, and scores each answer with the task's reward.
+    """Workflow that samples the task's prompt and scores each answer with the task's reward.
 
     Attributes:
-        default_reward: the reward of a configuration that names none; None where it has to name one.
+        default_reward: reward of a configuration that names none; None requires a name.
     """
 
     can_reset = True
@@ -39,6 +39,7 @@ class SimpleWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
+        """Read the task's texts and construct its reward."""
         super().reset(task)
         self.format_args, self.raw_task = task.format_args, task.raw_task
         self.system_prompt = task.format_args.system_prompt
@@ -51,11 +52,11 @@ class SimpleWorkflow(Workflow):
         reward = task.reward_fn
         self.reward_fn = reward(**task.reward_fn_args) if isinstance(reward, type) else reward
         if not callable(self.reward_fn):
-            raise ConfigError(f"{type(self).__name__} scores with the task's reward_fn, and there is none; name one")
+            raise ConfigError(f"{type(self).__name__} needs a reward: set default_reward_fn_type or reward")
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """Returns the task's sampling parameters, for `model.chat(messages, **self.rollout_args)`."""
+        """Sampling parameters for `model.chat(messages, **self.rollout_args)`."""
         return asdict(self.task.rollout_args) | {"n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
@@ -64,10 +65,11 @@ class SimpleWorkflow(Workflow):
         return [*system, {"role": "user", "content": self.task_desc}]
 
     def run(self) -> list[Experience]:
+        """Answer the prompt and score the answers."""
         return self.score(self.model.chat(self.format_messages(), **self.rollout_args))
 
     def score(self, responses: Sequence[Experience]) -> list[Experience]:
-        """Return the responses with their rewards. One whose reward fails is dropped and counted by kind."""
+        """Return the responses with rewards; a failed reward drops its response and is counted by kind."""
         outcomes: list[Reward | BaseException]
         if isinstance(self.reward_fn, AsyncRewardWrapper):
             outcomes = self.model.wait(self._score_all(self.reward_fn, responses))
@@ -85,7 +87,7 @@ class SimpleWorkflow(Workflow):
             return as_reward(self.reward_fn(response=response.response_text, truth=self.truth), name)
         except RewardFailure as failure:
             return failure
-        except Exception as error:  # noqa: BLE001 (a user's code: whatever it raises costs this one sample)
+        except Exception as error:  # noqa: BLE001 (an error in user code costs one sample)
             message = f"reward function {name} raised {type(error).__name__}: {error}"
             return RewardRaised(message, traceback.format_exc())
 
@@ -106,11 +108,12 @@ class SimpleWorkflow(Workflow):
 @WORKFLOWS.register_module("async_math_workflow")
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(SimpleWorkflow):
-    """A `SimpleWorkflow` for mathematics, whose default system prompt asks for a boxed answer."""
+    """`SimpleWorkflow` for mathematics; the default system prompt asks for a boxed answer."""
 
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
+        """Read the task and set the default system prompt."""
         super().reset(task)
         if self.system_prompt is None:
             self.system_prompt = MATH_PROMPT
@@ -119,14 +122,14 @@ class MathWorkflow(SimpleWorkflow):
 @WORKFLOWS.register_module("async_math_boxed_workflow")
 @WORKFLOWS.register_module("math_boxed_workflow")
 class MathBoxedWorkflow(MathWorkflow):
-    """A `MathWorkflow` with these `workflow_args`.
+    """`MathWorkflow` with options for thinking and base models.
 
-    `with_think` (false): the system prompt asks for the reasoning between think tags, and an answer without them loses
-    `format_score_coef` (0.1). `use_base` (false): the prompt is plain text, without the chat template, for a model
-    that was not trained on conversations.
+    `workflow_args.with_think` (false) asks for reasoning between think tags; an answer without them loses
+    `format_score_coef` (0.1). `use_base` (false) sends plain text without the chat template, for base models.
     """
 
     def reset(self, task: Task) -> None:
+        """Read the options and the task."""
         defaults = {"use_base": False, "with_think": False, "format_score_coef": 0.1}
         args = parse_workflow_args("math_boxed_workflow", task.workflow_args, defaults)
         self.use_base, self.with_think = bool(args["use_base"]), bool(args["with_think"])
@@ -136,16 +139,18 @@ class MathBoxedWorkflow(MathWorkflow):
             self.system_prompt = THINK_PROMPT
 
     def format_prompt(self) -> str:
-        """Return the prompt of a base model."""
+        """Return the plain-text prompt for a base model."""
         system = f"System: {self.system_prompt}\n" if self.system_prompt else ""
         return f"{system}User: {self.task_desc}\nAssistant:"
 
     def run(self) -> list[Experience]:
+        """Answer the prompt, with or without the chat template."""
         if not self.use_base:
             return super().run()
         return self.score(self.model.generate([self.format_prompt()], **self.rollout_args))
 
     def score(self, responses: Sequence[Experience]) -> list[Experience]:
+        """Score the responses and add the format reward."""
         kept = super().score(responses)
         for response in kept if self.with_think else ():
             thinks = _THOUGHT.fullmatch(response.response_text or "") is not None

@@ -1,4 +1,4 @@
-"""Translates a Trinity-RFT configuration. Every key is mapped, known to have no effect in archon, or refused."""
+"""Translation of Trinity-RFT configurations: every key is mapped, has no effect in archon, or is an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "explorer.auxiliary_models": lambda models: [auxiliary_model(model) for model in models],
 }
 
-# Of veRL's own configuration, which older files of Trinity-RFT point to: the rest repeats Trinity-RFT's keys.
+# Keys of a veRL configuration that older Trinity-RFT files refer to; its other keys repeat Trinity-RFT's.
 _VERL = {
     "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
     "actor_rollout_ref.actor.optim.warmup_style": "actor.scheduler.kind",
@@ -79,15 +79,17 @@ _ENGINE_OF_AUXILIARY = (
 
 
 def scored_by_workflow(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Stand for the reward of a run whose workflow scores its own answers; it is never called."""
-    raise RewardError("this run names no reward of archon's, as its workflow scores its own answers")
+    """Placeholder reward of runs with a self-scoring workflow."""
+    raise RewardError("the workflow of this run scores its answers; there is no archon reward to call")
 
 
 def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
-    """Return the values of an `RLConfig` from those of a Trinity-RFT file, which has `buffer` or `explorer`.
+    """Translate a Trinity-RFT file (it has `buffer` or `explorer`) into values of an `RLConfig`.
 
-    Other data is returned unchanged. The file's section `archon` has archon's own keys, which override the rest. Raises
-    `ConfigError` for a key that is neither mapped nor known to have no effect.
+    Other data is returned unchanged. The section `archon` of the file holds archon's keys; they override the others.
+
+    Raises:
+        ConfigError: unknown key or unsupported value.
     """
     if not {"buffer", "explorer"} & data.keys():
         return data
@@ -118,10 +120,10 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
         if settings.get(key) is None:
             raise ConfigError(f"{source}: {key} is missing")
     _finish(config, settings, source)
-    own = data.get("archon") or {}
-    if not isinstance(own, dict):
-        raise ConfigError(f"{source}: archon is {own!r}, expected a mapping of archon's own keys")
-    config = merge_sections(config, own)
+    overrides = data.get("archon") or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"{source}: archon is {overrides!r}, expected a mapping of archon's keys")
+    config = merge_sections(config, overrides)
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, settings.get("buffer.total_epochs") or 1)
     return config
@@ -135,12 +137,12 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
                 raise ConfigError(f"{source}: {name} is {value!r:.80}, expected a list of tasksets")
             if len(value) > 1:
-                raise ConfigError(f"{source}: {name} lists {len(value)} sets, and archon evaluates on one; keep one")
+                raise ConfigError(f"{source}: {name} lists {len(value)} sets, but archon evaluates on one; keep one")
             for taskset in value:
                 yield from _flatten(taskset, EVAL, source)
         elif name == "buffer.trainer_input.auxiliary_buffers":
             if len(value or {}) > 1:
-                raise ConfigError(f"{source}: {name} has {', '.join(value)}; archon mixes in one, keep one")
+                raise ConfigError(f"{source}: {name} has {', '.join(value)}; archon mixes in one; keep one")
             for buffer in (value or {}).values():
                 yield from _flatten(buffer, EXPERT, source)
         elif isinstance(value, dict) and name not in NESTED_KEYS:
@@ -150,16 +152,16 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
 
 
 def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Set the values that are more than a translated key."""
+    """Set values that depend on several keys."""
     if (kind := settings.get("algorithm.algorithm_type")) in _COMMANDS:
         raise ConfigError(
-            f"{source}: algorithm.algorithm_type is {kind!r}, which explores nothing: run `{_COMMANDS[kind]}` with a "
-            "configuration of archon's"
+            f"{source}: algorithm.algorithm_type is {kind!r}, which has no rollouts: run `{_COMMANDS[kind]}` with an "
+            "archon configuration"
         )
     names = [str(settings[key]) for key in ("project", "group", "name") if settings.get(key)]
     config["run_dir"] = str(Path(settings.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
-    config["ref"] = {}  # the actor as it begins
+    config["ref"] = {}  # the initial actor
     if settings.get("algorithm.kl_loss_fn") == "none":
         _put(config, "algorithm.kl.coef", 0.0)
     if settings.get("algorithm.add_strategy") == "step_wise_grpo":
@@ -181,13 +183,13 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
         _mix(config, settings, source)
         return
     if settings.get(EXPERT + "path") is not None:
-        raise ConfigError(f"{source}: {EXPERT}path is set, and algorithm_type {preset} trains on no demonstrations")
+        raise ConfigError(f"{source}: {EXPERT}path is set, but {preset} does not train on demonstrations")
     size = settings.get("buffer.train_batch_size")
     whole = config.get("rollout", {}).get("prompts_per_step", 32) * config.get("gconfig", {}).get("n_samples", 8)
     if size and whole % size:
         raise ConfigError(
             f"{source}: buffer.train_batch_size {size} does not divide the {whole} answers of a step (batch_size * "
-            "repeat_times), which are trained in equal minibatches"
+            "repeat_times); minibatches must have equal size"
         )
     if size and whole != size:
         _put(config, "algorithm.minibatches", whole // size)
@@ -202,7 +204,7 @@ def _mode(settings: Mapping[str, Any], source: str) -> str:
 
 
 def _processes(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Set how exploration and training are coupled: in one process, or by the experience buffer and checkpoints."""
+    """Couple exploration and training: in one process, or by an experience buffer and checkpoints."""
     mode, every = _mode(settings, source), settings.get("synchronizer.sync_interval") or 1
     style = settings.get("synchronizer.sync_style") or "fixed"
     if style not in ("fixed", "dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven"):
@@ -230,10 +232,10 @@ def _processes(config: dict[str, Any], settings: Mapping[str, Any], source: str)
 
 
 def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Set the share of demonstrations in a batch, as Trinity-RFT's sample strategy `mix` does."""
+    """Set the fraction of demonstrations in a batch like Trinity-RFT's sample strategy `mix`."""
     if settings.get(EXPERT + "path") is None:
         raise ConfigError(
-            f"{source}: the demonstrations are missing: name them in buffer.trainer_input.auxiliary_buffers"
+            f"{source}: the demonstrations are missing; name them in buffer.trainer_input.auxiliary_buffers"
         )
     prompts, n = config.get("rollout", {}).get("prompts_per_step", 32), config.get("gconfig", {}).get("n_samples", 8)
     whole = settings.get("buffer.train_batch_size") or prompts * n
@@ -257,12 +259,12 @@ def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> No
 
 
 def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Set what a configuration of veRL, inline or in a file, says and the rest of the file does not."""
+    """Read the veRL configuration, inline or in a file."""
     inline, path = settings.get("trainer.trainer_config"), settings.get("trainer.trainer_config_path")
     values: Any = inline or {}
     if path:
         if not Path(path).exists():
-            logger.warning("%s: trainer.trainer_config_path %s does not exist, and is not read", source, path)
+            logger.warning("%s: trainer.trainer_config_path %s does not exist; skipping it", source, path)
         else:
             values = yaml.safe_load(Path(path).read_text())
     if not isinstance(values, dict):
@@ -274,7 +276,7 @@ def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str)
         _put(config, _VERL[key], float(value) if key.endswith(".lr") else value)
     if flat:
         logger.warning(
-            "%s: of veRL's own configuration only %s are read", source, ", ".join(read) or "none of the keys here"
+            "%s: of the veRL configuration, archon reads only %s", source, ", ".join(read) or "none of the keys here"
         )
 
 
@@ -284,7 +286,7 @@ def auxiliary_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
-    """Set the workflow and its reward, which evaluation shares."""
+    """Set the workflow and its reward; evaluation shares both."""
 
     def named(end: str, taskset: str, then: str = "") -> Any:
         return settings.get(taskset + end) or settings.get(then) or settings.get(INPUT + end)
@@ -295,19 +297,19 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
     reward = named("default_reward_fn_type", TRAIN)
     for end in ("format.prompt_key", "format.response_key", "format.system_prompt", "workflow_args", "reward_fn_args"):
         if settings.get(EVAL + end) not in (None, settings.get(TRAIN + end)):
-            raise ConfigError(f"{source}: {EVAL}{end} differs from the training set's; archon evaluates as it trains")
+            raise ConfigError(f"{source}: {EVAL}{end} differs from training; archon evaluates with its settings")
     eval_workflow = named("default_workflow_type", EVAL, INPUT + "default_eval_workflow_type")
     eval_reward = named("default_reward_fn_type", EVAL)
     if "eval_data" in config and (eval_workflow not in (None, name) or eval_reward not in (None, reward)):
-        raise ConfigError(f"{source}: the evaluation's workflow or reward differs; archon evaluates as it trains")
+        raise ConfigError(f"{source}: the evaluation workflow or reward differs; archon evaluates with the training's")
     workflow = WORKFLOWS[name]
     config["workflow"] = f"{TrinityWorkflow.__module__}.{TrinityWorkflow.__name__}"
     _put(config, "workflow_args.workflow", name)
     reward = reward or getattr(workflow, "default_reward", None)
-    own = reward in REWARD_FUNCTIONS or (reward and isinstance(get_reward_fn(_REWARDS.get(reward, reward)), type))
-    if own:
+    is_class = reward in REWARD_FUNCTIONS or (reward and isinstance(get_reward_fn(_REWARDS.get(reward, reward)), type))
+    if is_class:
         _put(config, "workflow_args.reward", reward)
-    if own or reward is None:
+    if is_class or reward is None:
         config["reward"] = f"{__name__}.{scored_by_workflow.__name__}"
         _put(config, "rollout.n_gold_checks", 0)
     else:

@@ -1,4 +1,4 @@
-"""The keys of a Trinity-RFT configuration: those with a counterpart, with a limited range of values, or no effect."""
+"""Keys of a Trinity-RFT configuration: mapped keys, keys with restricted values, and keys without effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NESTED_KEYS += (
     "data_processor.task_pipeline",
 )
 
-# Trinity-RFT's key: archon's keys.
+# Trinity-RFT's key to archon's keys.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "continue_from_checkpoint": ("resume",),
     "algorithm.algorithm_type": ("algorithm.preset",),
@@ -110,7 +110,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "trainer.max_token_len_per_gpu": ("actor.max_tokens_per_mb",),
 }
 TASKSET_ENDS = ("default_workflow_type", "default_reward_fn_type")
-# Keys that the functions below read.
+# Keys that code in config.py reads.
 SPECIAL_KEYS = {"project", "name", "group", "checkpoint_root_dir", "model.critic_model_path", "buffer.total_epochs"}
 SPECIAL_KEYS |= {"buffer.train_batch_size", INPUT + "default_eval_workflow_type"}
 SPECIAL_KEYS |= {prefix + end for prefix in (INPUT, TRAIN, EVAL) for end in TASKSET_ENDS}
@@ -128,25 +128,25 @@ SPECIAL_KEYS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key
 
 SELECTORS = ("sequential", "random", "shuffle")
 FORMATS = {
-    "image_key": "archon reads text here",
-    "video_key": "archon reads text here",
-    "reply_prefix": "an answer begins where the template ends",
-    "system_prompt_key": "a system prompt of the row belongs to a workflow of your own",
-    "workflow_key": "all tasks have one workflow",
-    "reward_fn_key": "all tasks have one reward",
+    "image_key": "this workflow reads text only",
+    "video_key": "this workflow reads text only",
+    "reply_prefix": "an answer begins after the chat template",
+    "system_prompt_key": "write a workflow that reads the row's system prompt",
+    "workflow_key": "all tasks share one workflow",
+    "reward_fn_key": "all tasks share one reward",
 }
 
-# The values that archon supports, and the reason why it refuses others.
+# Supported values, and the advice for other values.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.kl_penalty_fn": (("none",), "write `archon: {algorithm: {kl: {place: reward}}}`"),
-    "algorithm.sample_strategy": (("default", "warmup", "mix"), "every batch is trained once it is complete"),
+    "algorithm.sample_strategy": (("default", "warmup", "mix"), "archon trains on complete batches"),
     "algorithm.entropy_loss_fn": (("default", "mix", "none"), "set algorithm.entropy_loss_fn_args.entropy_coef"),
     "algorithm.bypass_old_logprobs": (
         (True,),
         "write `archon: {algorithm: {correction: tis, policy_loss: decoupled}}`",
     ),
     "algorithm.rollout_correction": (({},), "write `archon: {algorithm: {correction: tis}}`"),
-    "algorithm.enable_router_replay": ((False,), "the trainer routes tokens on its own"),
+    "algorithm.enable_router_replay": ((False,), "the trainer computes its routing itself"),
     "algorithm.optimizer.optimizer_type": (("adam", "adamw"), "archon has AdamW"),
     "algorithm.optimizer.lr_warmup_steps_ratio": ((0,), "write lr_warmup_steps"),
     "model.lora_configs": (([],), "archon trains all weights"),
@@ -154,21 +154,21 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "model.rope_theta": ((), "set it in the checkpoint's config.json"),
     "model.custom_chat_template": (("",), "put the template into the tokenizer's folder"),
     "model.chat_template_path": (("",), "put the template into the tokenizer's folder"),
-    "model.tinker.enable": ((False,), "archon trains here"),
-    "model.external_model.enable": ((False,), "archon samples from the model it trains"),
-    "model.trust_remote_code": ((False,), "no code of a checkpoint is run"),
+    "model.tinker.enable": ((False,), "archon trains in this process"),
+    "model.external_model.enable": ((False,), "archon samples from the trained model"),
+    "model.trust_remote_code": ((False,), "archon never runs code of a checkpoint"),
     MODEL + "ignore_eos": ((False,), "write `archon: {gconfig: {ignore_eos: true}}`"),
     MODEL + "chat_template": (("",), "put the template into the tokenizer's folder"),
     "explorer.over_rollout.ratio": ((0,), "a step waits for all of its tasks"),
     "explorer.dynamic_timeout.enable": ((False,), "tasks have no time limit"),
     "trainer.sft_warmup_steps": ((0,), "warm up with `archon sft`, or with `archon: {bootstrap: …}`"),
-    "trainer.critic_warmup": ((0,), "policy and critic are trained from the first step on"),
+    "trainer.critic_warmup": ((0,), "policy and critic train from the first step"),
     "trainer.fix_actor_microbatch_loss_scale": ((False,), "losses do not depend on micro-batches"),
     "data_processor.experience_pipeline.operators": (([],), "process experiences in the workflow"),
     "data_processor.task_pipeline": ((), "process tasks before the run"),
-    "stages": (([],), "run each stage by a file of its own"),
-    BUFFER + "replay_buffer.enable": ((False,), "experiences are trained on in their order"),
-    BUFFER + "use_priority_queue": ((False,), "experiences are trained on in their order"),
+    "stages": (([],), "run each stage from a separate file"),
+    BUFFER + "replay_buffer.enable": ((False,), "experiences are trained in order"),
+    BUFFER + "use_priority_queue": ((False,), "experiences are trained in order"),
     BUFFER + "reuse_cooldown_time": ((), "write `archon: {experiences: {passes: 2}}`"),
     EXPERT + "storage_type": (("file",), "demonstrations are read from files"),
     "model.min_response_tokens": ((0, 1), "the trainer cannot replay a lower limit"),
@@ -182,14 +182,14 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     EVAL + "rollout_args.top_k": ((-1, 0), "evaluation samples the whole distribution"),
 }
 
-# In Trinity-RFT's mixed losses, sizes by which micro-batches are weighed; archon weighs the whole batch.
+# Micro-batch sizes in the weights of Trinity-RFT's mixed losses; archon weights the whole batch.
 NORMALIZERS = (
     *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer", "repeat_times"),
     *("train_batch_size_usual", "train_batch_size_expert", "read_batch_size_usual", "read_batch_size_expert"),
     "gradient_accumulation",
 )
 
-# Keys of Ray, of inference servers, or of files that archon does not write.
+# Keys of Ray, inference servers, and files that archon does not write.
 NO_EFFECT = (
     *("ray_namespace", "ignore_validator_suggestions", "cluster.", "monitor.", "log.", "service.", "cod."),
     *("synchronizer." + name for name in ("sync_method", "sync_timeout", "explorer_sync_interval", "group_name")),

@@ -1,4 +1,4 @@
-"""Built-in Trinity-style workflows of several turns: conversations with an environment of text."""
+"""Built-in multi-turn Trinity-style workflows for text environments."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _CALL = re.compile(r"(search|click)\[(.*)\]", re.DOTALL)
 
 
 class TextEnv(Protocol):
-    """An environment whose observations and actions are text."""
+    """Environment with text observations and actions."""
 
     def reset(self, task: dict[str, Any]) -> str:
-        """Begin the task of a row, and returns the first observation."""
+        """Begin the task of a row and return the first observation."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Return the next observation, the reward, whether the task is done, and any information."""
+        """Return the next observation, the reward, whether the task is done, and an info dictionary."""
         ...
 
 
 @WORKFLOWS.register_module("text_env_workflow")
 class TextEnvWorkflow(Workflow):
-    """A conversation with a `TextEnv`. The reward is the sum of the environment's; all answers are trained.
+    """Conversation with a `TextEnv`; the reward is the sum of step rewards, and all answers are trained.
 
-    `workflow_args` are `env`, a class or factory of the environment or its dotted path, `env_args` for it, and
-    `max_env_steps`, the maximal number of answers (10). A truncated answer also ends the conversation. Each concurrent
-    run has its own environment; a factory may return clients of a shared one.
+    `workflow_args.env` is the environment's class, a factory, or a dotted path to either; `env_args` are its arguments.
+    `max_env_steps` limits the number of answers (10). A truncated answer ends the conversation. Concurrent runs have
+    separate environments; a factory may return clients of a shared one.
     """
 
     can_reset = True
@@ -52,7 +52,7 @@ class TextEnvWorkflow(Workflow):
         env, self.max_env_steps = args["env"], int(args["max_env_steps"])
         if env is None or self.max_env_steps < 1:
             raise ConfigError(
-                f"workflow_args of {self.name}: env is {env!r} and max_env_steps {self.max_env_steps}; expected "
+                f"workflow_args of {self.name}: env is {env!r} and max_env_steps is {self.max_env_steps}; expected "
                 "the dotted path of an environment, and at least 1"
             )
         self.args = args
@@ -60,16 +60,16 @@ class TextEnvWorkflow(Workflow):
         self.open()
 
     def open(self) -> None:
-        """Make the environment that the tasks of this instance share."""
+        """Make the environment for all tasks of this instance."""
         self.env = self.make(**self.args["env_args"])
 
     def first_observation(self) -> str:
-        """Begin the task, and returns the first observation."""
+        """Begin the task and return the first observation."""
         observation: str = self.env.reset(self.task.raw_task)
         return observation
 
     def act(self, answer: str) -> tuple[str, float, bool]:
-        """Return the observation and the reward that the model's answer leads to, and whether the task is done."""
+        """Send the answer; return the observation, the reward, and whether the task is done."""
         observation, reward, done, _ = self.env.step(answer)
         return observation, float(reward), bool(done)
 
@@ -78,10 +78,11 @@ class TextEnvWorkflow(Workflow):
         return sum(rewards)
 
     def system_prompt(self) -> str | None:
-        """Return the system message; None or an empty text for none."""
+        """Return the system message; None or an empty text omits it."""
         return self.task.format_args.system_prompt
 
     def run(self) -> list[Experience]:
+        """Talk to the environment until the task is done or the limit is reached."""
         prompt = self.system_prompt()
         messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}] if prompt else []
         messages.append({"role": "user", "content": self.first_observation()})
@@ -108,23 +109,22 @@ class TextEnvWorkflow(Workflow):
 
 @WORKFLOWS.register_module("gym_env_workflow")
 class GymEnvWorkflow(TextEnvWorkflow):
-    """A conversation with an environment that has gym's methods, on text.
+    """Conversation with a text environment that has the methods of gym or gymnasium.
 
-    `reset()` returns an observation, or one and any information; `step(action)` returns observation, reward, done and
-    information, or as gymnasium has it observation, reward, terminated, truncated and information. The action is what
-    the answer has between action tags, and empty without them. The reward is that of the step that ends the task, and
-    `unfinished_reward` (−0.1) where none does. `workflow_args` are those of `text_env_workflow`, with up to 30 steps.
+    The action is the text between the answer's action tags, or empty. The reward is the last step's, or
+    `unfinished_reward` (−0.1) for an unfinished task. Other `workflow_args` match `text_env_workflow`, with 30 steps.
     """
 
     name = "gym_env_workflow"
     defaults: ClassVar[dict[str, Any]] = TextEnvWorkflow.defaults | {"max_env_steps": 30, "unfinished_reward": -0.1}
 
     def first_observation(self) -> str:
+        """Reset the environment and return the first observation."""
         return self.format_observation(self.env.reset())
 
     def format_observation(self, observation: Any) -> str:
-        """Return an observation as the user's message."""
-        if isinstance(observation, tuple):  # with information
+        """Format an observation as the user's message."""
+        if isinstance(observation, tuple):  # (observation, info)
             observation = observation[0]
         if not isinstance(observation, str):
             raise RolloutError(
@@ -133,38 +133,44 @@ class GymEnvWorkflow(TextEnvWorkflow):
         return f"Observation: {observation}"
 
     def act(self, answer: str) -> tuple[str, float, bool]:
-        found = _ACTION.search(answer)
-        return self.take(found[1].strip() if found else "")
+        """Apply the action between the answer's action tags."""
+        match = _ACTION.search(answer)
+        return self.take(match[1].strip() if match else "")
 
     def take(self, action: str) -> tuple[str, float, bool]:
-        """Return what `act` returns, for an action."""
+        """Apply an action; return the observation, the reward, and whether the task is done."""
         observation, reward, *ends, _ = self.env.step(action)
         return self.format_observation(observation), float(reward), any(map(bool, ends))
 
     def total(self, rewards: list[float], done: bool) -> float:
+        """Return the last reward, or `unfinished_reward`."""
         return rewards[-1] if done else float(self.args["unfinished_reward"])
 
     def system_prompt(self) -> str | None:
-        given = self.task.format_args.system_prompt
-        return ACTION_PROMPT if given is None else given
+        """Return the configured system message, or the default about action tags."""
+        prompt = self.task.format_args.system_prompt
+        return ACTION_PROMPT if prompt is None else prompt
 
 
 @WORKFLOWS.register_module("alfworld_workflow")
 class AlfworldWorkflow(GymEnvWorkflow):
-    """A `GymEnvWorkflow` whose environments are of one task, as ALFWorld's: `env` is a function of the task's prompt,
-    such as the path of a game. The environment is closed after the task, if it can be.
+    """`GymEnvWorkflow` with a new environment per task, as in ALFWorld.
+
+    `env` is a function of the task's prompt, such as the path of a game. The environment's `close` runs after the task.
     """
 
     name = "alfworld_workflow"
 
     def open(self) -> None:
-        """Do nothing, as `first_observation` makes the environment."""
+        """Do nothing; `first_observation` makes the environment."""
 
     def first_observation(self) -> str:
+        """Make the task's environment and return the first observation."""
         self.env = self.make(self.task.task_desc, **self.args["env_args"])
         return super().first_observation()
 
     def run(self) -> list[Experience]:
+        """Run the task and close its environment."""
         self.env = None
         try:
             return super().run()
@@ -175,32 +181,33 @@ class AlfworldWorkflow(GymEnvWorkflow):
 
 @WORKFLOWS.register_module("webshop_workflow")
 class WebShopWorkflow(GymEnvWorkflow):
-    """A `GymEnvWorkflow` for an environment with WebShop's methods, of up to 15 steps.
+    """`GymEnvWorkflow` for an environment with WebShop's methods, of up to 15 steps.
 
-    The task's prompt is the number of a session, with which `reset(session=…)` begins; the first observation is what it
-    returns, or the environment's `observation`. An action is search[words] or click[button]. One that
-    `get_available_actions()` does not have is answered by what is wrong with it, and costs a step.
+    The task's prompt is the session number for `reset(session=…)`. An action is search[words] or click[button]. An
+    action outside `get_available_actions()` costs a step and is answered with the error.
     """
 
     name = "webshop_workflow"
     defaults: ClassVar[dict[str, Any]] = GymEnvWorkflow.defaults | {"max_env_steps": 15}
 
     def first_observation(self) -> str:
+        """Begin the session and return its first observation."""
         try:
             session = int(self.task.task_desc or 0)
         except ValueError:
             raise RolloutError(
-                f"webshop_workflow: the prompt is {self.task.task_desc!r:.80}, expected the number of a session"
+                f"webshop_workflow: the prompt is {self.task.task_desc!r:.80}, expected a session number"
             ) from None
         observation = self.env.reset(session=session)
         return self.format_observation(self.env.observation if observation is None else observation)
 
     def take(self, action: str) -> tuple[str, float, bool]:
-        wrong = self.action_error(action)
-        return super().take(action) if wrong is None else (wrong, 0.0, False)
+        """Apply an action, or return its error as the observation."""
+        error = self.action_error(action)
+        return super().take(action) if error is None else (error, 0.0, False)
 
     def action_error(self, action: str) -> str | None:
-        """Return what is wrong with an action; None where the environment accepts it."""
+        """Return an error message for an invalid action, else None."""
         available, call = self.env.get_available_actions(), _CALL.fullmatch(action)
         if call is None:
             return "This is no action. Write <action>search[words]</action> or <action>click[button]</action>."

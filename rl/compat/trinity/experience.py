@@ -1,4 +1,4 @@
-"""What a Trinity workflow returns: experiences, each one trajectory of tokens."""
+"""Experience of a Trinity-style workflow: one trajectory of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class EID:
-    """The origin of an experience. A workflow may set it; archon does not read it."""
+    """Origin of an experience; archon does not read it."""
 
     batch: int = 0
     task: int = 0
@@ -21,17 +21,17 @@ class EID:
 
 @dataclass(kw_only=True, eq=False)
 class Experience:
-    """One trajectory of L tokens, the first P of which are the prompt.
+    """Trajectory of L tokens; the first P are the prompt.
 
     Attributes:
         tokens: int [L], prompt and answer.
         prompt_length: P, from 1 to L − 1.
-        reward: of the whole trajectory.
-        logprobs: float [L − P] of the tokens after the prompt; None: those the model recorded for the same tokens.
-        action_mask: int or bool [L − P], 1 at generated tokens that are trained; None: all ones.
-        metrics: numbers for the run's log.
+        reward: reward of the whole trajectory.
+        logprobs: float [L − P] of the tokens after the prompt; None: use the logprobs that the model recorded.
+        action_mask: int or bool [L − P], 1 at trained tokens; None: all ones.
+        metrics: numbers for the training log.
 
-    Lists become tensors. Experiences are checked when the workflow returns them.
+    Lists become tensors. The adapter validates experiences when the workflow returns.
     """
 
     tokens: Tensor
@@ -55,4 +55,4 @@ class Experience:
                 try:
                     setattr(self, name, torch.tensor(value))
                 except (TypeError, ValueError):
-                    pass  # not numbers, or ragged: reported when the workflow returns it
+                    pass  # ragged or not numbers: the adapter reports it

@@ -1,4 +1,4 @@
-"""`ModelWrapper`: the interface of a Trinity-style workflow to the model, which keeps the exact tokens."""
+"""Model interface of Trinity-style workflows that keeps exact tokens."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from archon.serve.server import AgentServer
     from archon.serve.sessions import Session
 
-    Endpoint = tuple[AgentServer, str]  # and its base URL
+    Endpoint = tuple[AgentServer, str]  # server and its base URL
 
 T = TypeVar("T")
 
-# The workflow's names of sampling parameters, and archon's, whose own max_tokens counts the prompt too.
+# Workflow names of sampling parameters to archon names (archon's max_tokens includes the prompt).
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "seed")}
 _SAMPLING |= {"max_tokens": "max_new_tokens", "max_new_tokens": "max_new_tokens"}
 
 
 class ModelWrapper:
-    """The model that is trained, for one run of a workflow at a time.
+    """The trained model, for one run of a workflow at a time.
 
-    A synchronous `run` calls `chat` and `generate`, which block; a `run_async` awaits `chat_async` and
-    `generate_async`. Sampling parameters that a call does not set are those of the run's configuration.
+    A synchronous `run` calls the blocking `chat` and `generate`; `run_async` awaits `chat_async` and `generate_async`.
+    The run's configuration provides defaults of sampling parameters.
 
-    A conversation stays in token space: if a call's messages are those of an earlier call, its unchanged
-    `response_text`, and one more message, the prompt is the tokens so far and those of that message.
+    A conversation stays in token space: if the messages extend an earlier call by its unchanged `response_text` and one
+    more message, the prompt is the earlier tokens plus the tokens of that message.
 
     Args:
         tokenizer: renders messages and decodes answers.
-        enable_history: keep the answers of `chat` and `generate` for `extract_experience_from_history` too.
+        enable_history: also keep the answers of `chat` and `generate` for `extract_experience_from_history`.
     """
 
     def __init__(self, tokenizer: Any, *, enable_history: bool = False) -> None:
@@ -66,18 +66,18 @@ class ModelWrapper:
         run: int,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """Open the wrapper for run `run` of the current episode; `endpoint` is a server for clients over HTTP."""
+        """Open the wrapper for run `run` of the current episode; `endpoint` serves HTTP clients."""
         self._engine, self._gconfig = engine, gconfig
         self._seed = derive_seed(workflow_context.get().seed, run)
         self._endpoint = endpoint
         self._session: Session | None = None
         if endpoint is not None:
-            one = gconfig.model_copy(update={"n_samples": 1})
+            single = gconfig.model_copy(update={"n_samples": 1})
             policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
             if policy is not None and policy.mode == "allow":
-                policy = None  # experiences have no temperatures, so the trainer's check refuses other ones
-            self._session = endpoint[0].sessions.open(engine, one, derive_seed(self._seed, 0), policy)
-            for client in self._clients:  # of a workflow that is used again
+                policy = None  # experiences have no temperatures; the trainer rejects other values
+            self._session = endpoint[0].sessions.open(engine, single, derive_seed(self._seed, 0), policy)
+            for client in self._clients:  # a reused workflow keeps its clients
                 client.base_url, client.api_key = endpoint[1], self._session.key
         self._loop = asyncio.get_running_loop()
         self._calls = 0
@@ -88,7 +88,7 @@ class ModelWrapper:
         self._records: dict[tuple[int, ...], TokenRecord] = {}
 
     def close(self) -> None:
-        """End the run: calls that a thread still waits for are canceled, and further calls are refused."""
+        """End the run: cancel waiting calls and reject further ones."""
         self._closed.set()
         for future in list(self._waiting):
             future.cancel()
@@ -97,19 +97,22 @@ class ModelWrapper:
 
     @property
     def model_version(self) -> int:
-        """Returns the version of the weights."""
+        """Version of the weights."""
         return self._engine.version
 
     def chat(self, messages: Sequence[dict[str, Any]], n: int = 1, **sampling: Any) -> list[Experience]:
         """Return `n` answers to a conversation, as experiences without a reward.
 
+        Untrainable answers are dropped and counted.
+
         Args:
             messages: `{"role": …, "content": text}`.
+            n: number of answers.
             sampling: `temperature` (0: greedy), `top_p`, `top_k`, `max_tokens` of an answer, `stop`, `stop_token_ids`,
                 `ignore_eos`, `seed`; None keeps the configured value.
 
-        Answers that cannot be trained on are dropped and counted. Raises `RolloutError` where none is left, for an
-        unknown argument, and on the event loop's thread, which it would block.
+        Raises:
+            RolloutError: no usable answer, an unknown argument, or a call on the event loop's thread.
         """
         return self.wait(self.chat_async(messages, n, **sampling))
 
@@ -124,7 +127,7 @@ class ModelWrapper:
         return await self._answers(known, new_ids, n, sampling, list(messages))
 
     def generate(self, prompts: Sequence[str] | str, n: int = 1, **sampling: Any) -> list[Experience]:
-        """Return `n` continuations of each text, grouped by text; arguments and errors are those of `chat`."""
+        """Return `n` continuations of each text, grouped by text; arguments and errors as in `chat`."""
         return self.wait(self.generate_async(prompts, n, **sampling))
 
     async def generate_async(self, prompts: Sequence[str] | str, n: int = 1, **sampling: Any) -> list[Experience]:
@@ -135,7 +138,7 @@ class ModelWrapper:
         return [answer for group in groups for answer in group]
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float | None = None) -> Tensor:
-        """Return the model's logprobs of tokens 1 to L − 1, each given those before it: float32 [L − 1].
+        """Return logprobs of tokens 1 to L − 1, conditioned on their prefixes: float32 [L − 1].
 
         Args:
             tokens: L ids, a list or a tensor [L].
@@ -151,27 +154,29 @@ class ModelWrapper:
         ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         score = getattr(self._engine, "prompt_logprobs", None)
         if score is None:
-            raise RolloutError(f"{type(self._engine).__name__} does not compute the logprobs of given tokens")
+            raise RolloutError(f"{type(self._engine).__name__} has no prompt_logprobs; use another engine")
         return torch.tensor(score(ids, temperature))
 
     def get_openai_client(self) -> openai.OpenAI:
         """Return an OpenAI client of the model for this run; `client.model_path` is the model's name.
 
-        `extract_experience_from_history` returns its answers. Raises `RolloutError` where enable_openai_api is not set
-        or openai is not installed.
+        `extract_experience_from_history` returns its answers.
+
+        Raises:
+            RolloutError: `enable_openai_api` is not set, or the package openai is not installed.
         """
         return self._client("OpenAI")
 
     def get_openai_async_client(self) -> openai.AsyncOpenAI:
-        """Return the asynchronous client, for `run_async`."""
+        """Return the asynchronous client for `run_async`."""
         return self._client("AsyncOpenAI")
 
     def _client(self, kind: str) -> Any:
         self._require_open()
         if self._endpoint is None or self._session is None:
             raise RolloutError(
-                "this run has no OpenAI endpoint; set explorer.rollout_model.enable_openai_api: true, or give the "
-                "workflow enable_openai_api=True"
+                "this run has no OpenAI endpoint; set explorer.rollout_model.enable_openai_api: true, or "
+                "workflow_args.enable_openai_api: true"
             )
         server, base_url = self._endpoint
         client = openai_client(kind, base_url, self._session.key, server.model, max_retries=0)
@@ -181,9 +186,8 @@ class ModelWrapper:
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """Return the conversations of this run's clients since the last call, as experiences without a reward.
 
-        Each spans from its first prompt to its last answer, and all answers are trained. With `enable_history` the
-        answers of `chat` and `generate` come first, each as it was returned. `clear_history` removes all of them from
-        the history.
+        Each conversation spans its first prompt to its last answer, and all answers are trained. With `enable_history`,
+        the answers of `chat` and `generate` come first. `clear_history` empties the history.
         """
         self._require_open()
         experiences = list(self.history)
@@ -202,16 +206,16 @@ class ModelWrapper:
         return experiences
 
     def convert_messages_to_experience(self, messages: Sequence[dict[str, Any]]) -> Experience:
-        """Return a conversation that ends with an answer of this run as one experience.
+        """Return a conversation that ends with an answer of this run as one experience; all answers are trained.
 
-        All answers whose tokens were kept are trained. Raises `RolloutError` where the last message is not an unchanged
-        answer of the model.
+        Raises:
+            RolloutError: the last message is not an unchanged answer of the model.
         """
         record = self._conversations.get(conversation_key(messages))
         if record is None:
             raise RolloutError(
-                "the conversation does not end with an answer that the model gave to these messages in this run; keep "
-                "`response_text` and the messages before it unchanged, and leave out messages after it"
+                "the conversation does not end with an unchanged answer of the model in this run; keep `response_text` "
+                "and the messages before it, and remove messages after it"
             )
         experience = self._experience(record, record.loss_mask.index(1))
         experience.response_text, experience.messages = messages[-1]["content"], list(messages)
@@ -222,7 +226,7 @@ class ModelWrapper:
         return self.convert_messages_to_experience(messages)
 
     def _experience(self, record: TokenRecord, prompt_length: int) -> Experience:
-        """Return the experience of a record, and remembers the record by its tokens."""
+        """Convert a record to an experience and store the record by its tokens."""
         self._records[tuple(record.input_ids)] = record
         return Experience(
             tokens=torch.tensor(record.input_ids),
@@ -233,11 +237,11 @@ class ModelWrapper:
         )
 
     def find_record(self, tokens: Sequence[int]) -> TokenRecord | None:
-        """Return the record of exactly these tokens, with logprobs and versions, or None if this run has none."""
+        """Return this run's record of exactly these tokens, with logprobs and versions, or None."""
         return self._records.get(tuple(tokens))
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the event loop while the calling thread waits, and returns its result."""
+        """Run `work` on the event loop and block the calling thread until its result."""
         try:
             running_loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -246,18 +250,18 @@ class ModelWrapper:
             work.close()
             self._require_open()
             raise RolloutError(
-                "this would block the event loop that answers it: in run_async, await chat_async or generate_async"
+                "a blocking call on the event loop would never return; in run_async, await chat_async or generate_async"
             )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        if self._closed.is_set():  # meanwhile
+        if self._closed.is_set():  # closed in the meantime
             future.cancel()
         return future.result()
 
     def _require_open(self) -> None:
         if self._closed.is_set():
-            raise RolloutError("the run that this model belongs to has ended; use the model during the run only")
+            raise RolloutError("the run of this model has ended; call the model during the run only")
 
     async def _answers(
         self,
@@ -267,12 +271,12 @@ class ModelWrapper:
         sampling: dict[str, Any],
         messages: list[dict[str, Any]] | None,
     ) -> list[Experience]:
-        """Return the usable ones of `n` answers to the tokens of `known` and `new_ids`."""
+        """Sample `n` answers after the tokens of `known` and `new_ids`; return the usable ones."""
         self._require_open()
         if not isinstance(n, int) or n < 1:
             raise RolloutError(f"n is {n!r}, expected the number of answers, at least 1")
         gconfig = self._request_gconfig(sampling)
-        # Each call has its own random streams, so that it does not depend on concurrent runs.
+        # Separate random streams per call: answers do not depend on concurrent runs.
         seed = derive_seed(self._seed, self._calls) if gconfig.seed is None else gconfig.seed
         self._calls += 1
         prompt_ids = known.input_ids + new_ids
@@ -282,7 +286,7 @@ class ModelWrapper:
         responses = await asyncio.gather(*map(self._engine.agenerate, requests))
         answers, lost = list[Experience](), list[UnusableAnswerError]()
         for response in responses:
-            # A copy: the answers share the tokens before them.
+            # A copy, because the answers share their prompt.
             columns: dict[str, Any] = {name: [*value] for name, value in vars(known).items() if isinstance(value, list)}
             record = replace(known, **columns)
             record.observe(new_ids)
@@ -296,8 +300,8 @@ class ModelWrapper:
             answer.prompt_text, answer.messages = prompt_text, messages
             answer.response_text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             if messages is not None:
-                said = {"role": "assistant", "content": answer.response_text}
-                self._conversations[conversation_key([*messages, said])] = record
+                reply = {"role": "assistant", "content": answer.response_text}
+                self._conversations[conversation_key([*messages, reply])] = record
             answers.append(answer)
         if self.enable_history:
             self.history += answers
@@ -311,7 +315,7 @@ class ModelWrapper:
         changes: dict[str, Any] = {"n_samples": 1}
         for name, value in sampling.items():
             if name == "logprobs" or value is None:
-                continue  # logprobs are always returned
+                continue  # every answer has logprobs
             if name not in _SAMPLING:
                 raise RolloutError(f"the model has no argument {name!r}{nearest(name, list(_SAMPLING))}")
             changes[_SAMPLING[name]] = value
@@ -329,8 +333,10 @@ class ModelWrapper:
 
 
 def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_retries: int) -> Any:
-    """Return a client of class `kind`, OpenAI or AsyncOpenAI, without proxies and limits of time; its `model_path` is
-    the model's name. Raises `RolloutError` where the package openai is not installed.
+    """Return a client of class `kind` (OpenAI or AsyncOpenAI) without proxies and time limits.
+
+    Raises:
+        RolloutError: the package openai is not installed.
     """
     try:
         module: Any = importlib.import_module("openai")
@@ -350,7 +356,7 @@ def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_ret
 
 
 def conversation_key(messages: Any) -> tuple[tuple[str, str], ...]:
-    """Return the role and text of each message; raises `RolloutError` where `messages` is not a conversation."""
+    """Return the role and text of each message; raise `RolloutError` for invalid messages."""
     for index, message in enumerate(messages):
         parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(part, str) for part in parts):

@@ -1,4 +1,4 @@
-"""Modules of the user's own, whose workflows and rewards are then known by their registered names."""
+"""Import of plugin modules that register workflows and rewards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ VARIABLE = "TRINITY_PLUGIN_DIRS"
 
 
 def import_plugins() -> list[str]:
-    """Import every module of the folders in $TRINITY_PLUGIN_DIRS, once, and returns their names.
+    """Import every module of the folders in $TRINITY_PLUGIN_DIRS once and return the module names.
 
-    Raises `ConfigError` for a folder that does not exist, and a module that cannot be imported.
+    Raises:
+        ConfigError: missing folder, or a module that fails to import.
     """
     names = []
     for folder in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         if not Path(folder).is_dir():
-            raise ConfigError(f"{VARIABLE} names {folder!r}, which is no folder; name those of your plugins")
+            raise ConfigError(f"{VARIABLE} names {folder!r}, which is not a folder; expected folders of plugins")
         for file in sorted(Path(folder).glob("*.py")):
             name = f"trinity_plugin_{file.stem}"
             if name not in sys.modules:

@@ -1,4 +1,4 @@
-"""Built-in Trinity-style ReAct agent: the model calls tools until it answers."""
+"""Built-in Trinity-style ReAct agent with tool calls."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def calculator(expression: str) -> str:
         if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATIONS:
             operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
             return _OPERATIONS[type(node.op)](*map(value, operands))
-        raise ValueError(f"{ast.unparse(node)} is none of numbers, + - * / and brackets")
+        raise ValueError(f"{ast.unparse(node)} is not allowed; use numbers, + - * / and brackets")
 
     if len(expression) > _MAX_EXPRESSION:
-        raise ValueError(f"an expression may have {_MAX_EXPRESSION} characters")
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_EXPRESSION} are allowed")
     return str(value(ast.parse(expression.strip(), mode="eval").body))
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return OpenAI's description of a tool: the function's name, docstring, and argument types."""
+    """Return the OpenAI tool schema of a function: name, docstring and argument types."""
     hints, parameters = get_type_hints(tool), inspect.signature(tool).parameters
     properties = {name: {"type": _JSON_TYPES.get(hints.get(name, str), "object")} for name in parameters}
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -55,11 +55,11 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 @WORKFLOWS.register_module("react_workflow")
 class ReActWorkflow(SimpleWorkflow):
-    """A ReAct agent: runs the tools that the model calls until it answers without a call.
+    """ReAct agent that runs tool calls until the model answers without one.
 
-    All answers get the reward of the last one. `workflow_args` are `tools`, functions of JSON arguments or their dotted
-    paths (a calculator), and `max_turns`, the maximal number of answers (5). A tool that fails returns its error to the
-    model. The run needs `enable_openai_api`.
+    All answers get the reward of the last one. `workflow_args.tools` are functions of JSON arguments or their dotted
+    paths (a calculator); `max_turns` limits the number of answers (5). The model sees the error of a failed tool. The
+    run needs `enable_openai_api`.
     """
 
     can_repeat = False
@@ -77,6 +77,7 @@ class ReActWorkflow(SimpleWorkflow):
         self.client = model.get_openai_client()
 
     def run(self) -> list[Experience]:
+        """Let the model call tools until it answers, and score the last answer."""
         from openai import BadRequestError
 
         messages: list[Any] = self.format_messages()
@@ -107,21 +108,21 @@ class ReActWorkflow(SimpleWorkflow):
         return experiences
 
     def _call_tool(self, name: str, arguments: str) -> str:
-        """Return the tool's result, or its error, after which the model may try again."""
+        """Return the tool's result or its error as text."""
         if name not in self.tools:
-            return f"error: no tool {name}; there are {', '.join(self.tools)}"
+            return f"error: no tool {name}; available: {', '.join(self.tools)}"
         try:
             return str(self.tools[name](**json.loads(arguments)))
-        except Exception as error:  # noqa: BLE001 (the model's arguments, a user's function)
+        except Exception as error:  # noqa: BLE001 (user code with arguments of the model)
             return f"error: {type(error).__name__}: {error}"
 
 
 @WORKFLOWS.register_module("agentscope_react_workflow")
 @WORKFLOWS.register_module("as_react_workflow")
 class AgentScopeReActWorkflow(ReActWorkflow):
-    """A `ReActWorkflow` for mathematics, under the name of Trinity-RFT's, without the package agentscope.
+    """`ReActWorkflow` for mathematics that needs no agentscope package.
 
-    `workflow_args` are those of `react_workflow`, and `type`: gsm8k or dapo, which here mean the same, a boxed answer.
+    `workflow_args` adds `type` to the options of `react_workflow`: gsm8k or dapo; both ask for a boxed answer.
     """
 
     name = "as_react_workflow"
@@ -129,6 +130,7 @@ class AgentScopeReActWorkflow(ReActWorkflow):
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
+        """Read the task and set the default system prompt."""
         super().reset(task)
         kind = task.workflow_args.get("type", "gsm8k")
         if kind not in ("gsm8k", "dapo"):

@@ -1,4 +1,4 @@
-"""Built-in Trinity-style workflow for mathematics whose answers are compared by another model (RULER)."""
+"""Built-in Trinity-style workflow for mathematics with a comparing judge (RULER)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIST = re.compile(r"\[[^\[\]]*\]")
 @WORKFLOWS.register_module("async_math_ruler_workflow")
 @WORKFLOWS.register_module("math_ruler_workflow")
 class MathRULERWorkflow(MathWorkflow):
-    """A `MathWorkflow` in which the first auxiliary model scores all answers to a question at once, from 0 to 1, by
-    comparing them (RULER). The task's own reward is recorded as `gold_reward` only.
+    """`MathWorkflow` with a judge that compares all answers to a question and scores them from 0 to 1.
 
-    A verdict that is no list of one number per answer fails the task, which is counted; its answers are not scored 0.
+    The judge is the first auxiliary model. The task's reward is only logged, as `gold_reward`. A verdict without one
+    number per answer fails the task and is counted.
     """
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
@@ -31,6 +31,7 @@ class MathRULERWorkflow(MathWorkflow):
             raise ConfigError("math_ruler_workflow needs a judge: name one in explorer.auxiliary_models")
 
     def run(self) -> list[Experience]:
+        """Answer the prompt and let the judge score the answers."""
         responses = self.score(self.model.chat(self.format_messages(), **self.rollout_args))
         for response in responses:
             response.metrics["gold_reward"] = response.reward or 0.0
@@ -39,25 +40,25 @@ class MathRULERWorkflow(MathWorkflow):
         return responses
 
     def judge_scores(self, responses: Sequence[Experience]) -> list[float]:
-        """Return the judge's score of each response; raises `RewardInvalid` where its verdict has none."""
+        """Return the judge's score of each response; raise `RewardInvalid` for an unusable verdict."""
         assert self.auxiliary_models
         judge = self.auxiliary_models[0]
         answers = "\n\n".join(f"Answer {n}:\n{response.response_text}" for n, response in enumerate(responses, 1))
-        asked = (
+        question = (
             f"Question:\n{self.task_desc}\n\n{answers}\n\nCompare the {len(responses)} answers. End with a list of "
             f"{len(responses)} numbers from 0 to 1 in brackets, the score of each answer in this order: 1 for one that "
             "answers the question rightly, 0 for one that does not help at all."
         )
-        message = {"role": "user", "content": asked}
+        message = {"role": "user", "content": question}
         verdict = judge.chat.completions.create(model=judge.model_path, messages=[message]).choices[0].message.content
         return parse_scores(verdict or "", len(responses))
 
 
 def parse_scores(verdict: str, count: int) -> list[float]:
-    """Return the numbers of the last list in the text, clipped to [0, 1]; raises `RewardInvalid` unless `count`."""
-    found = _LIST.findall(verdict)
+    """Return the `count` numbers of the last list in the text, clipped to [0, 1]."""
+    lists = _LIST.findall(verdict)
     try:
-        scores = [float(score) for score in json.loads(found[-1])] if found else []
+        scores = [float(score) for score in json.loads(lists[-1])] if lists else []
     except (ValueError, TypeError):
         scores = []
     if len(scores) != count or any(score != score for score in scores):

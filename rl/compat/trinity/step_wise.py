@@ -1,4 +1,4 @@
-"""Base classes of Trinity-style workflows that are written step by step, and rewarded by step or at the end."""
+"""Base classes of step-by-step Trinity-style workflows, with rewards per step or per run."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from archon.schema.errors import ConfigError
 
 
 class _Steps(Workflow):
-    """Runs `step` until it returns False, at most `max_step_num` times. The answers of a step, by `model.chat` or by a
-    client, are its experiences, with its number in `eid.step`.
-    """
+    """Workflow that calls `step` until it returns False, at most `max_step_num` times."""
 
     can_repeat = False
 
     @property
     def max_step_num(self) -> int:
-        """The maximal number of steps."""
+        """Maximum number of steps."""
         raise NotImplementedError
 
     def step(self, step_num: int) -> bool:
-        """Run step `step_num`, from 0. Returns whether there is another one."""
+        """Run step `step_num` (from 0); return whether there is another one."""
         raise NotImplementedError
 
     async def step_async(self, step_num: int) -> bool:
-        """Do the same as `step`, awaited, in the classes whose names begin with Async."""
+        """Do the same as `step`, awaited, in asynchronous classes."""
         raise NotImplementedError
 
     def step_experiences(self, step_num: int) -> list[Experience]:
-        """Return the experiences of step `step_num`."""
+        """Return the answers of step `step_num` as experiences, with the step in `eid.step`."""
         if not self.model.enable_history:
             raise ConfigError(
-                f"{type(self).__name__} trains the model's recorded answers: set "
-                "explorer.rollout_model.enable_history: true, or give the workflow enable_history=True"
+                f"{type(self).__name__} trains recorded answers; set explorer.rollout_model.enable_history: true, or "
+                "workflow_args.enable_history: true"
             )
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
@@ -41,13 +39,14 @@ class _Steps(Workflow):
 
 
 class StepWiseRewardWorkflow(_Steps):
-    """A workflow whose steps are rewarded one by one."""
+    """Workflow with one reward per step."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
         """Return the reward of the experiences of step `step_num`."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
+        """Run the steps and reward each."""
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
@@ -62,7 +61,7 @@ class StepWiseRewardWorkflow(_Steps):
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
-    """A `StepWiseRewardWorkflow` whose `step_async` and `reward_async` are awaited."""
+    """Asynchronous `StepWiseRewardWorkflow` with `step_async` and `reward_async`."""
 
     is_async = True
 
@@ -71,6 +70,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
+        """Run the steps and reward each."""
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)
@@ -85,13 +85,14 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
 
 
 class RewardPropagationWorkflow(_Steps):
-    """A workflow whose steps all get the reward of the whole run."""
+    """Workflow with one reward for all steps of a run."""
 
     def reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, whose experiences are `exps`."""
+        """Return the reward of a run with these experiences."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
+        """Run the steps and reward them together."""
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
@@ -108,7 +109,7 @@ class RewardPropagationWorkflow(_Steps):
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
-    """A `RewardPropagationWorkflow` whose `step_async` and `reward_async` are awaited."""
+    """Asynchronous `RewardPropagationWorkflow` with `step_async` and `reward_async`."""
 
     is_async = True
 
@@ -117,6 +118,7 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
+        """Run the steps and reward them together."""
         experiences: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)

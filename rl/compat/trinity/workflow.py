@@ -1,4 +1,4 @@
-"""The base class of Trinity-style workflows, their tasks and experiences, and their registries."""
+"""Trinity-style workflows, tasks and rewards, and their registries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class FormatConfig:
-    """The columns of prompt and answer, and the system prompt (None: the workflow's default)."""
+    """Prompt and answer columns, and the system prompt (None: the default)."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -30,8 +30,9 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """Sampling parameters of a task's `n` answers. Temperature 0 is greedy, and top_k −1 is off. `max_tokens` limits an
-    answer; `logprobs` has no effect, as they are always returned.
+    """Sampling parameters of a task's `n` answers.
+
+    Temperature 0 is greedy, top_k −1 is off, and `max_tokens` limits an answer. Answers always have logprobs.
     """
 
     n: int = 1
@@ -44,10 +45,10 @@ class GenerationConfig:
 
 @dataclass
 class Task:
-    """The input of one run of a workflow.
+    """Input of one run of a workflow.
 
-    `raw_task` is the unchanged row of the dataset. `reward_fn` is a `RewardFn` class, or the run's archon reward.
-    `task_id` is the prompt's position in the data stream.
+    `raw_task` is the unchanged dataset row. `reward_fn` is a `RewardFn` class or the run's archon reward. `task_id` is
+    the position of the prompt in the data stream.
     """
 
     workflow: Any = None
@@ -62,19 +63,21 @@ class Task:
 
     @property
     def task_desc(self) -> Any:
-        """Returns the prompt; None where the row has no such column."""
+        """Prompt, or None if the row lacks the column."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """Returns the gold answer; None where the row has no such column."""
+        """Gold answer, or None if the row lacks the column."""
         return self.raw_task.get(self.format_args.response_key)
 
 
 class ModuleRegistry(Registry[T]):
-    """A registry whose decorator is `register_module`. A module that is imported again may register its names again."""
+    """Registry with the decorator `register_module`; a re-imported module may register its names again."""
 
     def register_module(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers an entry under `name`."""
+
         def add(entry: T) -> T:
             known: Any = self._entries.get(name)
             new: Any = entry
@@ -86,29 +89,28 @@ class ModuleRegistry(Registry[T]):
 
 
 class RewardFn(ABC):
-    """A reward as a class, constructed with `reward_fn_args` and called once per answer.
-
-    Archon's own rewards, which run in worker processes, are accepted as well.
-    """
+    """Reward class, constructed with `reward_fn_args` and called once per answer."""
 
     @abstractmethod
     def __call__(self, **kwargs: Any) -> float | dict[str, float]:
-        """Return the reward of the text `response`, given the gold answer `truth`; a dictionary's parts are summed."""
+        """Return the reward of `response` for the gold answer `truth`, or a dictionary of parts to sum."""
 
 
 class Workflow:
-    """Turns a task into experiences. Override `run`, or `run_async` with `is_async = True`.
+    """Workflow that turns a task into experiences; override `run`, or `run_async` with `is_async = True`.
 
-    A synchronous `run` has its own thread, which it may block. The experiences of all runs of a task form one group;
-    where there are several runs, each run is one trajectory. `can_repeat` says how a group of n is made. True: by one
-    run, after `set_repeat_times(n, …)`. False: by n concurrent runs. None: by one run, which may read
-    `task.rollout_args.n`, and n − 1 more where it returned a single experience.
+    A synchronous `run` may block; it has a separate thread. The experiences of all runs of a task form one group, and
+    each of several runs is one trajectory. `can_repeat` selects how a group of n is made:
 
-    The older `resettable`, `repeatable` and `asynchronous`, as methods or properties, are supported too.
+    - True: one run after `set_repeat_times(n, …)`.
+    - False: n concurrent runs.
+    - None: one run that may read `task.rollout_args.n`, and n − 1 more if it returns a single experience.
+
+    The older methods or properties `resettable`, `repeatable` and `asynchronous` work too.
 
     Attributes:
-        auxiliary_models: an OpenAI client of each auxiliary model, asynchronous where `is_async`, with `model_path`.
-        auxiliary_model_wrappers: the same models, of which those that archon serves also have `chat` and `logprobs`.
+        auxiliary_models: OpenAI clients of the auxiliary models with `model_path`, asynchronous if `is_async`.
+        auxiliary_model_wrappers: the same models; served checkpoints also have `chat` and `logprobs`.
     """
 
     can_reset: bool = False
@@ -129,15 +131,15 @@ class Workflow:
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """Do the same as `run` on the event loop, which it must not block."""
+        """Do the same as `run` on the event loop, without blocking it."""
         raise NotImplementedError
 
     def reset(self, task: Task) -> None:
-        """Prepare a finished workflow for another task; it keeps its model."""
+        """Prepare a finished workflow for another task with the same model."""
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Set how many experiences `run` is to return."""
+        """Set the number of experiences that `run` returns."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def process_messages_to_experience(
@@ -147,7 +149,7 @@ class Workflow:
         info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return a conversation with this run's model as one experience; the numbers of `info` are logged."""
+        """Return a conversation with this run's model as one experience; numbers in `info` are logged."""
         experience = self.model.convert_messages_to_experience(messages)
         experience.truncate_status = experience.truncate_status or truncate_status
         experience.reward, experience.info = reward, info or {}
@@ -167,14 +169,14 @@ class Workflow:
 
 
 def is_awaited(kind: type[Workflow]) -> bool:
-    """Return whether workflows of this class run by `run_async`."""
+    """Return whether workflows of this class run `run_async`."""
     if kind.run_async is Workflow.run_async:
         return False
     return kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run
 
 
 def declared_flag(workflow: Workflow, attribute: str, older: str) -> bool | None:
-    """Return the value of a class attribute, or of the method or property that older workflows have instead."""
+    """Return a class attribute, or the value of its older method or property."""
     value = getattr(workflow, older, None)
     if value is None:
         return getattr(workflow, attribute, None)
@@ -182,7 +184,7 @@ def declared_flag(workflow: Workflow, attribute: str, older: str) -> bool | None
 
 
 def parse_workflow_args(name: str, args: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return `defaults` updated by the `workflow_args` of the workflow `name`; unknown ones raise `ConfigError`."""
+    """Return `defaults` updated by the `workflow_args` of workflow `name`; raise `ConfigError` for unknown keys."""
     for key in args:
         if key not in defaults:
             raise ConfigError(f"workflow_args of {name}: unknown {key!r}{nearest(key, list(defaults))}")

@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens of experiences have the version of their return, not of their sampling",
         "rl/compat/trinity/adapter.py",
-        "known.versions[place] if known and own else model.model_version",
+        "known.versions[place] if known and sampled else model.model_version",
         "model.model_version",
         ("tests/rl/compat/trinity",),
     ),

@@ -142,8 +142,8 @@ def test_three_steps_are_trained_at_a_server(serve: Callable[..., str], short_ru
 def test_fields_of_the_server_are_checked(serve: Callable[..., str], speaker: Any) -> None:
     name = serve()
     for query, message in [
-        ("?action_field=words", "an action has no field 'words'; choose of word: openenv:http"),
-        ("?observation_field=x", "an observation has no field 'x'; choose of text, tries: openenv"),
+        ("?action_field=words", "an action has no field 'words'; choose from word: openenv:http"),
+        ("?observation_field=x", "an observation has no field 'x'; choose from text, tries: openenv"),
         ("?field=x", "an environment's workflow has no option 'field'"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -126,7 +126,7 @@ def test_an_environment_is_spoken_with_until_it_is_done(adapted, run_episode, to
     ("args", "message"),
     [
         ({}, "env is None"),
-        ({"env": COUNTDOWN, "max_env_steps": 0}, "max_env_steps 0"),
+        ({"env": COUNTDOWN, "max_env_steps": 0}, "max_env_steps is 0"),
         ({"env": COUNTDOWN, "max_steps": 3}, "unknown 'max_steps', did you mean 'max_env_steps'"),
         (
             {"env": "tests.rl.compat.trinity.guide.Nowhere"},

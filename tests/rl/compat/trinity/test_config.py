@@ -187,7 +187,7 @@ def test_verls_own_configuration_is_read_where_the_file_is_silent(
     assert translate(put(given, "algorithm.optimizer.lr", 1e-6))["actor"]["optimizer"]["lr"] == 1e-6
     assert "only actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in caplog.text
     translate(put(small, "trainer.trainer_config_path", "nowhere.yaml"))
-    assert "nowhere.yaml does not exist, and is not read" in caplog.text
+    assert "nowhere.yaml does not exist; skipping it" in caplog.text
 
 
 def test_an_explorer_that_drives_the_synchronizer_is_bounded_staleness(small: dict[str, Any]) -> None:
@@ -254,19 +254,19 @@ T = "buffer.explorer_input.taskset."
         ("explorer.names", "x", "unknown key 'explorer.names'"),
         ("mode", "serve", "mode is 'serve', expected 'both' or 'colocate' or 'explore' or 'train' or 'bench'"),
         ("synchronizer.sync_style", "sometimes", "sync_style is 'sometimes', expected 'fixed' or"),
-        ("algorithm.algorithm_type", "sft", "which explores nothing: run `archon sft`"),
+        ("algorithm.algorithm_type", "sft", "which has no rollouts: run `archon sft`"),
         ("algorithm.algorithm_type", "mix", "the demonstrations are missing"),
         ("algorithm.bypass_old_logprobs", False, r"expected True: write `archon: \{algorithm: \{correction: tis"),
         ("model.lora_configs", [{"lora_rank": 8}], r"expected \[\]: archon trains all weights"),
         ("model.rope_theta", 1e6, "expected null: set it in the checkpoint's config.json"),
         ("model.repetition_penalty", 1.1, "the trainer cannot replay a penalty"),
-        (T + "format.image_key", "image", "archon reads text here"),
+        (T + "format.image_key", "image", "reads text only"),
         (T + "data_selector", {"selector_type": "difficulty_based"}, "tasks are drawn at random"),
         ("data_processor.experience_pipeline", {"operators": [{"name": "x"}]}, "process experiences in the workflow"),
-        ("buffer.trainer_input.experience_buffer", {"replay_buffer": {"enable": True}}, "trained on in their order"),
-        ("buffer.trainer_input.sft_warmup_dataset", {"path": "x"}, "trains on no demonstrations"),
+        ("buffer.trainer_input.experience_buffer", {"replay_buffer": {"enable": True}}, "trained in order"),
+        ("buffer.trainer_input.sft_warmup_dataset", {"path": "x"}, "does not train on demonstrations"),
         ("buffer.trainer_input.auxiliary_buffers", {"a": {}, "b": {}}, "has a, b; archon mixes in one"),
-        ("stages", [{"stage_name": "sft"}], "run each stage by a file of its own"),
+        ("stages", [{"stage_name": "sft"}], "run each stage from a separate file"),
         ("trainer.trainer_config", "verl", "expected a mapping"),
         (T + "storage_type", "sql", "expected 'file'"),
         (T + "default_workflow_type", "math_workflw", "did you mean 'math_workflow'.*dotted path"),
@@ -277,12 +277,12 @@ T = "buffer.explorer_input.taskset."
         (
             "buffer.explorer_input.eval_tasksets",
             [{"path": "a"}, {"path": "b"}],
-            "lists 2 sets, and archon evaluates on",
+            "lists 2 sets, but archon evaluates on",
         ),
         (
             "buffer.explorer_input.eval_tasksets",
             [{"path": "a", "default_workflow_type": "simple_workflow"}],
-            "archon evaluates as it trains",
+            "workflow or reward differs",
         ),
         ("archon", "layout", "archon is 'layout', expected a mapping"),
     ],
@@ -385,7 +385,7 @@ def test_a_registered_name_alone_is_enough_in_a_file(
     with pytest.raises(ConfigError, match=r"wrong.py cannot be imported: ModuleNotFoundError"):
         translate(small)
     monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(plugins / "nowhere"))
-    with pytest.raises(ConfigError, match="nowhere', which is no folder"):
+    with pytest.raises(ConfigError, match="nowhere', which is not a folder"):
         translate(small)
 
 

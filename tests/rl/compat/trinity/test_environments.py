@@ -105,7 +105,7 @@ def test_an_environment_is_trained_on_by_the_real_generator(adapted, run_episode
     ("name", "prompt", "args", "error", "message"),
     [
         ("webshop_workflow", "7", {}, ConfigError, "workflow_args of webshop_workflow: env is None"),
-        ("webshop_workflow", "shoes", {"env": GUIDE + "Shop"}, RolloutError, "'shoes', expected the number of a sess"),
+        ("webshop_workflow", "shoes", {"env": GUIDE + "Shop"}, RolloutError, "'shoes', expected a session number"),
         ("alfworld_workflow", "x", {"environment": "x"}, ConfigError, "unknown 'environment'"),
         ("gym_env_workflow", "x", {"env": GUIDE + "Blind"}, RolloutError, "observation is a int, expected text"),
     ],

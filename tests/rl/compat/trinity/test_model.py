@@ -174,7 +174,7 @@ def test_a_conversation_that_the_model_did_not_have_is_no_experience(adapted, en
         self.model.chat(ASKED)
         return [self.process_messages_to_experience([*ASKED, {"role": "assistant", "content": "made up"}], 1.0)]
 
-    with pytest.raises(RolloutError, match="does not end with an answer that the model gave"):
+    with pytest.raises(RolloutError, match="does not end with an unchanged answer"):
         episode(adapted, engine, run)
 
 

@@ -81,7 +81,7 @@ def test_a_tool_that_fails_tells_the_model_why(tokenizer: Any) -> None:
     episode, told = said_to(tokenizer, says)
     assert episode.error is None and episode.rewards.tolist() == [1.0]
     last = tokenizer.decode(told.requests[-1].input_ids)
-    for error in ("no tool search; there are calculator", "ZeroDivisionError: division by zero", "SyntaxError"):
+    for error in ("no tool search; available: calculator", "ZeroDivisionError: division by zero", "SyntaxError"):
         assert f"<tool_response>\nerror: {error}" in last
 
 
