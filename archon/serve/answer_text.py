@@ -1,4 +1,4 @@
-"""Parses sampled tokens into text, thinking and tool calls as they come, up to a stop string."""
+"""Incremental parser of sampled tokens into text, thinking and tool calls, up to a stop string."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from archon.serve.tool_calls import (
 
 @dataclass
 class Delta:
-    """What new tokens add to answer `index`; tokens of incomplete text come with the next delta."""
+    """New parts of answer `index`; tokens of incomplete text come with the next delta."""
 
     parts: list[Part]
     tokens: list[int]
@@ -40,6 +40,7 @@ class StopStringFilter:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
+        """Return the text that is certain so far."""
         if self.matched is not None:
             return ""
         text = self._buffer + text
@@ -52,18 +53,18 @@ class StopStringFilter:
         return text[:end]
 
     def finish(self) -> str:
-        """Return the rest of the text, when none follows."""
+        """Return the remaining text at the end."""
         return self._buffer if self.matched is None else ""
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes its answers.
+    """Answer format of a model.
 
     Attributes:
-        tools: the format of its tool calls.
+        tools: format of its tool calls.
         has_thinking: whether it thinks between `<think>` and `</think>`.
-        dropped: the special tokens that are left out of what is parsed, where `tools` is made of others; else empty.
+        dropped: special tokens to omit before parsing, if `tools` uses other special tokens; else empty.
     """
 
     tools: ToolFormat = HERMES
@@ -72,9 +73,10 @@ class AnswerFormat:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
-        """Return the format that the chat template implies, with the tool calls of the parser of that name if given.
+        """Return the format implied by the chat template, with the tool-call format `tool_call_parser` if set.
 
-        Raises `ConfigError` for an unknown name.
+        Raises:
+            ConfigError: unknown parser name.
         """
         tools = tool_format(tokenizer, tool_call_parser)
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -88,10 +90,10 @@ THINK = ("<think>", "</think>")
 
 
 class ThinkingParser:
-    """Separates the thinking with which an answer begins from what it says, without the line breaks around either.
+    """Parser that separates leading thinking from the answer, and strips the line breaks around both.
 
     Args:
-        inside: the prompt ends with `<think>`, so that the answer begins inside.
+        inside: whether the prompt ends with `<think>`, so that the answer starts inside.
     """
 
     def __init__(self, inside: bool) -> None:
@@ -100,7 +102,7 @@ class ThinkingParser:
         self._started = False  # whether any text of the present state was returned
 
     def feed(self, text: str) -> list[Part]:
-        """Return what is complete by now."""
+        """Return the complete parts so far."""
         self._buffer += text
         parts: list[Part] = []
         if self._state == "before":
@@ -112,11 +114,11 @@ class ThinkingParser:
             else:
                 self._state, self._started = "after", True
         if self._state == "inside":
-            thought, mark, rest = self._buffer.partition(THINK[1])
+            thought, mark, answer = self._buffer.partition(THINK[1])
             kept = "" if mark else thought[len(thought) - partial_match(thought, THINK[1]) :]
             thought = thought[: len(thought) - len(kept)]
             ready = thought.rstrip("\n")
-            self._buffer = rest if mark else thought[len(ready) :] + kept
+            self._buffer = answer if mark else thought[len(ready) :] + kept
             ready = ready if self._started else ready.lstrip("\n")
             if ready:
                 self._started = True
@@ -132,24 +134,24 @@ class ThinkingParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the rest, when no text follows."""
-        rest, self._buffer = self._buffer, ""
+        """Return the remaining parts at the end."""
+        remaining, self._buffer = self._buffer, ""
         if self._state == "inside":
-            rest = rest.strip("\n")
-            return [Reasoning(rest)] if rest else []
-        return [rest] if rest else []
+            remaining = remaining.strip("\n")
+            return [Reasoning(remaining)] if remaining else []
+        return [remaining] if remaining else []
 
 
 class AnswerParser:
-    """Parses one answer, token by token or at once; both give the same parts.
+    """Parser of one answer, token by token or at once; both give the same parts.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: decodes tokens.
         stops: strings that end the text.
-        tools: the tools that the answer may call, as the chat template gets them.
-        index: of the answer.
-        format: how the model writes; None: as plain text, without calls or thinking.
-        inside_thinking: the prompt ends with `<think>`.
+        tools: tools that the answer may call, as the chat template receives them.
+        index: index of the answer.
+        format: answer format of the model; None: plain text, without calls or thinking.
+        inside_thinking: whether the prompt ends with `<think>`.
     """
 
     def __init__(
@@ -187,11 +189,11 @@ class AnswerParser:
         return self._delta(parts) if parts else None
 
     def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Delta:
-        """Return the rest, given all tokens of the answer."""
-        rest = tokens[self._n_read :]
-        shown = [token for token in rest if token not in self._dropped]
+        """Return the remaining parts from all tokens of the answer."""
+        remaining = tokens[self._n_read :]
+        shown = [token for token in remaining if token not in self._dropped]
         text = "".join(map(self._text.feed, shown)) + self._text.finish() if self._n_read else self._text.decode(shown)
-        self._tokens += rest
+        self._tokens += remaining
         self._logprobs += logprobs[self._n_read :]
         parts = self._parse(self._stop.feed(text)) + self._parse(self._stop.finish())
         if self._thinking is not None:
@@ -207,10 +209,10 @@ class AnswerParser:
         """Return the parts with the tool calls in their texts."""
         if self._tools is None:
             return list(parts)
-        found: list[Part] = []
+        new_parts: list[Part] = []
         for part in parts:
-            found += self._tools.feed(part) if isinstance(part, str) else [part]
-        return found
+            new_parts += self._tools.feed(part) if isinstance(part, str) else [part]
+        return new_parts
 
     def _delta(self, parts: list[Part]) -> Delta:
         delta = Delta(parts, self._tokens, self._logprobs, self._index)

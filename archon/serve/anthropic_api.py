@@ -17,10 +17,14 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class TextBlock(protocol.TextPart):
+    """A text block."""
+
     type: Literal["text"]
 
 
 class ToolUseBlock(protocol.RequestModel):
+    """A tool call, sent back by the client."""
+
     type: Literal["tool_use"]
     id: str
     name: str
@@ -30,6 +34,8 @@ class ToolUseBlock(protocol.RequestModel):
 
 
 class ToolResultBlock(protocol.RequestModel):
+    """The result of a tool call."""
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
@@ -38,7 +44,7 @@ class ToolResultBlock(protocol.RequestModel):
 
 
 class ThinkingBlock(protocol.RequestModel):
-    """What the model thought, sent back."""
+    """Thinking of the model, sent back by the client."""
 
     type: Literal["thinking"]
     thinking: str
@@ -49,11 +55,13 @@ Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolRe
 
 
 class AnthropicMessage(protocol.RequestModel):
+    """A message of the conversation."""
+
     role: Literal["user", "assistant"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
     def template_messages(self, where: str) -> list[dict[str, Any]]:
-        """Return it as chat templates expect it: tool results become messages of their own, before the text."""
+        """Return it as chat templates expect it: tool results become separate messages before the text."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
@@ -78,6 +86,8 @@ class AnthropicMessage(protocol.RequestModel):
 
 
 class AnthropicTool(protocol.RequestModel):
+    """A tool definition."""
+
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -85,20 +95,25 @@ class AnthropicTool(protocol.RequestModel):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
+        """Return the tool for the chat template."""
         return protocol.FunctionSpec(
             name=self.name, description=self.description, parameters=self.input_schema
         ).for_template()
 
 
 class ToolChoice(protocol.RequestModel):
+    """The choice of tools."""
+
     type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
     disable_parallel_tool_use: bool | None = Field(None, description="without effect: the model decides")
 
 
 class ThinkingOptions(protocol.RequestModel):
+    """Options of thinking."""
+
     type: Literal["disabled", "enabled", "adaptive"]
     budget_tokens: protocol.Positive | None = Field(None, description="without effect: max_tokens is the limit")
-    display: Literal["summarized"] | None = Field(None, description="the whole thinking is given")
+    display: Literal["summarized"] | None = Field(None, description="the whole thinking is returned")
 
 
 class CountBody(protocol.Conversation):
@@ -120,16 +135,19 @@ class CountBody(protocol.Conversation):
         return messages
 
     def thinking_mode(self) -> protocol.Thinking | None:
+        """Requested thinking, if any."""
         kind = None if self.thinking is None else self.thinking.type
         return {"disabled": False, "enabled": True}.get(kind or "")
 
     def template_messages(self) -> list[dict[str, Any]]:
+        """Return the messages for the chat template."""
         messages = [] if self.system is None else [{"role": "system", "content": protocol.content_text(self.system)}]
         for number, message in enumerate(self.messages):
             messages += message.template_messages(f"messages.{number}")
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for the chat template."""
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
         return [tool.for_template() for tool in self.tools or []]
@@ -145,17 +163,23 @@ class MessagesBody(CountBody, protocol.Body):
 
 
 class TextAnswer(protocol.ResponseModel):
+    """A text block of the answer."""
+
     type: Literal["text"] = "text"
     text: str
 
 
 class ThinkingAnswer(protocol.ResponseModel):
+    """A thinking block of the answer."""
+
     type: Literal["thinking"] = "thinking"
     thinking: str
     signature: str = ""
 
 
 class ToolUse(protocol.ResponseModel):
+    """A tool call of the answer."""
+
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
@@ -163,11 +187,15 @@ class ToolUse(protocol.ResponseModel):
 
 
 class MessageUsage(protocol.ResponseModel):
+    """Token counts."""
+
     input_tokens: protocol.Count
     output_tokens: protocol.Count
 
 
 class Message(protocol.ResponseModel):
+    """The response."""
+
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -186,6 +214,7 @@ class MessagesApi(protocol.ProtocolHandler):
     _open: type[TextAnswer | ThinkingAnswer] | None = None  # the kind of the block that the stream is adding to
 
     def response(self, choices: list[protocol.Choice]) -> Message:
+        """Return the response of a finished answer."""
         choice = choices[0]
         return self._message(choice.parts, choice.response.output_len, **_end(choice))
 
@@ -195,9 +224,11 @@ class MessagesApi(protocol.ProtocolHandler):
         return Message(id=self.id, model=self._model, content=content, usage=usage, **end)
 
     def on_start(self) -> Iterable[bytes]:
+        """Return the first events."""
         yield _event("message_start", message=self._message([], 0, stop_reason=None, stop_sequence=None))
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
         for part in delta.parts:
             if isinstance(part, ToolCall):
                 yield from self._stop_block()
@@ -219,11 +250,13 @@ class MessagesApi(protocol.ProtocolHandler):
             yield self._start_block(block)
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        """Return the events of a finished answer."""
         yield from self._stop_block()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
         yield _event("message_stop")
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
+        """Return the events of an error."""
         yield protocol.sse(error, "error")
 
     def _start_block(self, block: TextAnswer | ThinkingAnswer | ToolUse) -> bytes:

@@ -1,4 +1,4 @@
-"""The contents of messages that clients send: texts and pictures, in the forms of the protocols."""
+"""Message contents from clients: text and images, in the formats of the protocols."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from archon.serve.protocol import RequestModel, TextPart, content_text
 
 
 class ImageUrl(RequestModel):
+    """An image URL."""
+
     url: str = Field(description="data:image/png;base64,…; other URLs are not fetched")
     detail: Literal["auto", "low", "high"] | None = Field(None, description="without effect")
 
 
 class ImageUrlPart(RequestModel):
-    """A picture of OpenAI's chat completions."""
+    """An image in OpenAI's chat completions."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
     @property
     def url(self) -> str:
+        """URL of the image."""
         return self.image_url.url
 
 
 class InputImagePart(RequestModel):
-    """A picture of OpenAI's responses."""
+    """An image in OpenAI's responses."""
 
     type: Literal["input_image"]
     image_url: str = Field(description="data:image/png;base64,…; other URLs are not fetched")
@@ -36,28 +39,32 @@ class InputImagePart(RequestModel):
 
     @property
     def url(self) -> str:
+        """URL of the image."""
         return self.image_url
 
 
 class ImageSource(RequestModel):
+    """A base64 image."""
+
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
     @property
     def url(self) -> str:
+        """URL of the image."""
         return f"data:{self.media_type};base64,{self.data}"
 
 
 class UrlSource(RequestModel):
-    """A picture elsewhere, which is refused with the reason."""
+    """An image by URL, refused with the reason."""
 
     type: Literal["url"]
-    url: str = Field(description="not fetched: send the picture itself, with a source of type base64")
+    url: str = Field(description="not fetched: send the image itself, with a source of type base64")
 
 
 class ImageBlock(RequestModel):
-    """A picture of Anthropic's messages."""
+    """An image in Anthropic's messages."""
 
     type: Literal["image"]
     source: Annotated[ImageSource | UrlSource, Field(discriminator="type")]
@@ -65,18 +72,19 @@ class ImageBlock(RequestModel):
 
     @property
     def url(self) -> str:
+        """URL of the image."""
         return self.source.url
 
 
 MultimodalPart = Annotated[TextPart | ImageUrlPart | InputImagePart, Field(discriminator="type")]
 MultimodalContent = str | list[MultimodalPart]
-"""A content of OpenAI's protocols with pictures."""
+"""A content of OpenAI's protocols with images."""
 
 
 def template_content(
     content: str | Sequence[TextPart | ImageUrlPart | InputImagePart | ImageBlock] | None,
 ) -> str | list[dict[str, Any]]:
-    """Return a content as chat templates expect it: one string, or with pictures a list of parts."""
+    """Return a content as chat templates expect it: one string, or a list of parts with images."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = [part for part in content if isinstance(part, TextPart)]

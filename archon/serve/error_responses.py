@@ -32,10 +32,12 @@ _TYPES = {
     503: ("server_error", "overloaded_error"),
 }
 
-_MAX_MESSAGE = 2000  # characters; a message may quote what was given
+_MAX_MESSAGE = 2000  # characters; a message may quote client input
 
 
 class OpenAIErrorDetail(ResponseModel):
+    """The error in OpenAI's protocols."""
+
     message: str
     type: str
     param: None = None
@@ -43,10 +45,14 @@ class OpenAIErrorDetail(ResponseModel):
 
 
 class OpenAIError(ResponseModel):
+    """An error response of OpenAI's protocols."""
+
     error: OpenAIErrorDetail
 
 
 class AnthropicError(ResponseModel):
+    """An error response of Anthropic's protocol."""
+
     type: Literal["error"] = "error"
     error: dict[Literal["type", "message"], str]
 
@@ -60,8 +66,10 @@ class ErrorResponse(NamedTuple):
 
 
 def error_response(error: Exception, path: str) -> ErrorResponse:
-    """Return the answer to a request to `path` that failed with `error`: 4xx with one line that says what to change
-    for the client's mistakes; 500 without details for the server's, which are logged.
+    """Return the error response to a request to `path`.
+
+    Client mistakes get status 4xx with one line that says what to change. Server failures get status 500 without
+    details, and are logged.
     """
     if isinstance(error, HTTPException):
         return ErrorResponse(error.status_code, error.detail)
@@ -79,13 +87,13 @@ def error_response(error: Exception, path: str) -> ErrorResponse:
         return ErrorResponse(503, message, "unusable_answer")
     if isinstance(error, ResourceExhaustedError):
         logger.error("request to %s failed: %s", path, message)
-        return ErrorResponse(503, "the server ran out of memory, of open files or of threads; its log says which")
+        return ErrorResponse(503, "the server ran out of memory, open files or threads; see its log")
     if isinstance(error, UserError):
         return ErrorResponse(400, message)
     if isinstance(error, RecursionError):
         return ErrorResponse(400, "the request is nested too deeply")
     logger.error("request to %s failed", path, exc_info=error)
-    return ErrorResponse(500, "the server failed; its log says why")
+    return ErrorResponse(500, "internal server error; see the server log")
 
 
 def error_body(failure: ErrorResponse, path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The pictures of a request: taken from its messages, and read."""
+"""Images of a request: collected from its messages, and read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from archon.models.vision.images import ProcessedImage
 from archon.schema.errors import RolloutError
 
 SOURCE = "source"
-"""The key of a picture's data URL in a part of a message, until `pop_image_sources`: no template reads it."""
+"""Key of an image's data URL in a message part until `pop_image_sources`; templates do not read it."""
 
 
 def pop_image_sources(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Remove the pictures of messages for a template from their parts, and returns them in their order."""
+    """Remove the images from message parts and return them in order."""
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part.pop(SOURCE) for content in contents for part in content if SOURCE in part]
 
 
 def read_images(sources: Sequence[str], reader: ImageReader | None) -> list[ProcessedImage]:
-    """Return the pictures of a request. Raises `RolloutError` or `ImageError`, in one line, for one that cannot be
-    used: nothing is fetched, and no file of this machine is read.
+    """Return the images of a request. Nothing is fetched, and no local file is read.
+
+    Raises:
+        RolloutError, ImageError: an image cannot be used.
     """
     if sources and reader is None:
-        raise RolloutError("the request has pictures, and this model sees none; send text")
+        raise RolloutError("the request has images, but this is a text model; send text")
     for source in sources:
         if source[:5].lower() != "data:":
             raise RolloutError(
-                f"the image URL {source[:60]!r} is not fetched; send the picture itself: data:image/png;base64,…"
+                f"the image URL {source[:60]!r} is not fetched; send the image itself: data:image/png;base64,…"
             )
     return [] if reader is None else [reader.read(source) for source in sources]

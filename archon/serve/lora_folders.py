@@ -1,4 +1,4 @@
-"""The folders that adapters may be loaded from while a server runs."""
+"""Directories from which a running server may load LoRAs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoRAFolders:
-    """Folders in `root`, which hold adapters in PEFT's format; `read` returns those of the served model."""
+    """LoRA directories in PEFT's format below `root`; `read` returns LoRAs of the served model."""
 
     root: Path
     read: Callable[[Path], LoRAWeights]
 
     def load(self, path: str) -> LoRAWeights:
-        """Return the adapters of a folder, absolute or relative to the root.
+        """Return the LoRA of a directory, absolute or relative to the root.
 
-        Raises ConfigError for a folder or file that is not in the root, links followed, or is no regular file, and
-        what `read` raises for one that holds no adapter of this model.
+        Raises:
+            ConfigError: the directory or a file is outside of the root after following links, or not regular.
+            CheckpointError: `read` found no LoRA of this model.
         """
         root = self.root.resolve()
         folder = self._inside(root, root / path)
@@ -34,22 +35,20 @@ class LoRAFolders:
             if file.exists() and not file.is_file():
                 raise ConfigError(f"lora_path: {name} in {path!r:.200} is no regular file")
         if not (folder / CONFIG_FILE).is_file():
-            raise ConfigError(f"lora_path: {path!r:.200} has no {CONFIG_FILE}; expected an adapter in PEFT's format")
+            raise ConfigError(f"lora_path: {path!r:.200} has no {CONFIG_FILE}; expected a LoRA in PEFT's format")
         return self.read(folder)
 
     def _inside(self, root: Path, path: Path) -> Path:
-        found = inside(root, path)
-        if found is None:
-            raise ConfigError(
-                f"lora_path: {str(path)!r:.200} leads out of {root}, the only place to load adapters from"
-            )
-        return found
+        resolved = inside(root, path)
+        if resolved is None:
+            raise ConfigError(f"lora_path: {str(path)!r:.200} is outside of {root}, the only directory for LoRAs")
+        return resolved
 
 
 def inside(root: Path, path: Path) -> Path | None:
-    """Return what a path leads to, links followed; None unless it is in `root`, itself without links."""
+    """Return the target of a path after following links; None unless it is in `root`, which has no links."""
     try:
-        found = path.resolve()
-        return found if found.is_relative_to(root) else None
+        resolved = path.resolve()
+        return resolved if resolved.is_relative_to(root) else None
     except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL, a name that is too long
         return None

@@ -1,4 +1,4 @@
-"""`/metrics`: what the server counts, for Prometheus; needs the server's token where it has one."""
+"""`/metrics`: counters for Prometheus; needs the server token if there is one."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ async def metrics(request: Request, service: ServiceOf) -> Response:
 
 
 def _metrics(service: Service) -> list[Metric]:
-    found = [
+    metrics = [
         gauge("archon_requests_active", "Requests that are being answered.", service.active_requests),
         gauge("archon_sessions_open", "Open sessions.", len(service.sessions)),
     ]
     engine = service.engine
     if not isinstance(engine, InProcessEngine):
-        return found
+        return metrics
     stats = engine.stats
-    found += [
+    metrics += [
         gauge("archon_answers_unfinished", "Answers that are sampled or wait for it.", engine.unfinished),
-        gauge("archon_weights_version", "Version of the weights; -1: none was pushed.", engine.version),
+        gauge("archon_weights_version", "Version of the weights; -1 before the first push.", engine.version),
         counter("archon_steps_total", "Steps of the model.", stats.steps),
         counter("archon_step_seconds_total", "Seconds of these steps.", stats.seconds),
         counter("archon_prompt_tokens_total", "Prompt tokens computed.", stats.prefill_tokens),
         counter("archon_answer_tokens_total", "Tokens decoded.", stats.decode_tokens),
-        counter("archon_shared_prompts_total", "Answers whose prompt was computed for another.", stats.shared_prompts),
+        counter(
+            "archon_shared_prompts_total", "Answers that reused the prompt of another answer.", stats.shared_prompts
+        ),
         counter("archon_pushed_bytes_total", "Bytes written by pushes of weights.", stats.pushed_bytes),
     ]
     loras = service.loras.values()
     for name, help_text, field in (
-        ("archon_adapter_requests_total", "Requests of an adapter.", "requests"),
-        ("archon_adapter_answer_tokens_total", "Tokens sampled with an adapter.", "answer_tokens"),
+        ("archon_adapter_requests_total", "Requests of a LoRA.", "requests"),
+        ("archon_adapter_answer_tokens_total", "Tokens sampled with a LoRA.", "answer_tokens"),
     ):
         samples = [({"adapter": lora.name}, float(getattr(lora, field))) for lora in loras]
-        found.append(Metric(name, help_text, list(samples), "counter"))
-    return found
+        metrics.append(Metric(name, help_text, list(samples), "counter"))
+    return metrics

@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions share: sampling fields, usage, choices and streams of chunks."""
+"""Shared parts of OpenAI's chat completions and completions: sampling fields, usage, choices, chunk streams."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class StreamOptions(protocol.RequestModel):
+    """Options of a stream."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="without effect")
 
@@ -43,13 +45,15 @@ class OpenAISampling(protocol.Body, protocol.OpenAIHints):
 
 
 class Usage(protocol.ResponseModel):
+    """Token counts."""
+
     prompt_tokens: protocol.Count
     completion_tokens: protocol.Count
     total_tokens: protocol.Count
 
 
 class CompletionsHandler(protocol.ProtocolHandler):
-    """What both completion endpoints share: streams of chunks that end with `[DONE]`."""
+    """Base of both completion endpoints: streams of chunks that end with `[DONE]`."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -84,6 +88,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
         return {}
 
     def response(self, choices: list[protocol.Choice]) -> dict[str, Any]:
+        """Return the response of finished answers."""
         written = [
             self._add_tokens(
                 {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
@@ -105,12 +110,13 @@ class CompletionsHandler(protocol.ProtocolHandler):
         return choice
 
     def on_end(self, choices: list[protocol.Choice]) -> Iterable[bytes]:
+        """Return the last events."""
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self._chunk(usage=self._usage(choices))
         yield protocol.sse("[DONE]")
 
     def _has_chunk(self, delta: Delta) -> bool:
-        """Return whether a delta adds anything that the client sees."""
+        """Return whether a delta adds visible content."""
         return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
 
     @abstractmethod

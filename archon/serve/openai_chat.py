@@ -18,11 +18,15 @@ from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 
 class CalledFunction(protocol.RequestModel):
+    """Name and arguments of a called function."""
+
     name: str
     arguments: str
 
 
 class SentToolCall(protocol.RequestModel):
+    """A tool call, sent back by the client."""
+
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -30,7 +34,7 @@ class SentToolCall(protocol.RequestModel):
 
 
 class _Message(protocol.RequestModel):
-    """A message of the conversation. The fields that must be empty are those of an answer that is sent back."""
+    """A message of the conversation. Fields that must be empty belong to an answer that the client sends back."""
 
     name: str | None = None
     tool_call_id: str | None = None
@@ -41,13 +45,17 @@ class _Message(protocol.RequestModel):
 
 
 class AssistantMessage(_Message):
+    """An answer of the model, sent back by the client."""
+
     role: Literal["assistant"]
     content: protocol.Content | None = None
-    reasoning_content: str | None = Field(None, description="what the model thought, for templates that show it")
+    reasoning_content: str | None = Field(None, description="thinking of the model, for templates that show it")
     tool_calls: list[SentToolCall] | None = None
 
 
 class InputMessage(_Message):
+    """A message of the client."""
+
     role: Literal["system", "developer", "user", "tool"]
     content: MultimodalContent
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
@@ -77,6 +85,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 class ChatTool(protocol.RequestModel):
+    """A tool definition."""
+
     type: Literal["function"]
     function: protocol.FunctionSpec
 
@@ -97,16 +107,21 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     reasoning_effort: protocol.Effort | None = None
 
     def thinking_mode(self) -> protocol.Thinking | None:
+        """Requested thinking, if any."""
         return self.reasoning_effort
 
     def template_messages(self) -> list[dict[str, Any]]:
+        """Return the messages for the chat template."""
         return [_template_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
 
     def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for the chat template."""
         return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools or []]
 
 
 class TokenLogprob(protocol.ResponseModel):
+    """Logprob of a token."""
+
     token: str
     logprob: float
     bytes: list[protocol.Count]
@@ -114,17 +129,23 @@ class TokenLogprob(protocol.ResponseModel):
 
 
 class ChatLogprobs(protocol.ResponseModel):
+    """Logprobs of an answer."""
+
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class AnswerToolCall(protocol.ResponseModel):
+    """A tool call of the answer."""
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AnswerMessage(protocol.ResponseModel):
+    """The message of an answer."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | None = protocol.optional()
@@ -133,6 +154,8 @@ class AnswerMessage(protocol.ResponseModel):
 
 
 class ChatChoice(protocol.ResponseModel):
+    """One answer."""
+
     index: protocol.Count
     finish_reason: FinishReason
     message: AnswerMessage
@@ -188,11 +211,13 @@ class ChatApi(CompletionsHandler):
         return {"content": content, "refusal": None}
 
     def on_start(self) -> Iterable[bytes]:
+        """Return the first events."""
         for index in range(self.gconfig.n_samples):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "finish_reason": None}, **self._prompt())
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
         if not self._has_chunk(delta):
             return
         tokens, logprobs = delta.tokens, delta.logprobs
@@ -210,6 +235,7 @@ class ChatApi(CompletionsHandler):
         return {"tool_calls": [{"index": self._n_calls[index] - 1, **_tool_call(part)}]}
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        """Return the events of a finished answer."""
         yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason})
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions: text or tokens in, text or tokens out, and the logprobs of given tokens by `echo`."""
+"""OpenAI's completions: text or tokens in, text or tokens out, and prompt logprobs with `echo`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class CompletionBody(OpenAISampling):
     )
     max_tokens: protocol.Integer | None = Field(None, ge=0, description="0, with echo: no answer")
     logprobs: protocol.Integer | None = Field(
-        None, ge=0, le=1, description="0: those of the tokens; 1, with echo: and of the most likely token in each place"
+        None,
+        ge=0,
+        le=1,
+        description="0: logprobs of the tokens; 1, with echo: also of the most likely token at each place",
     )
-    echo: bool | None = Field(None, description="begin the answer with the prompt, whose logprobs are returned too")
+    echo: bool | None = Field(None, description="prepend the prompt to the answer, with its logprobs")
     suffix: None = None
 
     @model_validator(mode="after")
@@ -46,22 +49,22 @@ class CompletionBody(OpenAISampling):
         return self
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Return what `Body.gconfig` does; without an answer its length does not matter."""
+        """Return the sampling values as `Body.gconfig` does; without an answer its length does not matter."""
         body = self.model_copy(update={"max_tokens": None}) if self.max_tokens == 0 else self
         return super(CompletionBody, body).gconfig(base)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """Return the prompts in tokens; those in text begin with the tokenizer's special tokens."""
-        given: Any = self.prompt
-        if isinstance(given, str) or not any(isinstance(item, str | list) for item in given):
-            given = [given]
-        answers = len(given) * (self.n or 1)
+        """Return the prompts in tokens; text prompts start with the tokenizer's special tokens."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or not any(isinstance(item, str | list) for item in prompt):
+            prompt = [prompt]
+        answers = len(prompt) * (self.n or 1)
         if answers > MAX_CHOICES:
             raise RolloutError(
-                f"{len(given)} prompts with n = {self.n or 1} are {answers} answers; one request may ask for "
+                f"{len(prompt)} prompts with n = {self.n or 1} are {answers} answers; one request may ask for "
                 f"{MAX_CHOICES}"
             )
-        return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
+        return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in prompt]
 
 
 class CompletionLogprobs(protocol.ResponseModel):
@@ -74,6 +77,8 @@ class CompletionLogprobs(protocol.ResponseModel):
 
 
 class CompletionChoice(protocol.ResponseModel):
+    """One answer."""
+
     index: protocol.Count
     finish_reason: FinishReason
     text: str
@@ -112,6 +117,7 @@ class CompletionApi(CompletionsHandler):
         self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
 
     async def generate(self) -> AsyncGenerator[Delta | protocol.Choice, None]:
+        """Yield deltas and finished answers."""
         if self.body.max_tokens == 0:
             n = self.gconfig.n_samples
             for index in range(n * len(self.prompts)):
@@ -125,7 +131,7 @@ class CompletionApi(CompletionsHandler):
                 yield item
 
     async def _echo(self, choice: protocol.Choice) -> protocol.Choice:
-        """Return the choice, whose prompt and answer are scored at the answer's temperature."""
+        """Return the choice with prompt and answer scored at the answer's temperature."""
         score: Callable[..., PromptScores] | None
         score = getattr(self._caller.engine, "score_prompt", None)
         if score is None:
@@ -153,24 +159,28 @@ class CompletionApi(CompletionsHandler):
 
     def _echoed_logprobs(self, index: int, texts: Sequence[str]) -> dict[str, Any]:
         scores, self._offsets[index] = self._echoed[index], 0
-        found = self._format_logprobs(index, texts, scores.logprobs)
-        found["token_logprobs"] = [None, *scores.logprobs][: len(texts)]
+        result = self._format_logprobs(index, texts, scores.logprobs)
+        result["token_logprobs"] = [None, *scores.logprobs][: len(texts)]
         if self.body.logprobs:
             best = [str(self._tokenizer.decode([token])) for token in scores.top_tokens]
             places = zip(texts[1:], scores.logprobs, best, scores.top_logprob_values, strict=True)
-            found["top_logprobs"] = [None, *({text: own, top: most} for text, own, top, most in places)][: len(texts)]
-        return found
+            result["top_logprobs"] = [None, *({text: logprob, top: most} for text, logprob, top, most in places)][
+                : len(texts)
+            ]
+        return result
 
     def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
         return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
         if self._has_chunk(delta):
             text = "".join(part for part in delta.parts if isinstance(part, str))
             choice = {"index": delta.index, "text": text, "finish_reason": None}
             yield self._chunk(self._add_tokens(choice, delta.tokens, delta.logprobs))
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        """Return the events of a finished answer."""
         end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
         yield self._chunk(end)

@@ -1,4 +1,4 @@
-"""What the protocols share: types of fields, sampling fields, prompts, tools, and the generation of answers."""
+"""Shared parts of the protocols: field types, sampling fields, prompts, tools, and generation."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Thinking = bool | Effort
 """Whether, or how much, a model is to think."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-"""What a chat template is given besides the variables of a request."""
+"""Standard variables of a chat template, besides those of a request."""
 
 Integer = Annotated[int, BeforeValidator(_float_to_int)]
 Positive = Annotated[Integer, Field(ge=1)]
-# The limits in these two schemas are checked by the engine, whose errors are clearer.
+# The engine checks the limits in these two schemas; its errors are clearer.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
 StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Count = Annotated[int, Field(ge=0)]
@@ -85,20 +85,24 @@ class Body(RequestModel):
     service_tier: str | None = Field(None, description="without effect")
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Return `base` with what this body sets; raises `ConfigError` for a value that is out of range."""
+        """Return `base` with the values of this body.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
         names = {ENGINE_NAMES.get(name, name): value for name, value in self if value is not None}
-        given = {name: value for name, value in names.items() if name in GenerationHyperparameters.model_fields}
-        if "temperature" in given:
-            given["greedy"] = given["temperature"] == 0
-            if given["greedy"]:
-                del given["temperature"]
-        if "stop_token_ids" in given:  # in addition to those that end a turn
-            given["stop_token_ids"] = [*base.stop_token_ids, *given["stop_token_ids"]]
-        return GenerationHyperparameters.parse({**base.model_dump(), "n_samples": 1, **given}, source="request")
+        fields = {name: value for name, value in names.items() if name in GenerationHyperparameters.model_fields}
+        if "temperature" in fields:
+            fields["greedy"] = fields["temperature"] == 0
+            if fields["greedy"]:
+                del fields["temperature"]
+        if "stop_token_ids" in fields:  # in addition to the end-of-turn tokens
+            fields["stop_token_ids"] = [*base.stop_token_ids, *fields["stop_token_ids"]]
+        return GenerationHyperparameters.parse({**base.model_dump(), "n_samples": 1, **fields}, source="request")
 
 
 class OpenAIHints(RequestModel):
-    """Fields of OpenAI's protocols that do not change what is sampled."""
+    """Fields of OpenAI's protocols that do not affect sampling."""
 
     user: str | None = Field(None, description="without effect")
     safety_identifier: str | None = Field(None, description="without effect")
@@ -110,10 +114,10 @@ class OpenAIHints(RequestModel):
 
 
 class Conversation(RequestModel):
-    """A body whose prompt the model's chat template renders."""
+    """A body with a prompt for the model's chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="variables of the model's chat template, such as enable_thinking, as vLLM has them"
+        None, description="variables of the model's chat template, for example enable_thinking, as in vLLM"
     )
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -147,11 +151,12 @@ class Conversation(RequestModel):
         raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
 
     def prompt(self, tokenizer: Any, reader: ImageReader | None) -> tuple[list[int], list[ProcessedImage]]:
-        """Return the conversation with the generation prompt, in tokens, and its pictures.
+        """Return the conversation with the generation prompt, in tokens, and its images.
 
-        Raises `RolloutError` if there is no template, one that leaves tools or pictures out, or one without a variable
-        that is set; `DatasetError` for a conversation that the template rejects; `ImageError` for a picture that
-        cannot be used.
+        Raises:
+            RolloutError: there is no template, it ignores tools or images, or it lacks a variable that is set.
+            DatasetError: the template rejects the conversation.
+            ImageError: an image cannot be used.
         """
         if not has_chat_template(tokenizer):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
@@ -162,7 +167,7 @@ class Conversation(RequestModel):
         if tools:
             without, text = text, _render_calls(tokenizer, messages, {**options, "tools": tools})
             if text == without:
-                raise RolloutError("tools were given, and the model's chat template has no place for them")
+                raise RolloutError("the model's chat template does not support tools; remove them")
         tokens = list(tokenize(tokenizer, text, "messages")["input_ids"])
         return (tokens if reader is None else reader.expand(tokens, images)), images
 
@@ -213,6 +218,8 @@ def content_text(content: str | Sequence[TextPart] | None) -> str:
 
 
 class TextFormat(RequestModel):
+    """The format of the answer text."""
+
     type: Literal["text"]
 
 
@@ -222,7 +229,7 @@ class FunctionSpec(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="without effect: arguments are what the model writes")
+    strict: bool | None = Field(None, description="no effect: arguments are returned as sampled")
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
@@ -260,14 +267,17 @@ class Choice:
 
     @property
     def text(self) -> str:
+        """Visible text of the answer."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def calls(self) -> list[ToolCall]:
+        """Tool calls of the answer."""
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
     @property
     def reasoning(self) -> str:
+        """Thinking of the answer."""
         return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     @property
@@ -281,20 +291,21 @@ class Choice:
 
 
 class ProtocolHandler(ABC):
-    """Handles one request of a protocol: parses its body, samples, and formats a response or a stream of events.
+    """Handler of one request of a protocol: parses its body, samples, and formats a response or a stream of events.
 
-    A stream is what `on_start`, `on_delta` (more of an answer), `on_choice` (an answer is finished) and `on_end` (all
-    are) return, or `on_error` if it fails.
+    A stream consists of the results of `on_start`, `on_delta` (more of an answer), `on_choice` (an answer is finished)
+    and `on_end` (all are finished), or `on_error` if it fails.
 
     Args:
-        body: the request's body, a `Conversation` or one with a method `prompts`.
-        reader: reads pictures; None for a model that sees none.
-        caller: its sampling values are the defaults.
+        body: request body, a `Conversation` or one with a method `prompts`.
+        reader: image reader; None for a text model.
+        caller: provides default sampling values.
         tokenizer: renders prompts.
-        model: what answers, and the name to answer with.
-        format: how the model writes.
+        model: generator, and the model name for the response.
+        format: answer format of the model.
 
-    Raises a `UserError` for a body that cannot be answered.
+    Raises:
+        UserError: the body cannot be answered.
     """
 
     id_prefix: ClassVar[str]
@@ -346,9 +357,9 @@ class ProtocolHandler(ABC):
                     request.on_token = on_token
                 response = await self._caller.engine.agenerate(request)
                 self._caller.record(self.id, index, response, one)
-                rest = parser.finish(response.output_tokens, response.output_logprobs)
+                remaining = parser.finish(response.output_tokens, response.output_logprobs)
                 if self.body.stream:
-                    items.put_nowait(rest)
+                    items.put_nowait(remaining)
                 items.put_nowait(Choice(index, parser.parts, parser.stop_sequence, response))
             except Exception as error:  # noqa: BLE001 (raised in the consumer)
                 if isinstance(error, ConfigError) and self._caller.refusal is None:
@@ -359,7 +370,7 @@ class ProtocolHandler(ABC):
         tasks = []
         for index, prompt in enumerate(prompt for prompt in self.prompts for _ in range(self.gconfig.n_samples)):
             seed = self._caller.next_seed()
-            if one.seed is not None:  # the client's own; its further answers differ from the first
+            if one.seed is not None:  # the client's seed; further answers differ from the first
                 seed = derive_seed(one.seed, index) if index else one.seed
             request = ModelRequest(
                 prompt,
@@ -392,18 +403,23 @@ class ProtocolHandler(ABC):
         """Return the response to a request without `stream`."""
 
     def on_start(self) -> Iterable[bytes]:
+        """Return the first events."""
         return ()
 
     @abstractmethod
-    def on_delta(self, delta: Delta) -> Iterable[bytes]: ...
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
 
     @abstractmethod
-    def on_choice(self, choice: Choice) -> Iterable[bytes]: ...
+    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+        """Return the events of a finished answer."""
 
     def on_end(self, choices: list[Choice]) -> Iterable[bytes]:
+        """Return the last events."""
         return ()
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
+        """Return the events of an error."""
         return [sse(error)]
 
 

@@ -1,4 +1,4 @@
-"""Weights that a trainer pushes to a server: whole checkpoints, or adapters, from folders that both see."""
+"""Weights that a trainer pushes to a server: whole checkpoints, or LoRAs, in shared directories."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from archon.schema.errors import ConfigError
 from archon.serve.lora_folders import inside
 
 POLICY = "policy"
-"""The pushed adapter's name, which a trainer's requests give."""
+"""Name of the pushed LoRA in a trainer's requests."""
 NO_VERSION = -1
-"""The version of the weights that a server begins with, which is no trainer's."""
+"""Initial version of the weights, which is no version of a trainer."""
 
 
 @dataclass
 class PushedWeights:
-    """The weights of `engine`, whose version is `NO_VERSION` at first.
+    """Weights of `engine`; their version is `NO_VERSION` at first.
 
     Attributes:
-        root: folders are loaded from here alone.
-        read_model: returns the model of a checkpoint, as the server's own was loaded.
-        read_lora_weights: returns adapters of the server's model.
-        version: of the last push.
+        root: only directories below it are loaded.
+        read_model: returns the model of a checkpoint, loaded like the server's.
+        read_lora_weights: returns a LoRA of the server's model.
+        version: version of the last push.
     """
 
     engine: InProcessEngine
@@ -39,9 +39,10 @@ class PushedWeights:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     async def load(self, transport: Literal["disk", "lora"], folder: str, version: int) -> None:
-        """Replace the weights, or those of the adapter `POLICY`; takes effect between two tokens.
+        """Replace the weights, or the LoRA `POLICY`; takes effect between two tokens.
 
-        Raises ConfigError for a folder that is not in the root, and what reading raises; then nothing has changed.
+        Raises:
+            ConfigError: the directory is not in the root. Errors of reading are passed on. Nothing has changed then.
         """
         async with self._lock:
             path = self._folder(folder)
@@ -58,7 +59,7 @@ class PushedWeights:
 
     def _folder(self, folder: str) -> Path:
         root = self.root.resolve()
-        found = inside(root, root / folder)
-        if found is None or not found.is_dir():
+        resolved = inside(root, root / folder)
+        if resolved is None or not resolved.is_dir():
             raise ConfigError(f"folder: {folder!r:.200} is no folder in {root}, the only place to load weights from")
-        return found
+        return resolved

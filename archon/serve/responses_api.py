@@ -23,6 +23,8 @@ class _Item(protocol.RequestModel):
 
 
 class MessageItem(_Item):
+    """A message of the conversation."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: MultimodalContent
@@ -30,6 +32,8 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
+    """A tool call, sent back by the client."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -37,18 +41,22 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
+    """The result of a tool call."""
+
     type: Literal["function_call_output"]
     call_id: str
     output: MultimodalContent
 
 
 class ReasoningText(protocol.RequestModel):
+    """Text of thinking."""
+
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningInput(_Item):
-    """What the model thought, sent back."""
+    """Thinking of the model, sent back by the client."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = []  # noqa: RUF012 (pydantic copies it)
@@ -70,21 +78,29 @@ Item = Annotated[
 
 
 class ReasoningOptions(protocol.RequestModel):
+    """Options of thinking."""
+
     effort: protocol.Effort | None = None
-    summary: Literal["auto"] | None = Field(None, description="the whole reasoning is given")
+    summary: Literal["auto"] | None = Field(None, description="the whole reasoning is returned")
     generate_summary: Literal["auto"] | None = None
 
 
 class ResponseTool(protocol.FunctionSpec):
+    """A tool definition."""
+
     type: Literal["function"]
 
 
 class TextOptions(protocol.RequestModel):
+    """Options of the answer text."""
+
     format: protocol.TextFormat | None = None
     verbosity: Literal["medium"] | None = protocol.optional(description="the model has one")
 
 
 class ResponseStreamOptions(protocol.RequestModel):
+    """Options of a stream."""
+
     include_obfuscation: bool | None = Field(None, description="without effect")
 
 
@@ -108,6 +124,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
     truncation: Literal["disabled"] | None = None
 
     def thinking_mode(self) -> protocol.Thinking | None:
+        """Requested thinking, if any."""
         return None if self.reasoning is None else self.reasoning.effort
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -142,10 +159,13 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for the chat template."""
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
 
 
 class OutputText(protocol.ResponseModel):
+    """Text of the answer."""
+
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field([], max_length=0)
@@ -153,6 +173,8 @@ class OutputText(protocol.ResponseModel):
 
 
 class OutputMessage(protocol.ResponseModel):
+    """The message of the answer."""
+
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     role: Literal["assistant"] = "assistant"
@@ -161,11 +183,15 @@ class OutputMessage(protocol.ResponseModel):
 
 
 class OutputReasoningText(protocol.ResponseModel):
+    """Text of thinking."""
+
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class OutputReasoning(protocol.ResponseModel):
+    """Thinking of the answer."""
+
     type: Literal["reasoning"] = "reasoning"
     id: str = Field(default_factory=lambda: f"rs_{uuid.uuid4().hex}")
     summary: list[Any] = Field([], max_length=0)
@@ -174,6 +200,8 @@ class OutputReasoning(protocol.ResponseModel):
 
 
 class OutputCall(protocol.ResponseModel):
+    """A tool call of the answer."""
+
     type: Literal["function_call"] = "function_call"
     id: str = Field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
     call_id: str
@@ -183,6 +211,8 @@ class OutputCall(protocol.ResponseModel):
 
 
 class ResponseUsage(protocol.ResponseModel):
+    """Token counts."""
+
     input_tokens: protocol.Count
     input_tokens_details: dict[Literal["cached_tokens"], protocol.Count] = {"cached_tokens": 0}  # noqa: RUF012
     output_tokens: protocol.Count
@@ -191,6 +221,8 @@ class ResponseUsage(protocol.ResponseModel):
 
 
 class OpenAIResponse(protocol.ResponseModel):
+    """The response."""
+
     id: str
     object: Literal["response"] = "response"
     created_at: protocol.Count = Field(default_factory=lambda: int(time.time()))
@@ -246,6 +278,7 @@ class ResponsesApi(protocol.ProtocolHandler):
         )
 
     def response(self, choices: list[protocol.Choice]) -> OpenAIResponse:
+        """Return the response of a finished answer."""
         self._response.output = [_item(part) for part in choices[0].parts] or [_item("")]
         return self._finished(choices[0])
 
@@ -258,10 +291,12 @@ class ResponsesApi(protocol.ProtocolHandler):
         return self._response.model_copy(update={"usage": usage, **end})
 
     def on_start(self) -> Iterable[bytes]:
+        """Return the first events."""
         yield self._event("created", response=self._response)
         yield self._event("in_progress", response=self._response)
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
         for part in delta.parts:
             if isinstance(part, Reasoning):
                 yield from self._close_message()
@@ -275,6 +310,7 @@ class ResponsesApi(protocol.ProtocolHandler):
                 yield from self._add_text(part)
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        """Return the events of a finished answer."""
         yield from self._close_reasoning()
         if not self._response.output:
             yield from self._add_text("")
@@ -283,6 +319,7 @@ class ResponsesApi(protocol.ProtocolHandler):
         yield self._event(response.status, response=response)
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
+        """Return the events of an error."""
         yield self._event("error", **{name: error["error"][name] for name in ("code", "message", "param")})
 
     def _event(self, event: str, **fields: Any) -> bytes:

@@ -1,5 +1,6 @@
-"""Routes of a trainer whose rollouts this server answers: tokens in; tokens, logprobs and versions out; pushes of
-weights. They exist where the server was started with `--push-root`, for the server's token alone.
+"""Routes for a trainer: tokens in; tokens, logprobs and versions out; weight pushes.
+
+They exist if the server was started with `--push-root`, and need the server token.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GenerateBody(RequestModel):
 
     rid: str = Field(min_length=1, max_length=400)
     input_ids: list[TokenId]
-    policy: bool = Field(False, description="answered by the pushed adapter, not by the model alone")
+    policy: bool = Field(False, description="use the pushed LoRA instead of the base model")
     sampling: dict[str, Any]
 
 
@@ -48,21 +49,25 @@ class ScoreBody(RequestModel):
 
 
 class TextBody(RequestModel):
+    """Tokens to score."""
+
     text: str
 
 
 class PauseBody(RequestModel):
-    """`abort` ends unfinished answers with what they have, `keep` goes on with them at `resume`."""
+    """`abort` ends unfinished answers with their tokens so far, `keep` continues them at `resume`."""
 
     mode: Literal["abort", "keep"]
 
 
 class AbortBody(RequestModel):
+    """Requests to end."""
+
     rid: str
 
 
 class WeightsBody(RequestModel):
-    """A checkpoint, or an adapter in PEFT's format, in a folder in the server's root of pushes."""
+    """A checkpoint, or a LoRA in PEFT's format, in a directory below the server's push root."""
 
     transport: Literal["disk", "lora"]
     folder: str = Field(min_length=1, max_length=4096)
@@ -71,7 +76,7 @@ class WeightsBody(RequestModel):
 
 @router.get("")
 async def describe(service: ServiceOf, pushed: Pushed) -> dict[str, Any]:
-    """Tell what a trainer must know."""
+    """Return the server facts that a trainer needs."""
     engine = pushed.engine
     return {
         "release": archon.__version__,
@@ -86,9 +91,9 @@ async def describe(service: ServiceOf, pushed: Pushed) -> dict[str, Any]:
 
 @router.post("/generate")
 async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict[str, Any]:
-    """Answer a prompt; ends with what it has where it is aborted or interrupted by a push."""
+    """Answer a prompt; an abort or a push ends the answer with its tokens so far."""
     if body.policy and POLICY not in pushed.engine.loras:
-        raise HTTPException(503, "no adapter was pushed to this server since it was started")
+        raise HTTPException(503, "no LoRA was pushed to this server since its start")
     asked = ModelRequest(
         body.input_ids,
         GenerationHyperparameters.parse(body.sampling, source="sampling"),
@@ -106,7 +111,7 @@ async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict
 
 @router.post("/score")
 async def score(pushed: Pushed, body: ScoreBody) -> dict[str, list[float]]:
-    """Score given tokens, from the second on."""
+    """Score tokens, from the second on."""
     return {"logprobs": pushed.engine.prompt_logprobs(body.input_ids, lora=POLICY if body.policy else None)}
 
 
@@ -133,7 +138,7 @@ async def resume(pushed: Pushed) -> dict[str, int]:
 
 @router.post("/abort")
 async def abort(pushed: Pushed, body: AbortBody) -> dict[str, int]:
-    """End the unfinished requests of a name with what they have."""
+    """End the unfinished requests with this id, with their tokens so far."""
     return {"aborted": pushed.engine.abort(body.rid)}
 
 

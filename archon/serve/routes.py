@@ -38,8 +38,9 @@ class StrictRequest(Request):
     """Reads its body as a JSON object, within the server's limits."""
 
     async def body(self) -> bytes:
+        """Return the body; raises HTTPException if it is too large or slow."""
         content_type = self.headers.get("content-type", "")
-        # Browsers let no page of another site send application/json without asking first (a CORS preflight).
+        # Browsers send application/json from other sites only after a CORS preflight.
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"content type {content_type!r:.80}: send application/json")
         limits = self.state.service.limits
@@ -52,7 +53,7 @@ class StrictRequest(Request):
                     if len(body) > limits.body_bytes:
                         raise HTTPException(413, f"the body is longer than {limits.body_bytes} bytes", close)
         except TimeoutError:
-            message = f"the body did not come within {limits.request_seconds:g} s"
+            message = f"the body did not arrive within {limits.request_seconds:g} s"
             raise HTTPException(408, message, close) from None
         try:
             self._data = load_json(bytes(body))
@@ -63,6 +64,7 @@ class StrictRequest(Request):
         return bytes(body)
 
     async def json(self) -> Any:
+        """Return the parsed body; raises HTTPException if it is not JSON."""
         return self._data
 
 
@@ -70,6 +72,7 @@ class AuthorizedRoute(APIRoute):
     """Checks access before the body is read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return a handler with limits and error responses."""
         handle = super().get_route_handler()
 
         async def authorized(request: Request) -> Response:
@@ -86,6 +89,7 @@ class App(FastAPI):
     """Describes itself without FastAPI's status 422, which is 400 here."""
 
     def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI schema."""
         description = super().openapi()
         for operations in description["paths"].values():
             for operation in operations.values():
@@ -141,7 +145,7 @@ async def _service(request: Request) -> Service:
 
 
 async def _exit_stack(request: Request) -> AsyncIterator[AsyncExitStack]:
-    """Count the request until its answer, stream included, is sent; then closes what the stack holds."""
+    """Count the request until its answer, including a stream, is sent; then close the exit stack."""
     caller: Caller | None = request.state.caller
     if caller is None:
         raise HTTPException(401, "this server answers sessions only; use a session's key")
@@ -160,7 +164,7 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
         body, request.state.caller, service.tokenizer, service.choose(body.model), service.format, service.reader
     )
     items = await stack.enter_async_context(aclosing(api.generate()))
-    if body.stream:  # a failure before the first token still gets its own status
+    if body.stream:  # a failure before the first token still gets a proper status
         first = await run_while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
     choices = await run_while_connected(request.receive, _choices(items))
@@ -188,13 +192,16 @@ async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Ends when the client disconnects. Starlette's own cancels through anyio, which waits for a turn of the event
-    loop without a token, and there is none while the generator runs on the same loop.
+    """Response that ends when the client disconnects.
+
+    Starlette cancels through anyio, which waits for an idle turn of the event loop; there is none while the generator
+    runs on the same loop.
     """
 
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
         await run_while_connected(receive, self.stream_response(send))
 
 
@@ -258,7 +265,7 @@ async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["inp
 
 
 class Model(ResponseModel):
-    """A model; `parent` of an adapter is the model that it is loaded next to, as from vLLM."""
+    """A model; a LoRA has the base model as `parent`, as in vLLM."""
 
     id: str
     object: Literal["model"] = "model"
@@ -268,7 +275,7 @@ class Model(ResponseModel):
 
 
 class DeletedModel(ResponseModel):
-    """An adapter that no longer is a model."""
+    """A LoRA that was unloaded."""
 
     id: str
     object: Literal["model"] = "model"
@@ -276,7 +283,7 @@ class DeletedModel(ResponseModel):
 
 
 class LoRAUsage(ResponseModel):
-    """What an adapter has answered; tokens of an answer count when it ends."""
+    """Counters of a LoRA; answer tokens count when the answer ends."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -289,18 +296,22 @@ class LoRAUsage(ResponseModel):
 
 
 class LoRAList(ResponseModel):
+    """LoRAs and their counters."""
+
     object: Literal["list"] = "list"
     data: list[LoRAUsage]
 
 
 class ModelList(ResponseModel):
+    """The model and its LoRAs."""
+
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 @router.get("/models")
 async def models(service: ServiceOf) -> ModelList:
-    """List the model and its adapters."""
+    """List the model and its LoRAs."""
     loras = [Model(id=name, parent=service.model) for name in service.loras]
     return ModelList(data=[Model(id=service.model), *loras])
 
@@ -319,9 +330,9 @@ async def model(service: ServiceOf, model: str) -> Model:
 class LoadBody(RequestModel):
     """`POST /v1/load_lora_adapter`, as vLLM has it."""
 
-    lora_name: str = Field(min_length=1, max_length=200, description="of the adapter as a model")
-    lora_path: str = Field(min_length=1, max_length=4096, description="a folder in the server's adapter root")
-    load_inplace: bool = Field(False, description="replace a loaded adapter of this name")
+    lora_name: str = Field(min_length=1, max_length=200, description="model name of the LoRA")
+    lora_path: str = Field(min_length=1, max_length=4096, description="a directory below the server's LoRA root")
+    load_inplace: bool = Field(False, description="replace a loaded LoRA of this name")
 
 
 class UnloadBody(RequestModel):
@@ -333,12 +344,12 @@ class UnloadBody(RequestModel):
 
 def _require_token(request: Request) -> None:
     if isinstance(request.state.caller, Session):
-        raise HTTPException(403, "only the server's token loads and unloads adapters")
+        raise HTTPException(403, "loading and unloading LoRAs needs the server token")
 
 
 @router.post("/load_lora_adapter", responses=_errors(*BODY))
 async def load_lora_adapter(request: Request, service: ServiceOf, body: LoadBody) -> Model:
-    """Load an adapter from a folder of the server's; needs the server's token."""
+    """Load a LoRA from a directory of the server; needs the server token."""
     _require_token(request)
     await service.load_lora(body.lora_name, body.lora_path, in_place=body.load_inplace)
     return Model(id=body.lora_name, parent=service.model)
@@ -346,7 +357,7 @@ async def load_lora_adapter(request: Request, service: ServiceOf, body: LoadBody
 
 @router.post("/unload_lora_adapter", responses=_errors(*BODY, 404))
 async def unload_lora_adapter(request: Request, service: ServiceOf, body: UnloadBody) -> DeletedModel:
-    """Unload an adapter; answers in progress end with it. Needs the server's token."""
+    """Unload a LoRA; answers in progress finish with it. Needs the server token."""
     _require_token(request)
     await service.unload_lora(body.lora_name)
     return DeletedModel(id=body.lora_name)
@@ -354,7 +365,7 @@ async def unload_lora_adapter(request: Request, service: ServiceOf, body: Unload
 
 @router.get("/adapters")
 async def adapters(service: ServiceOf) -> LoRAList:
-    """Count the requests and tokens of each adapter since it was loaded."""
+    """Count the requests and tokens of each LoRA since it was loaded."""
     return LoRAList(data=[LoRAUsage.model_validate(vars(lora)) for lora in service.loras.values()])
 
 
@@ -364,14 +375,16 @@ SessionId = Annotated[str, Path(alias="session", json_schema_extra={"pattern": S
 
 
 class OpenedSession(ResponseModel):
+    """A new session with its key."""
+
     id: str = Field(pattern=SESSION_ID)
     api_key: str
 
 
 class RewardBody(RequestModel):
-    """`POST /v1/sessions/{session}/reward`: rewards the last answer, or the one named.
+    """`POST /v1/sessions/{session}/reward`: reward the last answer, or the named one.
 
-    Where sessions are trained, a reward without a completion is that of the whole session, which ends with it.
+    If sessions are trained, a reward without a completion rewards and ends the whole session.
     """
 
     reward: float
@@ -390,18 +403,22 @@ class ExportQuery(StrictModel):
 
 
 class AnswerPlace(ResponseModel):
+    """An answer in a trajectory."""
+
     completion_id: str
     choice: Count
 
 
 class ExportedTrajectory(ResponseModel):
+    """A training row of a session."""
+
     input_ids: list[Count]
     loss_mask: list[Literal[0, 1]]
     logprobs: list[float]
     versions: list[Annotated[int, Field(ge=-1)]]
     turn_ids: list[Annotated[int, Field(ge=-1)]]
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(description="of the sampling; 0 where nothing was")
-    images: list[str] = Field(description="a hash of the pixels of each picture in the prompt, in their order")
+    images: list[str] = Field(description="a hash of the pixels of each image in the prompt, in order")
     truncated: bool
     reward: float
     answers: list[AnswerPlace] = Field(min_length=1)
@@ -409,15 +426,19 @@ class ExportedTrajectory(ResponseModel):
 
 
 class Export(ResponseModel):
+    """Training rows of a session."""
+
     style: ExportStyle
     trajectories: list[ExportedTrajectory] = Field(min_length=1)
 
 
 _RECORDED = ("input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "temperatures", "truncated")
-"""What a row has of its `TokenRecord` as it is."""
+"""Fields copied unchanged from the `TokenRecord`."""
 
 
 class ClosedSession(ResponseModel):
+    """A closed session."""
+
     id: str
     answers: Count
 
@@ -435,7 +456,7 @@ async def open_session(
     if caller is None or isinstance(caller, Session):
         raise HTTPException(403, "only the server's token opens sessions")
     if len(request.query_params.getlist("group")) > 1:
-        raise HTTPException(400, "group is given more than once; a session is of one group")
+        raise HTTPException(400, "group occurs more than once; a session belongs to one group")
     training = service.training
     if training is not None and training.needs_group and group is None:
         raise HTTPException(400, "the run compares sessions of a group: open this one with ?group=NAME of its task")

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's connections with the limits that they lack. All uses of uvicorn's internals are here."""
+"""The HTTP server: uvicorn with additional connection limits. All uses of uvicorn's internals are here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class AgentServer(Service):
     _listener: asyncio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Start to listen. Returns the base URL, which ends in /v1; port 0 takes a free one.
+        """Start to listen and return the base URL, which ends in /v1; port 0 selects a free port.
 
-        Raises `ConfigError` for a host beyond loopback without a token, and for a port in use.
+        Raises:
+            ConfigError: a host other than loopback without a token, or a port in use.
         """
         check_host(host, self._token)
         config = uvicorn.Config(
@@ -42,7 +43,7 @@ class AgentServer(Service):
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            log_level="critical",  # the app logs its own errors
+            log_level="critical",  # the app logs its errors
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -70,8 +71,9 @@ class AgentServer(Service):
 
 
 class Connection(HttpToolsProtocol):
-    """Is closed if a request's headers take too long. Too many or too long headers, and anything that is not HTTP,
-    get status 400 with a JSON body.
+    """A connection with limits of its headers.
+
+    Slow headers close it. Too many or too long headers, and bytes that are not HTTP, get status 400 with a JSON body.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, service: Service) -> None:
@@ -82,14 +84,17 @@ class Connection(HttpToolsProtocol):
         self._refusal: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit of the headers."""
         super().connection_made(transport)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
         self._cancel_timeout()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Pass received data to the parser."""
         super().data_received(data)
         if self._timeout is not None and not self.transport.is_closing():
             self._received += len(data)
@@ -97,12 +102,14 @@ class Connection(HttpToolsProtocol):
                 self.send_400_response("the headers are too long")
 
     def on_message_begin(self) -> None:
+        """Reset the header counters."""
         if self._timeout is None:
             self._expect_headers()
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header against the limits."""
         limits = self._limits
         if len(self.headers) >= limits.headers:
             self._refusal = f"the request has more than {limits.headers} headers"
@@ -113,10 +120,12 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Stop the time limit of the headers."""
         self._cancel_timeout()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP with a JSON error."""
         body = json.dumps(error_body(ErrorResponse(400, self._refusal or msg), "")).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

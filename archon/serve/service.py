@@ -31,7 +31,7 @@ from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sess
 
 @dataclass(frozen=True)
 class Limits:
-    """A server's limits; a request beyond them gets status 413 (body), 400 (headers), 408 (time) or 429."""
+    """Limits of a server; a request above them gets status 413 (body), 400 (headers), 408 (time) or 429."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 8190  # of one header
@@ -44,26 +44,26 @@ class Limits:
 
 
 class Service:
-    """The state that requests share.
+    """State shared by all requests.
 
-    A request with a session's key is answered by that session's generator and recorded in it. One with the server's
-    token, or with any other key if it has none, is answered by `engine` and not recorded.
+    A request with a session's key is answered by that session's generator and recorded in it. A request with the server
+    token, or with any other key if there is no token, is answered by `engine` and not recorded.
+
+    A server whose engine has LoRAs, or that can load them, selects the model by the name in a request. Otherwise the
+    single model answers to any name.
 
     Args:
         tokenizer: renders prompts and decodes answers.
-        engine: answers requests without a session, and of sessions opened over HTTP; None serves sessions only.
+        engine: answers requests without a session, and sessions opened over HTTP; None serves sessions only.
         gconfig: default sampling values.
         model: name of the model for clients.
-        token: the bearer token that grants full access; None asks for none, which is allowed on loopback only.
-        limits: of a request and of the server.
-        tool_call_parser: name of the format of tool calls; None: that of the chat template.
+        token: bearer token with full access; None needs no token, which is allowed only on loopback.
+        limits: limits of a request and of the server.
+        tool_call_parser: name of the tool-call format; None: derived from the chat template.
         training: takes rated sessions; None keeps them for `export`.
-        reader: reads the pictures of requests; None for a model that sees none.
-        lora_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
-        pushed: the engine's weights, where a trainer may push others, with the server's token.
-
-    A server whose engine has adapters, or that can load them, answers with the model that a request names. Another one
-    has a single model, whatever its name in requests.
+        reader: image reader; None for a text model.
+        lora_folders: directories of LoRAs that the server token may load at runtime; None: none.
+        pushed: weights of the engine, if the server token may push weights.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Service:
         reader: ImageReader | None = None,
     ) -> None:
         if lora_folders is not None and token is None:
-            raise ConfigError("adapters are loaded with the server's token, and it has none: set one with --token")
+            raise ConfigError("loading LoRAs needs a server token: set one with --token")
         if pushed is not None and token is None:
-            raise ConfigError("weights are pushed with the server's token, and it has none: set one with --token")
+            raise ConfigError("weight pushes need a server token: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
         self.training, self.pushed, self.reader = training, pushed, reader
         self.format = AnswerFormat.from_tokenizer(tokenizer, tool_call_parser)
@@ -97,20 +97,21 @@ class Service:
         self._active_requests = 0
 
     def authorize(self, key: str, host: str, origin: str | None) -> Caller | None:
-        """Return the session that `key` belongs to, else the caller without a session (None: there is no engine).
+        """Return the session of `key`, else the caller without a session (None: there is no engine).
 
         Args:
-            key: bearer token or API key of the request, empty without one.
-            host: its Host header.
-            origin: its Origin header, which browsers send.
+            key: bearer token or API key of the request, or empty.
+            host: Host header.
+            origin: Origin header, sent by browsers.
 
-        Raises `HTTPException` if access is denied.
+        Raises:
+            HTTPException: access is denied.
         """
         session = self.sessions.find_by_key(key)
         if session is not None:
             return session
         if self._token is None:
-            # Blocks pages of other sites, and those whose own name resolves to loopback (DNS rebinding).
+            # Blocks pages of other sites, and sites with names that resolve to loopback (DNS rebinding).
             hosts = [_parse_host(f"//{host}"), "localhost" if origin is None else _parse_host(origin)]
             if not all(map(is_loopback, hosts)):
                 raise HTTPException(
@@ -127,17 +128,19 @@ class Service:
 
     @property
     def engine(self) -> InferenceEngine | None:
-        """What answers requests without a session."""
+        """Generator of requests without a session."""
         return self._engine
 
     @property
     def loras(self) -> Mapping[str, ServedLoRA]:
-        """The loaded adapters by name."""
+        """Loaded LoRAs by name."""
         return getattr(self._engine, "loras", {})
 
     def choose(self, model: str) -> ModelChoice:
-        """Return what answers a request for `model`, empty for the model itself; raises `HTTPException` if nothing
-        does.
+        """Return the LoRA that answers a request for `model`, or None for the base model.
+
+        Raises:
+            HTTPException: no such model.
         """
         if model in self.loras:
             return ModelChoice(model, model)
@@ -147,19 +150,18 @@ class Service:
         return ModelChoice(self.model)
 
     async def load_lora(self, name: str, path: str, *, in_place: bool) -> None:
-        """Load an adapter under a name, or replaces that of the name where `in_place`.
+        """Load a LoRA under a name, or replace the LoRA of this name with `in_place`.
 
-        Raises `HTTPException` or a `UserError` for what is refused; then nothing has changed.
+        Raises:
+            HTTPException, UserError: the request was refused; nothing has changed.
         """
         if self._lora_folders is None:
-            raise HTTPException(403, "this server loads no adapters; start it with --lora-root and --token")
+            raise HTTPException(403, "this server cannot load LoRAs; start it with --lora-root and --token")
         if name == self.model or not name.isprintable():
-            raise HTTPException(
-                400, f"lora_name: {name!r:.80} is the model's own name, or has signs that are not shown"
-            )
+            raise HTTPException(400, f"lora_name: {name!r:.80} is the base model's name, or has unprintable characters")
         async with self._loading:
             if name in self.loras and not in_place:
-                raise HTTPException(400, f"an adapter {name!r:.80} is loaded already; unload it, or set load_inplace")
+                raise HTTPException(400, f"LoRA {name!r:.80} is already loaded; unload it, or set load_inplace")
             loras = await asyncio.to_thread(self._lora_folders.load, path)
             engine: Any = self._engine
             if name in self.loras:
@@ -168,9 +170,12 @@ class Service:
                 engine.load_lora(name, loras)
 
     async def unload_lora(self, name: str) -> None:
-        """Take an adapter away from new requests; answers in progress end with it. Raises as `load_lora` does."""
+        """Hide a LoRA from new requests; answers in progress finish with it.
+
+        Raises errors as `load_lora` does.
+        """
         if self._lora_folders is None:
-            raise HTTPException(403, "this server unloads no adapters; start it with --lora-root and --token")
+            raise HTTPException(403, "this server cannot unload LoRAs; start it with --lora-root and --token")
         engine: Any = self._engine
         async with self._loading:
             engine.unload_lora(name)
@@ -185,7 +190,7 @@ class Service:
     def count_request(self, caller: Caller) -> Iterator[None]:
         """Count a request while it is answered; raises `LimitError` if there are too many."""
         if self._active_requests >= self.limits.requests:
-            raise LimitError(f"{self._active_requests} requests are being answered, as many as allowed; try again")
+            raise LimitError(f"{self._active_requests} requests are in progress, the maximum; try again")
         self._active_requests += 1
         try:
             with self.sessions.in_use(caller) if isinstance(caller, Session) else nullcontext():

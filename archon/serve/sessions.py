@@ -18,11 +18,11 @@ from archon.schema.errors import ConfigError, RewardError, RolloutError
 
 ExportStyle = Literal["individual", "concat"]
 SamplingPolicy = Callable[[GenerationHyperparameters], GenerationHyperparameters]
-"""Returns the sampling values that a request gets for those that it asks for; raises `ConfigError` to refuse it."""
+"""Policy that maps requested sampling values to allowed ones; raises `ConfigError` to refuse a request."""
 
 
 class InvalidRewardError(RewardError):
-    """A reward that is not a finite number in float32, in which rewards are trained."""
+    """A reward that is not finite in float32, the dtype of training."""
 
 
 class LimitError(RolloutError):
@@ -30,7 +30,7 @@ class LimitError(RolloutError):
 
 
 class ModelChoice(NamedTuple):
-    """What a request asks for: the model's name for clients, and the adapter; None is the model itself."""
+    """A request's model: the name for clients, and the LoRA; None is the base model."""
 
     name: str
     lora: str | None = None
@@ -43,8 +43,8 @@ class Caller:
         self, engine: InferenceEngine, gconfig: GenerationHyperparameters, policy: SamplingPolicy | None = None
     ) -> None:
         self.engine, self.gconfig, self.policy = engine, gconfig, policy
-        self.overridden = 0  # answers requested whose sampling values the policy changed
-        self.refusal: ConfigError | None = None  # the first request whose sampling values the trainer cannot replay
+        self.overridden = 0  # answers with sampling values changed by the policy
+        self.refusal: ConfigError | None = None  # first refusal of sampling values that the trainer cannot replay
         self.unfinished = 0  # answers requested that neither finished nor failed, including canceled ones
 
     def sampling(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
@@ -73,8 +73,10 @@ class Caller:
         response: ModelResponse,
         gconfig: GenerationHyperparameters | None = None,
     ) -> None:
-        """Record an answer sampled with `gconfig` (None: the caller's); raises `UnusableAnswerError` for one that
-        cannot be trained on.
+        """Record an answer sampled with `gconfig` (None: the caller's values).
+
+        Raises:
+            UnusableAnswerError: the answer cannot be trained on.
         """
         check_answer(response)
 
@@ -83,13 +85,13 @@ class Caller:
 class Interaction:
     """One answer of a session, a node in the tree of its requests.
 
-    `parent` is the longest answer whose prompt and tokens this one's prompt begins with, None for a root.
+    `parent` is the longest answer with prompt and tokens that are a prefix of this prompt; None for a root.
     """
 
     completion: str  # the response's id
     choice: int  # index among its n answers
     response: ModelResponse = field(repr=False)
-    gconfig: GenerationHyperparameters = field(repr=False)  # with which it was sampled
+    gconfig: GenerationHyperparameters = field(repr=False)  # sampling values of the answer
     parent: Interaction | None = field(default=None, repr=False)
     children: list[Interaction] = field(default_factory=list, repr=False)
     reward: float | None = None
@@ -109,11 +111,11 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Training:
-    """What a server does whose sessions are trained.
+    """Training hooks of a server with trained sessions.
 
     Attributes:
         finish: takes a session that is rated and over.
-        policy: decides on the sampling values of the sessions' requests.
+        policy: policy of the sampling values.
         needs_group: whether a session must be opened with a group.
     """
 
@@ -124,8 +126,9 @@ class Training:
 
 @dataclass
 class Trajectory:
-    """One row to train on: its tokens, its reward, the (completion, choice) of each answer in it, and the adapter that
-    sampled them, None for the model itself.
+    """One training row: its tokens, its reward, the (completion, choice) of each answer in it, and its LoRA.
+
+    The LoRA is None for the base model.
     """
 
     record: TokenRecord
@@ -135,17 +138,16 @@ class Trajectory:
 
 
 class Session(Caller):
-    """One agent's requests under one key.
+    """Requests of one agent under one key.
 
-    An answer is the child of an earlier one only if its prompt begins with exactly that one's tokens, and the same
-    adapter answered. An agent sends
-    text; where an earlier answer's text is tokenized differently from how it was sampled, a new tree begins, and no
-    tokens are trained after a prefix that the model did not see.
+    An answer is the child of an earlier one only if its prompt starts with exactly the tokens of that one, and the same
+    LoRA answered. An agent sends text; if the text of an earlier answer is tokenized differently from its sampled
+    tokens, a new tree starts, and no tokens are trained after a prefix that the model did not see.
 
     Args:
-        seed: every answer's random stream derives from it and the answer's number; None leaves them to the engine.
-        max_calls: answers recorded, at most.
-        policy: decides on the sampling values of requests; None grants all.
+        seed: every answer's random stream derives from it and the answer's number; None leaves seeds to the engine.
+        max_calls: maximum number of recorded answers.
+        policy: policy of the sampling values; None allows all.
     """
 
     def __init__(
@@ -166,10 +168,12 @@ class Session(Caller):
         self._seed, self._n_seeds, self._max_calls = seed, 0, max_calls
 
     def next_seed(self) -> int | None:
+        """Return the seed of the next answer."""
         self._n_seeds += 1
         return None if self._seed is None else derive_seed(self._seed, self._n_seeds - 1)
 
     def admit(self, answers: int) -> None:
+        """Raise LimitError if the session cannot record this number of answers."""
         if len(self.interactions) + answers > self._max_calls:
             raise LimitError(
                 f"this session has {len(self.interactions)} of its {self._max_calls} answers, and {answers} more "
@@ -183,6 +187,7 @@ class Session(Caller):
         response: ModelResponse,
         gconfig: GenerationHyperparameters | None = None,
     ) -> None:
+        """Record an answer as a child of the longest earlier one that its prompt continues."""
         super().record(completion, choice, response, gconfig)
         self.admit(1)  # again: concurrent requests may have been recorded since this one was admitted
         prefixes = [
@@ -206,7 +211,7 @@ class Session(Caller):
         """
         reward = finite_reward(reward)
         if not self.interactions:
-            raise RolloutError("a reward was given before the first answer; ask the model first")
+            raise RolloutError("a reward needs an answer; call the model first")
         nodes = [node for node in self.interactions if completion is None or node.place == (completion, choice)]
         if not nodes:
             raise RolloutError(
@@ -215,7 +220,7 @@ class Session(Caller):
         nodes[-1].reward = reward
 
     def reward_every_branch(self, reward: float) -> None:
-        """Set an episode's reward: that of the last answer of every branch, unless it already has one."""
+        """Set the reward of an episode: the last answer of every branch gets it, unless it already has one."""
         reward = finite_reward(reward)
         if not self.interactions and self.unfinished:
             raise UnusableAnswerError(
@@ -230,19 +235,25 @@ class Session(Caller):
 
     @property
     def unrewarded_leaves(self) -> list[Interaction]:
-        """The last answers of the branches, of those that have no reward."""
+        """Last answers of the branches without a reward."""
         return [node for node in self.interactions if not node.children and node.reward is None]
 
     def export(self, style: ExportStyle = "individual", turn_discount: float = 1.0) -> list[Trajectory]:
-        """Return the rows to train on, in the order of their (last) answers.
+        """Return the training rows, in the order of their (last) answers.
 
-        `individual`: one row per answer. Its credit is its own reward plus `turn_discount` times the mean credit of
-        its children.
-        `concat`: one row per branch, from a root to a leaf; all its answers are trained, with the reward
-        Σ turn_discount^k · (own reward of the k-th). Branches repeat the prefix that they share.
+        Args:
+            style: `individual`: one row per answer. Its credit is its reward plus `turn_discount` times the mean credit
+            of its
+                children. `concat`: one row per branch, from a root to a leaf; all its answers are trained, with the
+                reward Σ turn_discount^k · (reward of the k-th answer from the end). Branches repeat their shared
+                prefix.
+            turn_discount: discount per turn.
 
-        Rows without any reward are left out, because no reward is not a reward of 0. Raises `RolloutError` if none
-        is left, `InvalidRewardError` if rewards do not add up to a finite number.
+        Rows without any reward are omitted, because no reward is not a reward of 0.
+
+        Raises:
+            RolloutError: no row has a reward.
+            InvalidRewardError: rewards do not sum to a finite number.
         """
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1:
             raise RolloutError(
@@ -303,7 +314,7 @@ def finite_reward(value: object) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST_REWARD:  # refuses NaN as well
         raise InvalidRewardError(
-            f"a reward must be a finite number, got {value!r:.80}; float32, in which it is trained, ends at "
+            f"a reward must be a finite number, got {value!r:.80}; training uses float32, which ends at "
             f"{_LARGEST_REWARD:g}"
         )
     return number
@@ -336,7 +347,7 @@ class Sessions:
         """Return a new session; raises `LimitError` at the limit of open sessions."""
         self._close_idle()
         if len(self) >= self._max_open:
-            raise LimitError(f"{self._max_open} sessions are open, as many as this server allows; close some")
+            raise LimitError(f"{self._max_open} sessions are open, the maximum; close some")
         session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls, policy=policy)
         self._by_id[session.id] = self._by_key[session.key] = session
         return session
@@ -347,10 +358,12 @@ class Sessions:
         self._by_key.pop(session.key, None)
 
     def find_by_key(self, key: str) -> Session | None:
+        """Return the session with this key."""
         self._close_idle()
         return self._touch(self._by_key.get(key))
 
     def find_by_id(self, session_id: str) -> Session | None:
+        """Return the session with this id."""
         self._close_idle()
         return self._touch(self._by_id.get(session_id))
 

@@ -1,7 +1,7 @@
-"""Finds tool calls in a model's text, in the formats of the model families.
+"""Parsers of tool calls in a model's text, in the formats of the model families.
 
-A format is chosen by name, or by what only its chat templates contain. Text that is no valid call stays text, as the
-model wrote it.
+A format is selected by name, or by a pattern that only its chat templates contain. Text that is not a valid call stays
+text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model thinks and does not say."""
+    """Thinking, which is not part of the visible text."""
 
     text: str
 
@@ -58,7 +58,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def partial_match(text: str, mark: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `mark`."""
+    """Return how many characters at the end of `text` may be the start of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
@@ -81,7 +81,7 @@ def hermes_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def parse_argument(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """Return an argument written as bare text: as it is where its schema wants text, else as JSON if it is any."""
+    """Parse an argument written as bare text: a string if its schema wants one, else JSON if possible."""
     kinds = (schema or {}).get("type", "string")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if set(kinds) == {"string"}:
@@ -94,8 +94,8 @@ def parse_argument(text: str, schema: Mapping[str, Any] | None) -> Any:
 
 def _argument_schema(schemas: Schemas, tool: str, name: str) -> Mapping[str, Any] | None:
     properties = schemas.get(tool, {}).get("properties", {})
-    found = properties.get(name) if isinstance(properties, dict) else None
-    return found if isinstance(found, dict) else None
+    schema = properties.get(name) if isinstance(properties, dict) else None
+    return schema if isinstance(schema, dict) else None
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -107,10 +107,10 @@ def qwen3_coder_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     function = _FUNCTION.fullmatch(body)
     if function is None:
         raise ValueError("no function")
-    name, rest = function[1].strip(), function[2]
-    if _PARAMETER.sub("", rest).strip():
+    name, parameters = function[1].strip(), function[2]
+    if _PARAMETER.sub("", parameters).strip():
         raise ValueError("text between the parameters")
-    pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(rest)]
+    pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(parameters)]
     return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
 
 
@@ -119,11 +119,11 @@ _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 
 def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     """Parse `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…` (GLM-4.5 and later)."""
-    head, mark, rest = body.partition("<arg_key>")
-    name, rest = head.strip(), mark + rest
-    if re.search(r"[\s<>]", name) or (not mark and name not in schemas) or _ARGUMENT.sub("", rest).strip():
+    head, mark, remaining = body.partition("<arg_key>")
+    name, remaining = head.strip(), mark + remaining
+    if re.search(r"[\s<>]", name) or (not mark and name not in schemas) or _ARGUMENT.sub("", remaining).strip():
         raise ValueError("no function")
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(rest)]
+    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(remaining)]
     return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
 
 
@@ -133,14 +133,16 @@ _DEEPSEEK_FENCED = re.compile(r"(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 def deepseek_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the calls of DeepSeek-V3 and R1 (`function`, separator, name and fenced JSON) and of V3.1 (name,
-    separator, JSON), each between its own marks.
+    """Parse the calls of DeepSeek-V3 and R1, and of V3.1.
+
+    V3 and R1 write `function`, a separator, the name and fenced JSON; V3.1 writes the name, a separator and JSON. Each
+    call has separate marks.
     """
-    found = _DEEPSEEK_CALL.findall(body)
-    if not found or _DEEPSEEK_CALL.sub("", body).strip():
+    matches = _DEEPSEEK_CALL.findall(body)
+    if not matches or _DEEPSEEK_CALL.sub("", body).strip():
         raise ValueError("no calls")
     calls = []
-    for first, second in found:
+    for first, second in matches:
         fenced = _DEEPSEEK_FENCED.fullmatch(second) if first.strip() == "function" else None
         name, arguments = (fenced[1], fenced[2]) if fenced is not None else (first.strip(), second)
         calls.append(_call(name, load_json(arguments)))
@@ -151,8 +153,10 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def llama3_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse `{"name": …, "parameters": {…}}`, several with `;` between them, and the built-in tools' form
-    `name.call(key="value")` (Llama 3.1 to 3.3).
+    """Parse the calls of Llama 3.1 to 3.3.
+
+    They are `{"name": …, "parameters": {…}}`, several with `;` between them, or `name.call(key="value")` for built-in
+    tools.
     """
     body = body.removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
@@ -196,7 +200,7 @@ class MarkedParser:
         self._after_call = False
 
     def feed(self, text: str) -> list[Part]:
-        """Return what is complete by now."""
+        """Return the complete parts so far."""
         self._buffer += text
         parts: list[Part] = []
         while True:
@@ -221,7 +225,7 @@ class MarkedParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the rest, when no text follows."""
+        """Return the remaining parts at the end."""
         parts: list[Part] = []
         self._add_text(parts, (self._space + self._open if self._inside else "") + self._buffer)
         return parts
@@ -235,7 +239,7 @@ class MarkedParser:
 
 
 class PrefixCallParser:
-    """Reads an answer that begins as a call does as calls up to its end; any other answer is text."""
+    """Parser of formats whose calls start at the first character; any other answer is text."""
 
     def __init__(self, marks: Sequence[str], calls: Callable[[str, Schemas], list[ToolCall]], schemas: Schemas) -> None:
         self._marks, self._calls, self._schemas = marks, calls, schemas
@@ -243,23 +247,23 @@ class PrefixCallParser:
         self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
-        """Return what is complete by now."""
+        """Return the complete parts so far."""
         self._buffer += text
         start = self._buffer.lstrip()
         if not self._is_text and (not start or any(start.startswith(mark[: len(start)]) for mark in self._marks)):
             return []
-        self._is_text, given, self._buffer = True, self._buffer, ""
-        return [given] if given else []
+        self._is_text, buffered, self._buffer = True, self._buffer, ""
+        return [buffered] if buffered else []
 
     def finish(self) -> list[Part]:
-        """Return the rest, when no text follows."""
+        """Return the remaining parts at the end."""
         if not self._buffer:
             return []
         return [*valid_calls(self._calls, self._buffer, self._schemas)] or [self._buffer]
 
 
 def valid_calls(calls: Callable[[str, Schemas], list[ToolCall]], body: str, schemas: Schemas) -> list[ToolCall]:
-    """Return the calls of a text; none if it is not wholly made of valid ones."""
+    """Return the calls of a text; none unless it consists only of valid calls."""
     try:
         return calls(body, schemas)
     except (ValueError, RecursionError):
@@ -273,11 +277,11 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyParser:
-    """Reads messages of OpenAI's harmony format, in which gpt-oss answers: a header up to `<|message|>`, with a channel
-    and perhaps a recipient, then text up to an end mark.
+    """Parser of OpenAI's harmony format, used by gpt-oss.
 
-    The channel `analysis` is reasoning, a message to a function is a call, and everything else is text. A call whose
-    arguments are no JSON object is text too.
+    A message is a header up to `<|message|>`, with a channel and an optional recipient, then text up to an end mark.
+    The channel `analysis` is reasoning, a message to a function is a call, and everything else is text. A call with
+    arguments that are not a JSON object is text too.
     """
 
     def __init__(self, schemas: Schemas) -> None:
@@ -286,7 +290,7 @@ class HarmonyParser:
         self._is_plain_text = False  # whether an answer without any header has begun
 
     def feed(self, text: str) -> list[Part]:
-        """Return what is complete by now."""
+        """Return the complete parts so far."""
         self._buffer += text
         parts: list[Part] = []
         while self._buffer and self._advance(parts):
@@ -294,7 +298,7 @@ class HarmonyParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the rest, when no text follows."""
+        """Return the remaining parts at the end."""
         parts: list[Part] = []
         if self._in_header and not self._is_plain_text:
             if self._buffer and not self._buffer.startswith(_HARMONY_STARTS):
@@ -308,14 +312,14 @@ class HarmonyParser:
         """Read the next header or piece of a message. Returns whether more of the buffer may be complete."""
         if self._in_header and not self._is_plain_text:
             return self._read_header(parts)
-        found = [(at, mark) for mark in _HARMONY_ENDS if (at := self._buffer.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
+        ends = [(at, mark) for mark in _HARMONY_ENDS if (at := self._buffer.find(mark)) >= 0]
+        if ends:
+            at, mark = min(ends)
             self._end_message(parts, self._buffer[:at])
             self._buffer, self._in_header, self._is_plain_text = self._buffer[at + len(mark) :], True, False
             return True
         if _RECIPIENT.search(self._header):
-            return False  # a call is given whole
+            return False  # a call is returned whole
         kept = max(partial_match(self._buffer, mark) for mark in _HARMONY_ENDS)
         ready = self._buffer[: len(self._buffer) - kept]
         self._buffer = self._buffer[len(ready) :]
@@ -326,10 +330,10 @@ class HarmonyParser:
         if not any(mark.startswith(self._buffer[: len(mark)]) for mark in _HARMONY_STARTS):
             self._header, self._is_plain_text = "", True  # no message of the format
             return True
-        header, mark, rest = self._buffer.partition(MESSAGE)
+        header, mark, remaining = self._buffer.partition(MESSAGE)
         if not mark:
             return False
-        self._header, self._buffer, self._in_header = header, rest, False
+        self._header, self._buffer, self._in_header = header, remaining, False
         return True
 
     def _end_message(self, parts: list[Part], text: str) -> None:
@@ -350,13 +354,13 @@ Parser = MarkedParser | PrefixCallParser | HarmonyParser
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes tool calls.
+    """Tool-call format of a family.
 
     Attributes:
-        name: for configurations.
-        template_pattern: a regular expression that only this family's chat templates match.
-        make: returns a parser for one answer, given the tools' schemas.
-        marks: special tokens that are part of the format, and so are kept in the text that is parsed.
+        name: name for configurations.
+        template_pattern: regular expression that matches only this family's chat templates.
+        make: returns a parser for one answer from the tools' schemas.
+        marks: special tokens of the format, which are kept in the parsed text.
     """
 
     name: str
@@ -374,7 +378,7 @@ HERMES = ToolFormat("hermes", r"<tool_call>", _marked_parser(*TAGS, hermes_calls
 HARMONY = ToolFormat(
     "harmony", r"<\|channel\|>", HarmonyParser, (CHANNEL, MESSAGE, START, *_HARMONY_ENDS, "<|constrain|>")
 )
-# In this order: what an earlier one's templates contain, a later one's may contain too.
+# Ordered: later patterns may also match the templates of earlier formats.
 FORMATS = (
     HARMONY,
     ToolFormat(
@@ -407,14 +411,15 @@ def template_text(tokenizer: Any) -> str:
 
 
 def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
-    """Return the format of that name, or without one that of the chat template; Hermes' where nothing tells.
+    """Return the format of that name, by default the chat template's, or Hermes if no pattern matches.
 
-    Raises `ConfigError` for an unknown name.
+    Raises:
+        ConfigError: unknown name.
     """
     if name is None:
         template = template_text(tokenizer)
-        return next((found for found in FORMATS if re.search(found.template_pattern, template)), HERMES)
-    by_name = {found.name: found for found in FORMATS}
+        return next((candidate for candidate in FORMATS if re.search(candidate.template_pattern, template)), HERMES)
+    by_name = {candidate.name: candidate for candidate in FORMATS}
     if name not in by_name:
         raise ConfigError(
             f"tool_call_parser: got {name!r}{nearest(name, list(by_name))}; expected one of {', '.join(by_name)}, or "

@@ -1,10 +1,10 @@
-"""Runs inside vLLM's workers, and loads the weights that archon's trainer pushes:
+"""Extension of vLLM's workers that loads weights pushed by archon's trainer.
 
-    PYTHONPATH=<archon's folder> vllm serve … --worker-extension-cls archon.serve.vllm_extension.Extension \\
+    PYTHONPATH=<archon's folder> vllm serve … --worker-extension-cls archon.serve.vllm_extension.Extension \
         --weight-transfer-config '{"backend": "archon"}'
 
-The server's own environment imports this file, and `archon/remote/weight_stream.py`: they need vLLM, torch and
-safetensors, and no package of archon's.
+The server's environment imports this file and `archon/remote/weight_stream.py`: they need vLLM, torch and safetensors,
+and no package of archon's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclass
 class Checkpoint(WeightTransferUpdateInfo):
-    """A Hugging Face checkpoint in a folder that trainer and server share, or what changed since another.
+    """A Hugging Face checkpoint in a shared directory, or its changes since another one.
 
     Attributes:
-        version: of the checkpoint, which is kept in memory for later changes; None: it is not kept.
-        since: the folder holds only elements that changed since this version.
+        version: version of the checkpoint, which is kept in memory for later changes; None: it is not kept.
+        since: the directory holds only elements that changed since this version.
     """
 
     folder: str
@@ -50,7 +50,7 @@ class Stream(WeightTransferUpdateInfo):
     """A checkpoint that the trainer broadcasts, see `archon.remote.weight_stream`.
 
     Attributes:
-        address, port: where the server's workers join, of which there are `workers`.
+        address, port: rendezvous of the server's `workers` workers.
         backend: `gloo` or `nccl`.
         seconds: time-out of every wait.
     """
@@ -77,6 +77,7 @@ class Transfer(WeightTransferEngine):
         del init_info
 
     def start_weight_update(self) -> None:
+        """Prepare for new weights."""
         initialize_layerwise_reload(self.model)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Checkpoint | Stream:
@@ -84,6 +85,7 @@ class Transfer(WeightTransferEngine):
         return Stream(**update_dict) if "address" in update_dict else Checkpoint(**update_dict)
 
     def receive_weights(self, update_info: Checkpoint | Stream) -> None:
+        """Load the weights of a checkpoint or stream."""
         if isinstance(update_info, Checkpoint):
             self._load(self._stored(update_info))
             return
@@ -98,7 +100,7 @@ class Transfer(WeightTransferEngine):
                 pass
 
     def _stored(self, update_info: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors of a folder, or of what is kept with the folder's changes."""
+        """Return the tensors of a directory, merged into the kept checkpoint if they are changes."""
         source = tensors(Path(update_info.folder))
         if update_info.since is not None:
             if self._kept is None or self._kept_version != update_info.since:
@@ -116,11 +118,12 @@ class Transfer(WeightTransferEngine):
         if loaded is None:
             return
         if self._names is not None and self._names != loaded:
-            # vLLM would keep the old weights of what is missing, with no more than a line in its log.
+            # vLLM would keep the old weights of missing tensors, with only a line in its log.
             raise ValueError(f"the checkpoint set {len(loaded)} parameters, and an earlier one {len(self._names)}")
         self._names = set(loaded)
 
     def finish_weight_update(self) -> None:
+        """Finish the update."""
         finalize_layerwise_reload(self.model, self.model_config)
         share_packed_embeddings(self.model)
 
@@ -132,7 +135,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of all safetensors files of a folder."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} has no safetensors files; do trainer and server see the same folder?")
+        raise FileNotFoundError(f"{folder} has no safetensors files; do trainer and server share this directory?")
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
@@ -146,10 +149,10 @@ def patch(checkpoint: dict[str, torch.Tensor], changes: dict[str, torch.Tensor])
 
 
 def share_packed_embeddings(model: torch.nn.Module) -> None:
-    """Let heads of tied embeddings multiply with what the embeddings packed.
+    """Let heads of tied embeddings use the packed embedding matrix.
 
-    On a CPU a layer multiplies with a packed copy of its matrix. A reload of vLLM 0.32 packs that of the embeddings
-    anew, which need none, and leaves the head its old one.
+    On a CPU a layer multiplies with a packed copy of its matrix. A reload in vLLM 0.32 packs the embeddings again,
+    which need no packing, and leaves the head its old copy.
     """
     packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
     embeddings = {id(m.weight): m for m in packed if type(m) is VocabParallelEmbedding}
@@ -159,7 +162,7 @@ def share_packed_embeddings(model: torch.nn.Module) -> None:
 
 
 class Extension:
-    """Becomes a base of vLLM's worker; what matters is that its module is imported there."""
+    """Base class of vLLM's worker; importing its module has the effects."""
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

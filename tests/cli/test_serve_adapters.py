@@ -171,7 +171,7 @@ async def test_adapters_are_loaded_replaced_and_unloaded_while_others_answer(
     steady = [asyncio.create_task(tokens_of(client, name, [3, 2, 1], 24)) for name in ("red", "green", "tiny") * 4]
     assert (await load(client, "blue", "blue")).json() == (await client.get("/models/blue")).json()
     assert await tokens_of(client, "blue", [1, 2, 3]) == reference
-    assert "is loaded already" in complaint(await load(client, "blue", root / "red"), 400)
+    assert "is already loaded" in complaint(await load(client, "blue", root / "red"), 400)
     assert (await load(client, "blue", root / "red", load_inplace=True)).status_code == 200
     assert await tokens_of(client, "blue", [1, 2, 3]) == await tokens_of(client, "red", [1, 2, 3])
     running = asyncio.create_task(tokens_of(client, "blue", [3, 2, 1], 24))
@@ -232,18 +232,18 @@ def _copy(source: Path, target: Path) -> Path:
 
 
 def _outside(root: Path, tmp_path: Path) -> tuple[Any, str]:
-    return _copy(root / "red", tmp_path / "red"), "leads out of"
+    return _copy(root / "red", tmp_path / "red"), "is outside of"
 
 
 def _above(root: Path, tmp_path: Path) -> tuple[Any, str]:
     _copy(root / "red", root.parent / "stray") if not (root.parent / "stray").exists() else None
-    return "../stray", "leads out of"
+    return "../stray", "is outside of"
 
 
 def _link_to_folder(root: Path, tmp_path: Path) -> tuple[Any, str]:
     (root / "linked").unlink(missing_ok=True)
     (root / "linked").symlink_to(_copy(root / "red", tmp_path / "red"))
-    return "linked", "leads out of"
+    return "linked", "is outside of"
 
 
 def _link_to_file(root: Path, tmp_path: Path) -> tuple[Any, str]:
@@ -251,7 +251,7 @@ def _link_to_file(root: Path, tmp_path: Path) -> tuple[Any, str]:
     folder = _copy(root / "red", root / tmp_path.name)
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_model.safetensors").symlink_to(tmp_path / "adapter_model.safetensors")
-    return folder, "leads out of"
+    return folder, "is outside of"
 
 
 def _pipe(root: Path, tmp_path: Path) -> tuple[Any, str]:
@@ -296,7 +296,7 @@ def _nothing(root: Path, tmp_path: Path) -> tuple[Any, str]:
 
 
 def _nul(root: Path, tmp_path: Path) -> tuple[Any, str]:
-    return "red\0", "leads out of"
+    return "red\0", "is outside of"
 
 
 def _empty(root: Path, tmp_path: Path) -> tuple[Any, str]:

@@ -84,7 +84,7 @@ async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.As
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
     answer = (await reader.readuntil(b"}}")).decode()
-    assert answer.startswith("HTTP/1.1 408 ") and "the body did not come within 0.3 s" in answer
+    assert answer.startswith("HTTP/1.1 408 ") and "the body did not arrive within 0.3 s" in answer
     writer.close()
     for tokens in (250, 1):  # the time that an answer takes, and that between two requests, is another matter
         asked = CHAT | {"max_tokens": tokens, "ignore_eos": True}

@@ -127,7 +127,7 @@ async def test_what_cannot_be_seen_is_refused_in_one_line(
         (["data:text/plain,hello"], "?", "no image in base64"),
         ([url_of(file.getvalue())], "?", "pixels"),
         ([url_of(PNG)], "<|image_pad|>?", "2 image placeholders"),
-        ([], "<|image_pad|>?", "1 placeholders"),
+        ([], "<|image_pad|>?", "1 image placeholders"),
     ):
         response = await post("chat/completions", **chat(*urls, text=text))
         message = response.json()["error"]["message"]

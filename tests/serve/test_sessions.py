@@ -131,7 +131,7 @@ def test_a_reward_may_be_any_kind_of_number() -> None:
 
 
 def test_what_there_is_not_cannot_be_rewarded() -> None:
-    with pytest.raises(RolloutError, match="before the first answer"):
+    with pytest.raises(RolloutError, match="a reward needs an answer"):
         session_of().set_reward(1.0)
     with pytest.raises(RolloutError, match="has not asked the model once"):
         session_of().reward_every_branch(1.0)
@@ -152,7 +152,7 @@ def test_rewards_that_add_up_to_infinity_are_not_exported(style: Any) -> None:
     session = tree()
     for name in ("a", "b", "d"):
         session.set_reward(3e38, name)
-    with pytest.raises(InvalidRewardError, match=r"a reward must be a finite number, got .*e\+38; float32"):
+    with pytest.raises(InvalidRewardError, match=r"a reward must be a finite number, got .*e\+38; training uses float32"):
         session.export(style)
 
 

@@ -78,8 +78,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a trainer may have weights loaded from any folder",
         "archon/serve/pushed_weights.py",
-        "if found is None or not found.is_dir():",
-        "found = (root / folder).resolve()\n        if not found.is_dir():",
+        "if resolved is None or not resolved.is_dir():",
+        "resolved = (root / folder).resolve()\n        if not resolved.is_dir():",
         ("tests/remote/test_archon.py::test_what_a_push_may_not_do_is_refused_and_changes_nothing",),
     ),
     Mutant(

@@ -39,8 +39,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a link leads a client out of the folder of adapters",
         "archon/serve/lora_folders.py",
-        "found = path.resolve()",
-        "found = path.absolute()",
+        "resolved = path.resolve()",
+        "resolved = path.absolute()",
         ("tests/cli/test_serve_adapters.py::test_a_hostile_load_is_one_line_and_changes_nothing",),
     ),
 )
