@@ -1,8 +1,8 @@
-"""Atomic writes of directories and files, with named points at which a test can kill a save.
+"""Atomic writes of folders and files, with named kill points for fault-injection tests.
 
-A directory is written next to its destination under a temporary name, every file and directory is synced, and one
-rename makes it visible. The writer locks its temporary directory, so that the next save can distinguish the leftovers
-of a killed writer, which it removes, from the directory of a running one.
+A folder is written next to its destination under a temporary name, every file and folder is synced, and one rename
+makes it visible. The temporary folder is locked while its writer runs. The next save removes unlocked temporary
+folders, which killed writers left.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _kill_point_hits: Counter[str] = Counter()
 
 
 def kill_point(name: str) -> None:
-    """Fault injection: kill this process by SIGKILL where `ARCHON_KILL_AT=<name>[:n]` names this point.
+    """Send SIGKILL to this process at its n-th pass of the point in `ARCHON_KILL_AT=<name>[:n]`; n is 1 by default.
 
-    The process is killed the n-th time (by default the first) that it reaches the point. Without the variable, does
-    nothing. Raises ConfigError where the variable names no point of `KILL_POINTS`.
+    Raises:
+        ConfigError: the variable names no point of `KILL_POINTS`.
     """
     assert name in KILL_POINTS, name
-    chosen = os.environ.get(KILL_AT)
-    if not chosen:
+    setting = os.environ.get(KILL_AT)
+    if not setting:
         return
-    point, _, nth = chosen.partition(":")
+    point, _, nth = setting.partition(":")
     if point not in KILL_POINTS or not (nth or "1").isdigit():
-        raise ConfigError(f"{KILL_AT}={chosen!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
+        raise ConfigError(f"{KILL_AT}={setting!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
     _kill_point_hits[name] += 1
     if name == point and _kill_point_hits[name] == int(nth or 1):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +88,7 @@ def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a locked temporary directory next to `target` for the caller to rename or publish; remove it otherwise.
+    """Yield a locked temporary folder next to `target`; it is removed unless the block renames or publishes it.
 
     Leftovers of killed writers of the same target are removed first.
     """
@@ -123,10 +123,7 @@ def remove_leftovers(parent: Path, name: str = "*") -> None:
 
 
 def hide(folder: Path) -> Path:
-    """Rename a folder to a temporary name, so that no incomplete folder stays visible if its removal is interrupted.
-
-    Returns the new path.
-    """
+    """Rename a folder to a temporary name and return it, so that an interrupted removal stays invisible."""
     hidden = folder.with_name(f".{folder.name}{_PARTIAL}old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -135,12 +132,11 @@ def hide(folder: Path) -> Path:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Move a synced `folder` to `target`, replacing an existing one.
+    """Move a synced `folder` to `target`, replacing an existing folder.
 
     An existing `target` is exchanged with `folder` atomically (Linux's `renameat2`), so that it is complete at every
-    moment. On a file system without exchange (NFS), two renames are used, and the previous content stays under
-    `.<name>.replaced` until the second rename is on disk; `undo_replacement` undoes the first after a kill between
-    them.
+    moment. A file system without exchange (NFS) needs two renames. The previous content is kept under
+    `.<name>.replaced` until the second is on disk; `undo_replacement` undoes the first after a kill between them.
     """
     aside = _replaced_path(target)
     if not target.exists():
@@ -207,7 +203,7 @@ def _replaced_path(target: Path) -> Path:
 
 
 def _lock(handle: int) -> bool:
-    """Try to lock a folder. Returns False where it is locked, or where its file system has no locks."""
+    """Try to lock a folder; return False if it is locked or its file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -216,7 +212,7 @@ def _lock(handle: int) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names atomically. Returns False where the operating system or the file system cannot."""
+    """Swap two names atomically; return False if the operating or file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

@@ -1,9 +1,9 @@
 """Bitwise conversion of weights between Hugging Face checkpoints and the folders of training programs.
 
-Those are archon's `native` format, torch.distributed.checkpoint's (`dcp`) and megatron-core's ranks.
+Supported: archon's `native` format, torch.distributed.checkpoint (`dcp`) and megatron-core rank files (`megatron`).
 
-Every source is presented as tensors under Hugging Face names that are read when they are written: one source tensor is
-in memory at a time, and when exporting to Hugging Face one file of weights.
+Every source is presented as lazy tensors under Hugging Face names: one source tensor is in memory at a time, or one
+file of weights for an export to Hugging Face.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class OpenWeights:
     """The weights of an open checkpoint.
 
     Attributes:
-        hf_config: Hugging Face config of the model.
-        assets: directory with the config and the tokenizer.
-        adapter: map between Hugging Face and native names.
+        hf_config: the Hugging Face config of the model.
+        assets: the folder of the config and the tokenizer.
+        adapter: maps between Hugging Face and native names.
         tensors: tensors by Hugging Face key, in the order of the model's parameters.
     """
 
@@ -77,31 +77,28 @@ def convert(
 ) -> OpenWeights:
     """Write the weights of `source` to the new directory `target`, atomically.
 
-    A native source may be the checkpoint of a run; only its weights are used. A native target holds only weights, and
-    `ArchonEngine.load` reads it.
-
     Args:
-        source: checkpoint directory.
-        target: new directory.
+        source: folder of the weights. A native source may be the checkpoint of a run; only its weights are used.
+        target: new or empty folder. A native target holds only weights; `ArchonEngine.load` reads it.
         to: format of `target`.
         origin: format of `source`; None detects it.
-        like: Hugging Face directory with the config and the tokenizer; by default `source`. Native checkpoints have
-            neither.
-        layout: ranks of a `megatron` target; by default one. Its `vocab_rows` is computed here.
-        vocab_multiple: pad the embedding of a `megatron` target with zero rows to a multiple of this times tp.
-        dtype: dtype of `hf` weights; by default, and in other formats, each keeps its dtype.
+        like: Hugging Face folder with the config and the tokenizer; by default `source`. Required for a native source.
+        layout: `megatron` layout; by default one rank. `vocab_rows` is computed here.
+        vocab_multiple: for `megatron`: the embedding is padded with zeros to a multiple of this times tp.
+        dtype: for `hf`: dtype of the written weights; by default, and for the other formats, dtypes are unchanged.
         drop_padding: for a `megatron` source: see `open_ranks`.
-        names: naming scheme of a `dcp` target, by default `native`; else of a `dcp` source, by default detected.
-        lora: merge this LoRA, each tensor in float32 and in memory only: a PEFT directory, or the checkpoint of a LoRA
-        run
-            whose base is the Hugging Face checkpoint `source`.
-        lora_name: LoRA of a multi-LoRA run.
+        names: naming scheme of a `dcp` target (by default `native`) or of a `dcp` source (by default detected).
+        lora: LoRA to merge, one tensor in memory at a time, computed in float32: a PEFT folder, or the checkpoint of a
+            run that trained LoRAs on the Hugging Face checkpoint `source`.
+        lora_name: name of the LoRA in a multi-LoRA run.
 
     Returns:
         The converted weights; their tensors can no longer be read.
 
     Raises:
-        CheckpointError, LayoutError, ConfigError: the request cannot be honored; nothing was written.
+        CheckpointError: the source is invalid or the target exists. Nothing has been written, as for the other errors.
+        LayoutError: the layout does not divide the model.
+        ConfigError: an argument does not fit the source or the target.
     """
     folder, destination = checkpoint_folder(source), Path(os.path.realpath(target))
     source_format = origin or detect_format(folder)
@@ -135,7 +132,7 @@ def convert(
 
 
 def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | None) -> OpenWeights:
-    """Return weights with their LoRAs merged on reading."""
+    """Return weights with the LoRA merged on read; tensors without a LoRA are unchanged."""
     family = weights.adapter
     changed = [key for key in weights.tensors if any(x.name in lora.sizes for x in family.hf_to_native(key))]
     merged = _hf_tensors(merge(_parameters(family, weights.tensors), lora, dtype), family)
@@ -143,11 +140,7 @@ def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | Non
 
 
 def detect_format(folder: Path) -> Format:
-    """Detect the format of a checkpoint directory.
-
-    Raises:
-        CheckpointError: it has no known format.
-    """
+    """Return the format of a checkpoint folder; raise CheckpointError if it is none."""
     if is_megatron_folder(folder):
         return "megatron"
     if is_dcp_folder(folder):
@@ -171,20 +164,22 @@ def open_weights(
     drop_padding: bool = False,
     names: Names | None = None,
 ) -> AbstractContextManager[OpenWeights]:
-    """Return a context manager of the weights of a checkpoint, readable within its block; see `convert`.
+    """Open a checkpoint's weights for reading within the block; see `convert` for the arguments.
 
-    Quantized weights of an `hf` checkpoint are dequantized to the dtype in its config.
+    Quantized weights of a hf checkpoint are dequantized to the dtype of its config.
 
     Raises:
-        CheckpointError: the tensors are not exactly the model's.
+        CheckpointError: the checkpoint does not hold exactly the model's tensors.
     """
     if format == "hf":
         if like is not None:
-            raise ConfigError(f"{folder}: a hf checkpoint contains its config; leave out like (--like)")
+            raise ConfigError(
+                f"{folder}: like (--like) is set for a hf checkpoint, which already has a config; leave it out"
+            )
         return _open_hf(folder)
     if like is None and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{folder}: it holds no {CONFIG_FILE}; name the Hugging Face checkpoint of the same model by like (--like)"
+            f"{folder}: it holds no {CONFIG_FILE}; set like (--like) to a Hugging Face checkpoint of the same model"
         )
     assets = checkpoint_folder(like or folder)
     if format == "dcp":
@@ -227,8 +222,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
     saved = read_manifest(checkpoint)["fingerprint"] or {}
     if "adapters" in saved:
         fail(
-            checkpoint,
-            "it contains only LoRAs; archon export writes them in PEFT's format or merges them into their base",
+            checkpoint, "it holds only LoRAs; archon export writes them in PEFT's format or merges them into their base"
         )
     text = get_model_spec(hf_config["model_type"], text_only=True).model_args_class
     text_only = saved.get("family") == text.__name__
@@ -242,7 +236,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
 
 
 def _hf_tensors(parameters: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
-    """Return the tensors of a Hugging Face checkpoint, read from the model's parameters."""
+    """Return Hugging Face tensors, assembled from the model's parameters on read."""
     return {key: _hf_tensor(shape, adapter.hf_to_native(key), parameters) for key, shape in adapter.hf_shapes().items()}
 
 
@@ -252,8 +246,8 @@ def _open_dcp(folder: Path, assets: Path, names: Names | None) -> Iterator[OpenW
     with open_dcp(folder) as stored:
         is_critic = any(name == "score.weight" or name.endswith(".score.weight") for name in stored)
         adapter = _adapter(hf_config, assets, is_critic=is_critic)
-        scheme, named = match_names(folder, stored, adapter, hf_config["model_type"], names)
-        tensors = named if scheme.names == "hf" else _hf_tensors(named, adapter)
+        scheme, matched = match_names(folder, stored, adapter, hf_config["model_type"], names)
+        tensors = matched if scheme.names == "hf" else _hf_tensors(matched, adapter)
         yield OpenWeights(hf_config, assets, adapter, tensors)
 
 
@@ -279,7 +273,7 @@ def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
 def _hf_tensor(
     shape: tuple[int, ...], targets: Sequence[NativeTarget], parameters: Mapping[str, LazyTensor]
 ) -> LazyTensor:
-    """Return a Hugging Face tensor of `shape`, assembled from its parameters.
+    """Return a Hugging Face tensor, assembled from its parameters on read.
 
     Raises:
         CheckpointError: the parameters differ in dtype.
@@ -291,27 +285,27 @@ def _hf_tensor(
     dtype = _common_dtype({target.name: part for target, part in zip(targets, parts, strict=True)}, "one tensor")
 
     def load(region: Region) -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
         for target, part in zip(targets, parts, strict=True):
             assert target.placement is not None
-            target.placement.insert((part if target.index is None else _row(part, target.index)).read(), whole)
-        return whole[region]
+            target.placement.insert((part if target.index is None else _row(part, target.index)).read(), tensor)
+        return tensor[region]
 
     return LazyTensor(dtype, shape, load)
 
 
 def _row(stack: LazyTensor, index: int) -> LazyTensor:
-    """Return one row of a stacked parameter, the matrix of an expert."""
+    """Return one expert's matrix of a stacked parameter."""
     return LazyTensor(stack.dtype, stack.shape[1:], lambda region: stack.read((slice(index, index + 1), *region))[0])
 
 
-def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
-    """Return the dtype of tensors that are part of `whole`. Raises CheckpointError where they differ."""
+def _common_dtype(tensors: Mapping[str, LazyTensor], result: str) -> torch.dtype:
+    """Return the dtype of all tensors; raise CheckpointError, naming `result`, if they differ."""
     (first, dtype), *remaining = ((name, tensor.dtype) for name, tensor in tensors.items())
     for name, other in remaining:
         if other != dtype:
             raise CheckpointError(
-                f"{first!r} is {dtype} and {name!r} {other}, but both are part of {whole}; convert them to one dtype"
+                f"{first!r} is {dtype} and {name!r} {other}, but both are part of {result}; convert them to one dtype"
             )
     return dtype
 
@@ -319,8 +313,9 @@ def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
 def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
     """Return the parameters of a state.
 
-    Raises CheckpointError unless they are exactly the model's, in name and shape, and all balancing biases that no
-    other format can hold are 0.
+    Raises:
+        CheckpointError: names or shapes differ from the model's, or a balancing bias that only the native format
+            stores is not 0.
     """
     model = state["engine"]["model"] if "engine" in state and "model" in state["engine"] else {}
     expected = adapter.stored_shapes
@@ -329,12 +324,12 @@ def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDic
     }
     for name, shape in expected.items():
         if name not in model:
-            fail(folder, f"parameter {name!r} is missing; was it saved by another program?")
+            fail(folder, f"parameter {name!r} is missing; was the checkpoint saved by another program?")
         if model[name].shape != shape:
             fail(folder, f"parameter {name!r} has shape {list(model[name].shape)}, expected {list(shape)}")
     for name in model:
         if name not in expected and name not in biases:
-            fail(folder, f"parameter {name!r} is not part of this model; was --like the config of another one?")
+            fail(folder, f"parameter {name!r} is not part of this model; does --like name another model?")
     require_zero_biases([name for name, stored in biases.items() if bool(stored.read().any())])
     return {name: model[name] for name in expected}
 
@@ -348,7 +343,7 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 
 
 def write_state(root: Path, weights: OpenWeights) -> None:
-    """Write a native checkpoint of the weights alone, as step 0 in `root`."""
+    """Write a native checkpoint with only the weights, as step 0 in `root`."""
     shards = {
         name: Shard.from_value(parameter) for name, parameter in _parameters(weights.adapter, weights.tensors).items()
     }
@@ -356,7 +351,7 @@ def write_state(root: Path, weights: OpenWeights) -> None:
 
 
 def _parameters(adapter: BaseStateDictAdapter, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the model's parameters by name, read from the tensors of a Hugging Face checkpoint."""
+    """Return the model's parameters by name, read from Hugging Face tensors."""
     sources: dict[str, dict[str, NativeTarget]] = {}
     for key in adapter.hf_shapes():
         for target in adapter.hf_to_native(key):
@@ -372,7 +367,8 @@ def _native_parameter(
 ) -> LazyTensor:
     """Return a parameter, read from the Hugging Face tensors `targets` that hold it or its rows.
 
-    Raises CheckpointError where the tensors differ in dtype.
+    Raises:
+        CheckpointError: the tensors differ in dtype.
     """
     dtype = _common_dtype({key: tensors[key] for key in targets}, f"parameter {name!r}")
     (key, target), *remaining = targets.items()
@@ -380,7 +376,7 @@ def _native_parameter(
         return tensors[key]
 
     def load(region: Region) -> Tensor:
-        rows, *columns = region
+        rows, *inner = region
         out = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype)
         for key, target in targets.items():
             tensor = tensors[key]
@@ -388,11 +384,11 @@ def _native_parameter(
                 if rows.start <= target.index < rows.stop:
                     out[target.index - rows.start].copy_(target.extract(tensor.read()))
             elif target.placement is not None and target.placement.dim > 0 and len(shape) > 2:
-                # A stack with the parameter's rows.
+                # The stack and the parameter have the same rows.
                 out.copy_(target.extract(tensor.read((rows, *full_region(tensor.shape[1:])))))
             else:
                 out.copy_(target.extract(tensor.read())[rows])
-        return out[:, *columns]
+        return out[:, *inner]
 
     return LazyTensor(dtype, shape, load)
 

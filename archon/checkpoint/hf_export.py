@@ -42,7 +42,7 @@ from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-# The files of a tokenizer of transformers.
+# Tokenizer files of transformers.
 VOCABULARY_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -60,7 +60,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Files of the image processor.
+# Image and video processors.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -79,34 +79,31 @@ def save_hf(
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
-    Everything is written and synced in a hidden directory next to `path`, which one rename (or exchange, with an
-    earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
-
     Args:
-        path: directory to create, or an earlier export to replace.
-        weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard is
-        in
-            memory at a time.
-        hf_config: config to write; by default the config of `like`. Its dtype field is set to the weights' dtype.
-        like: checkpoint directory; its config, generation config and tokenizer files are copied. May be `path`.
-        tokenizer: tokenizer to save instead of the files of `like`.
-        dtype: dtype of the parameters; by default each keeps its dtype, as buffers always do. Full-precision
-        parameters,
-            such as the decays of delta nets, are converted too: transformers' models have one dtype
-            (`_keep_in_fp32_modules` does not list decays), and its `save_pretrained` writes them in it.
-        max_shard_bytes: bytes per shard; a larger tensor gets a separate shard.
-        passthrough: copy the passthrough keys of the family from the weights of `like`, or of the directory named here,
-            bitwise. False omits them, for a model that was not loaded from a checkpoint. Quantized passthrough tensors
-            are dequantized to the export's dtype, like all others on loading: without a `quantization_config` no reader
-            would apply their scales.
-        text_only: the weights are the text decoder of a vision-language model; its vision encoder is passthrough.
+        path: folder to create, or an earlier export to replace.
+        weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard of
+            them is in memory at a time.
+        hf_config: the config to write; by default the config of `like`. Its dtype field is set to the weights' dtype.
+        like: checkpoint folder with the config, generation config and tokenizer files to copy. May be `path`.
+        tokenizer: a tokenizer to save instead of the files of `like`.
+        dtype: dtype to convert the parameters to; by default they keep their dtypes, as buffers always do. Parameters
+            in full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
+            (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
+        max_shard_bytes: bytes of data in a shard; a larger tensor gets a separate shard.
+        passthrough: copy the passthrough keys of the family's adapter bitwise from `like`, or from this folder. False
+            leaves them out, for a model that was not loaded from a checkpoint. Quantized tensors become weights of the
+            export's dtype: without a `quantization_config` no reader would apply their scales.
+        text_only: the weights are the text decoder of a vision-language model; the vision encoder is passed through.
+
+    Everything is written and synced in a hidden folder next to `path`. One rename (or exchange with an earlier export)
+    makes it visible: a kill at any moment leaves either the earlier export or the new one.
 
     Raises:
-        CheckpointError: names or shapes differ from the config, a value is not finite, passthrough keys have no source,
-            `path` contains files that are not part of an export, or writing failed. `path` is unchanged.
+        CheckpointError: names or shapes differ from the config's model, a value is not finite, passthrough keys have
+            no source, `path` holds files that are not part of an export, or it cannot be written. `path` is unchanged.
     """
     if hf_config is None and like is None:
-        raise CheckpointError(f"{path}: pass hf_config or like; the export needs the model's config")
+        raise CheckpointError(f"{path}: neither hf_config nor like is set; set one to select the model's config")
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -131,8 +128,8 @@ def save_hf(
                 is_critic = "score.weight" in written
                 of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
                 _check_names_and_shapes(target, of_model, shapes)
-                # The config names the dtype of the parameters; router bias and decays may be wider. Of several
-                # dtypes it names the widest, which represents all of them exactly.
+                # The config has the widest parameter dtype, which represents all others exactly. Router biases and
+                # decays may be wider still.
                 wider = buffers | _full_precision_keys(adapter)
                 dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
                 widest = functools.reduce(torch.promote_types, dtypes)
@@ -160,7 +157,7 @@ def save_hf_distributed(
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
-    Raises on every rank where rank 0 fails to write.
+    An error on rank 0 is raised on every rank.
     """
     ranks = ControlPlane.with_long_timeout("exports")
 
@@ -169,17 +166,17 @@ def save_hf_distributed(
             if ranks.rank == 0:
                 save_hf(path, weights, like=like, dtype=dtype, passthrough=passthrough, text_only=text_only)
         finally:
-            for _ in weights:  # gathering is a collective, so every rank must finish it, also after an error
+            for _ in weights:  # gathering is a collective: every rank must finish it, even after an error
                 pass
 
     ranks.run_on_all(export)
 
 
 def require_zero_expert_biases(model: nn.Module, adapter: BaseStateDictAdapter, pp: Group | None = None) -> None:
-    """Raise CheckpointError on all ranks of the pipeline `pp` if a nonzero router bias would be lost.
+    """Raise CheckpointError on all ranks of the pipeline `pp` if an export would lose a balancing bias.
 
-    A Hugging Face checkpoint has no field for the bias unless the adapter's map names it. Without the bias, the router
-    would choose other experts.
+    A Hugging Face checkpoint has no field for the bias unless the adapter's map names it. Without a nonzero bias the
+    router would choose other experts.
     """
     stored = adapter.buffer_shapes
     moved = [name for name, bias in expert_biases(model).items() if name not in stored and bool(bias.any())]
@@ -190,7 +187,7 @@ def require_zero_expert_biases(model: nn.Module, adapter: BaseStateDictAdapter, 
 
 
 def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
-    """Raise CheckpointError if a router bias is not 0.
+    """Raise CheckpointError if balancing biases are not 0.
 
     Args:
         moved: names of the nonzero biases on this rank.
@@ -206,18 +203,18 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
 
 
 def buffer_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Return the keys of a checkpoint that keep their dtype when its parameters are converted."""
+    """Return the keys of buffers, which keep their dtype when parameters are converted."""
     return {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
 
 
 def _full_precision_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Return the keys of the parameters that are at least float32 in any model."""
+    """Return the keys of parameters that are float32 or wider in every model."""
     names = adapter.full_precision_names
     return {key for key in adapter.hf_shapes() if names and adapter.hf_to_native(key)[0].name in names}
 
 
 class _ShardWriter:
-    """Writes tensors into shards of at most `max_bytes`, or of one larger tensor."""
+    """Writer of shards of at most `max_bytes`, or of one larger tensor."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
@@ -226,7 +223,7 @@ class _ShardWriter:
         self._shard_bytes = 0
 
     def add(self, name: str, tensor: Tensor | LazyTensor) -> None:
-        """Add a tensor to the current shard, after writing that if it is full."""
+        """Add a tensor to the current shard; write the shard first if it is full."""
         size = tensor.numel() * tensor.dtype.itemsize
         if self._shard and self._shard_bytes + size > self.max_bytes:
             self._flush()
@@ -251,11 +248,11 @@ class _ShardWriter:
 def _write_weights(
     weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None, buffers: Container[str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write weights, parameters in `dtype` if it is not None, and return (shape, dtype) of each."""
+    """Write weights, parameters in `dtype` if set; return (shape, dtype) by name."""
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
-            raise CheckpointError(f"weight {name!r} occurs twice in the export")
+            raise CheckpointError(f"weight {name!r} is repeated; expected each weight of an export once")
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"weight {name!r} is {tensor.dtype}; expected float64, float32, float16 or bfloat16: convert it first"
@@ -272,7 +269,7 @@ def _write_weights(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite. Their sum is so only if they are, and takes a fraction of the time."""
+    """Return whether every value is finite; the sum is a faster first test, since a non-finite value makes it so."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -280,17 +277,15 @@ def _is_finite(tensor: Tensor) -> bool:
 def _passthrough_source(
     target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
 ) -> Iterator[Callable[[torch.dtype], Mapping[str, LazyTensor]]]:
-    """Yield a function that returns the passthrough tensors of the checkpoint `source`, read when written.
-
-    See `HFCheckpoint.passthrough`.
+    """Open `source` and yield a function from dtype to lazy passthrough tensors (`HFCheckpoint.passthrough`).
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: passthrough keys exist, and `source` is no checkpoint.
     """
     if adapter is None or not adapter.passthrough:
         yield lambda dtype: {}
         return
-    why = f"export {target}: passthrough keys such as {adapter.passthrough[0]!r}, come from the loaded checkpoint"
+    why = f"export {target}: keys such as {adapter.passthrough[0]!r} are copied from the loaded checkpoint"
     if source is None:
         raise CheckpointError(f"{why}; name that checkpoint by like, or leave them out by passthrough=False")
     if not any((source / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):
@@ -303,7 +298,7 @@ def _passthrough_source(
 
 
 def _rename_shards(folder: Path, shards: list[dict[str, int]]) -> None:
-    """Rename the shards to their final names, which contain their number, and write the index."""
+    """Rename the shards to their final names, which contain the number of shards, and write the index."""
     if len(shards) == 1:
         (folder / _shard_name(0, 0)).rename(folder / WEIGHTS_FILE)
         return
@@ -321,13 +316,13 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _check_names_and_shapes(target: Path, adapter: BaseStateDictAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the written names and shapes are exactly the model's."""
+    """Raise CheckpointError unless the written names and shapes match the adapter's model."""
     expected = adapter.hf_shapes()
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
                 f"export {target}: the shape of key {name!r} is {shapes.get(name, 'missing')} among the weights and "
-                f"{expected.get(name, 'missing')} in the config's model; is it the config of another model?"
+                f"{expected.get(name, 'missing')} in the config's model; does the config belong to another model?"
             )
 
 
@@ -337,7 +332,7 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
     if is_critic:
-        # The class of transformers that has a value head reads its number of outputs from the labels.
+        # The value-head class of transformers reads its number of outputs from the labels.
         causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")
         if causal and not causal.endswith("ForSequenceClassification"):
             config["architectures"] = [f"{causal}ForSequenceClassification"]
@@ -346,10 +341,7 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
 
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
-    """Copy generation config, tokenizer and image processor files from `assets` to `folder`.
-
-    `tokenizer` replaces the tokenizer files.
-    """
+    """Copy generation config, tokenizer and image processor from `assets`; save `tokenizer` instead if set."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if assets is None:
@@ -361,7 +353,7 @@ def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> Non
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise CheckpointError where `target` holds files that are not part of an export, since replacing removes it."""
+    """Raise CheckpointError if replacing `target` would remove files that are not part of an export."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -43,13 +43,13 @@ from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Family of a checkpoint, with its config parsed once.
+    """Model family and parsed config of a checkpoint.
 
     Attributes:
-        hf_config: parsed `config.json`.
-        spec: model family.
-        adapter: map from the checkpoint's tensors to parameters; `adapter.args` are the model arguments and
-            `adapter.quantization` the quantization of the config.
+        hf_config: the parsed `config.json`.
+        spec: the model family.
+        adapter: maps the checkpoint's tensors to parameters; holds the model arguments (`args`) and the config's
+            `quantization`.
     """
 
     hf_config: dict[str, Any]

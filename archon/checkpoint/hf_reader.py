@@ -1,8 +1,8 @@
-"""Read Hugging Face checkpoints into a model with allocated memory.
+"""Read Hugging Face checkpoints into an allocated model.
 
-All checks come before the first weight is written: the headers of all files, the index against them, and that every key
-and every parameter is used exactly once. Then the data is read in chunks directly into the parameters' memory, or
-through one small buffer per thread if dtype, layout or device differ.
+Headers, index, keys and parameters are checked before the first weight is written; each key and parameter must be used
+exactly once. The data is then read in chunks directly into the parameters' memory, or through one small buffer per
+thread if dtype, layout or device differ.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Reading releases the GIL and one thread saturates a core; the second one hides the time of page faults.
 READERS = 2
-# Integers and FP8 are refused here: they need scales, which only a supported quantization applies.
+# Integers and FP8 need scales, which only quantized checkpoints declare (`quantized.py`).
 WEIGHT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class HFCheckpoint:
-    """An open checkpoint folder with valid headers and index: `entries` and the `files` that hold them, by key.
+    """An open checkpoint folder with validated headers and index: `entries` and their `files`, by key.
 
-    Raises CheckpointError that names file and key for anything missing, damaged, contradictory or outside the folder.
+    Opening raises CheckpointError with file and key if data is missing, damaged, contradictory or outside the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -93,24 +93,26 @@ class HFCheckpoint:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
     def tensors(self, adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
-        """Return all stored tensors by key, quantized ones by their weight key; see `stored_tensors`."""
+        """Return all stored tensors, passthrough ones included, by the key of their weight; see `stored_tensors`."""
         weights = {weight_key(key, adapter.quantization) for key in self.entries}
         known = {*adapter.hf_shapes(), *filter(adapter.is_passthrough, weights)}
         return stored_tensors(self.entries, self.files, adapter.quantization, known)
 
     def passthrough(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
-        """Return the passthrough tensors, each in its dtype, but quantized ones in `dtype`.
+        """Return the passthrough tensors unchanged; quantized ones are dequantized to `dtype`.
 
-        `adapter` belongs to this checkpoint's config.
+        Args:
+            adapter: adapter of this checkpoint's config.
+            dtype: dtype of dequantized tensors.
 
         Raises:
-            CheckpointError: only a family that computes a quantized tensor can know its orientation.
+            CheckpointError: a quantized tensor is packed, and the family does not declare its orientation.
         """
-        tensors = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
-        for key, tensor in tensors.items():
+        stored = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
+        for key, tensor in stored.items():
             if tensor.is_native:
-                fail(tensor.file.path, f"key {key!r} is packed, and this family defines no orientation for it")
-        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in tensors.items()}
+                fail(tensor.file.path, f"key {key!r} is packed, and this family does not declare its orientation")
+        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in stored.items()}
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Return whether two tensors are bitwise equal, dtype and shape included."""
@@ -127,7 +129,7 @@ class HFCheckpoint:
         return True
 
     def read(self, targets: Iterable[ReadTarget]) -> None:
-        """Fill the tensors of `targets`, of any device, layout and float dtype, with their regions of the keys."""
+        """Fill the tensors of `targets`, of any device, layout and float dtype."""
         ordered = sorted(targets, key=lambda t: (str(self.files[t.key].path), self.entries[t.key].start))
         jobs = [
             job
@@ -135,8 +137,8 @@ class HFCheckpoint:
             for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor, t.shape, t.decoder)
         ]
         reader = JobReader()
-        # Workers use one thread each. PyTorch keeps that number per thread, but threads started later get the last
-        # number that any thread set, so this thread's is set again.
+        # Each worker uses one thread. PyTorch keeps this number per thread, but new threads inherit the last number
+        # set anywhere, so this thread restores its number.
         threads = torch.get_num_threads()
         try:
             with ThreadPoolExecutor(READERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -153,9 +155,9 @@ class HFCheckpoint:
 
 
 class ReadTarget(NamedTuple):
-    """A tensor to fill and its source region in a key's tensor: one slice per dimension, of equal shape.
+    """A tensor to fill from an equally shaped region of a stored tensor.
 
-    The region refers to the key's tensor viewed as `shape` (by default its shape) and decoded by `decoder`.
+    The stored tensor is viewed as `shape` (by default its stored shape) and decoded by `decoder` if set.
     """
 
     key: str
@@ -170,25 +172,20 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
     """Load a checkpoint into the allocated parameters of a model, of any dtype, layout and device.
 
     The adapter defines the expected keys: a critic built from an actor (`init_score`) keeps its `score`, and `lm_head`
-    is not loaded. A tied checkpoint with `lm_head.weight` is accepted only if it is bitwise equal to the embedding.
+    is not loaded. A tied checkpoint may also have an `lm_head.weight` that is bitwise equal to the embedding.
 
     Raises:
-        CheckpointError: a key or a parameter is not used exactly once. The error names file and key, and no weight was
-            written.
+        CheckpointError: a key or a parameter is not used exactly once. No weight has been written then.
     """
     with HFCheckpoint(path) as checkpoint:
         checkpoint.read(match_parameters(checkpoint, model, adapter))
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
-    """Plan the reads: for each key, the parameters or rows that it fills on this rank.
-
-    Raises:
-        CheckpointError: as `load_hf_weights`.
-    """
+    """Return the reads that fill this rank's parameters; raise CheckpointError like `load_hf_weights`."""
     adapter = adapter.for_keys(checkpoint.entries)
-    loadable = loadable_tensors(model, adapter)
-    holds_all = not hasattr(model, "stages")  # a rank of a pipeline holds only its stages' parameters
+    local = loadable_tensors(model, adapter)
+    holds_all = not hasattr(model, "stages")  # a pipeline rank holds only its stages' parameters
     expected = adapter.hf_shapes()
     if "score.weight" in expected and "score.weight" not in checkpoint.entries:
         fail(
@@ -208,12 +205,12 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
                 ties.append((key, target.name))
                 continue
             _check_stored(key, tensor, target, expected[key])
-            if target.name in loadable:
-                read_targets += _read_targets(key, tensor, target, loadable[target.name], adapter)
+            if target.name in local:
+                read_targets += _read_targets(key, tensor, target, local[target.name], adapter)
             elif holds_all:
                 fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
-            if target.name == "tok_embeddings.weight" and "output.weight" in loadable and adapter.is_tied:
-                head = loadable["output.weight"]
+            if target.name == "tok_embeddings.weight" and "output.weight" in local and adapter.is_tied:
+                head = local["output.weight"]
                 read_targets += _read_targets(key, tensor, target, head, adapter)
                 filled.add("output.weight")
             filled.add(target.name)
@@ -222,11 +219,11 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
     filled |= {*adapter.stored_shapes} - {*adapter.loadable_names()}
-    for name in loadable:
+    for name in local:
         if name not in filled:
             fail(
                 checkpoint.path,
-                f"no key fills parameter {name!r}; does the state-dict adapter belong to another config?",
+                f"no key fills the model's parameter {name!r}; does the adapter belong to another config?",
             )
     for key, name in ties:
         embedding = adapter.to_hf_map[name]
@@ -240,20 +237,20 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 
 
 def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint fills, by name: parameters and mapped buffers."""
+    """Return the tensors of a model that a checkpoint fills: parameters, and buffers in the adapter's map."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
     parameters = model.named_parameters()
     return {name: parameter.detach() for name, parameter in parameters if not is_lora(name)} | buffers
 
 
 def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:
-    """Raise CheckpointError if the shape or the dtype of a key differs from the config."""
+    """Raise CheckpointError if the shape or the dtype of a key contradicts the config."""
     if stored.is_native and target.is_transposed:
         expected = (*expected[:-2], expected[-1], expected[-2])
     name, file = stored.entry.name, stored.file.path
     if stored.shape != expected:
-        what = f"key {name!r} has shape" if name == key else f"key {name!r} decodes to shape"
-        fail(file, f"{what} {list(stored.shape)}, expected {list(expected)} by its config")
+        verb = "has shape" if name == key else "stands for shape"
+        fail(file, f"key {name!r} {verb} {list(stored.shape)}, expected {list(expected)} by its config")
     if stored.decoder is None and stored.entry.dtype not in WEIGHT_DTYPES:
         fail(file, f"key {key!r} is {stored.entry.dtype}; weights must be float64, float32, float16 or bfloat16")
 
@@ -261,16 +258,16 @@ def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected
 def _read_targets(
     key: str, stored: StoredTensor, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
 ) -> Iterator[ReadTarget]:
-    """Yield the reads of a key for a parameter; none if other ranks hold all of it.
+    """Yield the reads of a key for this rank's part of a parameter.
 
     Raises:
-        CheckpointError: the parameter's shape differs from the config.
+        CheckpointError: the shape of the parameter contradicts the config.
     """
     expected = adapter.stored_shapes[target.name]
     if tuple(parameter.shape) != expected:
         fail(
             stored.file.path,
-            f"key {key!r} fills shape {list(expected)}, but the model's parameter {target.name!r} "
+            f"key {key!r} fills a parameter of shape {list(expected)}, but the model's parameter {target.name!r} "
             f"has {list(parameter.shape)}; was the model built from another config?",
         )
     local, region = local_tensor(parameter), local_region(parameter)
@@ -290,7 +287,8 @@ def _read_targets(
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed `config.json` of a checkpoint folder; its `model_type` is a string.
 
-    Raises CheckpointError where the folder or the file is missing, or the file is not a model's config.
+    Raises:
+        CheckpointError: the folder or the file is missing, or the file is not a model config.
     """
     folder = checkpoint_folder(path)
     file = folder / CONFIG_FILE
@@ -298,8 +296,8 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             fail(
                 folder,
-                "it contains a LoRA, not a whole checkpoint: set lora.path to it, next to its "
-                "base, and write both as one with ArchonEngine.save(path, format='hf')",
+                "it holds a LoRA; expected a full checkpoint: set path to the base checkpoint and lora.path to this "
+                "folder, or merge them with ArchonEngine.save(path, format='hf')",
             )
         fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
     config = _read_json(file)
@@ -312,11 +310,11 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a Path. Raises CheckpointError unless it is an existing folder."""
+    """Return `path` as a Path; raise CheckpointError unless it is an existing folder."""
     folder = Path(path)
     if not folder.exists():
         is_hub_name = not folder.is_absolute() and len(folder.parts) == 2
-        hint = f"; download a model of the hub by: hf download {path} --local-dir FOLDER" if is_hub_name else ""
+        hint = f"; download a model of the hub with: hf download {path} --local-dir FOLDER" if is_hub_name else ""
         fail(folder, f"it does not exist; expected the folder of a checkpoint{hint}")
     if not folder.is_dir():
         fail(folder, "it is a file; expected the folder of a checkpoint")
@@ -334,10 +332,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Raise CheckpointError for a link that leads out of the checkpoint.
-
-    Links into blobs/* are allowed, because the hub's cache links snapshots/<commit>/* to them.
-    """
+    """Raise CheckpointError for a link out of the checkpoint, except into blobs/* of the hub's cache."""
     real, home = (folder / name).resolve(), folder.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.parent == allowed for allowed in homes):

@@ -1,17 +1,17 @@
-"""The native format: checkpoints of the full training state for bitwise resumption. No pickle.
+"""Native checkpoint format: the full training state without pickle; a run resumes bitwise.
 
     root/step-00000010/tensors*.safetensors  every tensor of the state (`archon.checkpoint.state_file`)
-                       index.json            the file of each tensor's regions, if several processes wrote it
+                       index.json            files of each tensor's regions, if several processes saved
                        state.json            all other values, with names in place of the tensors
                        manifest.json         step, fingerprint of the model, size and SHA-256 of the files
     root/latest                              the name of the newest checkpoint
 
-With several processes, saving and loading are collectives: all ranks write one checkpoint together, on a shared file
-system, and each reads the regions it needs, for any layout of the writers.
+With several processes, saving and loading are collectives. All ranks write one checkpoint together on a shared file
+system. Each rank reads the regions it needs, also from a checkpoint of another layout.
 
-A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. If a process is killed at
-any moment, each `step-*` directory is complete, and `latest` names one of them. A step that is saved again gets a new
-directory (`step-00000010.1`); the earlier one is removed after `latest` has been updated.
+A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. After a kill at any moment
+each `step-*` folder is complete, and `latest` names one of them. Saving a step again creates a new folder
+(`step-00000010.1`) and removes the earlier one after updating `latest`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
-# The manifest's format number of a checkpoint written by one process, and by several.
+# Format numbers in the manifest: written by one process, and by several.
 FORMATS = (1, 2)
 LATEST_FILE = "latest"
 STATE_FILE = "state.json"
@@ -64,9 +64,9 @@ _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 
 
 def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
-    """Return the fingerprint of a model: family and arguments, which must match on loading.
+    """Return the family and arguments of a model; loading a checkpoint requires equal ones.
 
-    The attention and delta-net backends are not part of it: training may resume with another backend.
+    The backends of attention and delta nets are excluded: training may resume with others.
     """
     fields = {name: value for name, value in asdict(args).items() if name not in ("attn_type", "delta_rule")}
     return json.loads(json.dumps({"family": type(args).__name__, **fields}))
@@ -79,19 +79,20 @@ def save_state(
     keep: int | None = None,
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint of `step` and make it the latest. Returns its folder.
+    """Write a checkpoint of `step`, make it the latest, and return its folder.
 
     Args:
         root: folder of the run's checkpoints; created if missing.
-        step: of the run, at least 0.
+        step: training step, at least 0.
         state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Floats are
-            restored bit for bit, integers at any size. Tensors may be live ones on any device; they are only read. With
-            several ranks, each passes the shards it holds (`state_tree.Shard`); plain values are rank 0's.
-        keep: how many checkpoints to keep, this one included; None keeps all.
-        fingerprint: of the model (`model_fingerprint`), compared when the checkpoint is loaded.
+            restored bit for bit, integers at any size. Tensors may be on any device and are only read. With several
+            ranks, each passes its shards (`state_tree.Shard`); plain values are taken from rank 0.
+        keep: number of checkpoints to keep, including this one; None keeps all.
+        fingerprint: `model_fingerprint` of the model, compared on load.
 
-    Raises CheckpointError where `root` cannot be written, TypeError for a value that cannot be stored. An error on one
-    rank is raised on every rank.
+    Raises:
+        CheckpointError: `root` cannot be written. Errors are raised on every rank.
+        TypeError: a value cannot be stored.
     """
     return prepare_save(root, step, state, keep, fingerprint)()
 
@@ -105,10 +106,10 @@ def prepare_save(
     *,
     snapshot: bool = False,
 ) -> Callable[[], Path]:
-    """Encode the state, the first half of `save_state`. Returns a function that writes it, the second half.
+    """Encode the state for `save_state` and return a function that writes it.
 
-    With `snapshot`, this rank's shards are copied to the CPU, so that training may continue before and while the second
-    half runs, in any thread.
+    With `snapshot`, this rank's shards are copied to the CPU. Training may then continue while the returned function
+    runs in any thread.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(f"{root}: expected step of at least 0 and keep of at least 1, got {step=}, {keep=}")
@@ -118,7 +119,7 @@ def prepare_save(
     shards = assign_shards(encoder.shards, plane)
     if snapshot:
         shards = {name: replace(shard, data=_copy_to_cpu(shard.data)) for name, shard in shards.items()}
-    own_paths = {name: encoder.paths[name] for name in shards if name in encoder.paths}
+    local_paths = {name: encoder.paths[name] for name in shards if name in encoder.paths}
     per_rank = json.dumps(encoder.per_rank, allow_nan=False)
     target = Path(root)
 
@@ -146,10 +147,10 @@ def prepare_save(
             staged = plane.run_on_all(stage if plane.is_main else str)
             folder = target / plane.broadcast_json(lambda: staged)
             kill_point("save.staged")
-            mine = plane.run_on_all(write_local_shards)
+            local = plane.run_on_all(write_local_shards)
             kill_point("save.tensors_written")
-            mine |= {"paths": own_paths, "per_rank": json.loads(per_rank)}
-            written = [json.loads(text) for text in plane.gather(json.dumps(mine).encode())]
+            local |= {"paths": local_paths, "per_rank": json.loads(per_rank)}
+            written = [json.loads(text) for text in plane.gather(json.dumps(local).encode())]
             kill_point("save.all_written")
             published = plane.run_on_all(publish if plane.is_main else str)
             name = plane.broadcast_json(lambda: published)
@@ -172,7 +173,7 @@ def _publish(
     fingerprint: Mapping[str, Any] | None,
     ranks: int,
 ) -> str:
-    """Write rank 0's files to the staged folder, rename it and point `latest` to it. Returns the folder's name."""
+    """Write rank 0's files to the staged folder, rename it, update `latest` and return the folder's name."""
     digests = {entry["file"]: entry["sha256"] for entry in written if entry["file"]}
     index = build_index(written)
     if ranks > 1:
@@ -209,30 +210,30 @@ def _write_text(path: Path, text: str) -> str:
 def load_latest(
     root: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """Return (step, state) of the checkpoint that `latest` names; None where nothing has been saved.
+    """Load (step, state) of the checkpoint that `latest` names; None if nothing was saved.
 
-    Where `latest` is missing, because the first save was killed just before writing it, loads the checkpoint of the
-    highest step. See `load_state` for errors.
+    If the first save was killed before writing `latest`, the checkpoint of the highest step is loaded. See `load_state`
+    for errors.
     """
     folder = broadcast_latest_checkpoint(root)
     return None if folder is None else load_state(folder, fingerprint)
 
 
 def broadcast_latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
+    """Return rank 0's result of `latest_checkpoint` on every rank. A collective."""
     plane = ControlPlane.with_long_timeout("loads")
-    latest = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
-    name = plane.broadcast_json(lambda: "" if latest is None else latest.name)
+    folder = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
+    name = plane.broadcast_json(lambda: "" if folder is None else folder.name)
     return Path(root) / name if name else None
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the folder that `load_latest` would load; None where nothing has been saved."""
+    """Return the folder that `load_latest` loads; None if nothing was saved."""
     root = Path(root)
     pointer = root / LATEST_FILE
     if not pointer.is_file():
-        checkpoints = _checkpoints(root)
-        return checkpoints[-1] if checkpoints else None
+        folders = _checkpoints(root)
+        return folders[-1] if folders else None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not _NAME.fullmatch(name):
         fail(pointer, f"invalid name {name[:80]!r}; expected a checkpoint, for example step-00000010")
@@ -242,18 +243,17 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """Return `path` if it is a native checkpoint, else the latest one below it, or None."""
+    """Return `path` if it is a native checkpoint, else the latest checkpoint inside it, else None."""
     return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else broadcast_latest_checkpoint(path)
 
 
 def load_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return (step, state) of one checkpoint directory, with full tensors on the CPU.
+    """Load (step, state) of one checkpoint folder, with full tensors on the CPU.
 
     Raises:
-        CheckpointError: a file is missing, truncated or altered, or the checkpoint's model differs from `fingerprint`.
-            The error names the file or the difference.
+        CheckpointError: a file is missing, truncated or altered, or the saved fingerprint differs from `fingerprint`.
     """
     with open_state(path, fingerprint) as (step, state):
         return step, read_all(state)
@@ -263,9 +263,9 @@ def load_state(
 def open_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, state) as `load_state` returns it, but with `LazyTensor`s, which can be read within the block.
+    """Yield (step, state) like `load_state`, with `LazyTensor`s that can be read within the block.
 
-    Every file's SHA-256 is checked first, the files being divided among the ranks.
+    The ranks share the work of checking every file's SHA-256 first.
     """
     folder, plane = Path(path), ControlPlane.with_long_timeout("loads")
     manifest = plane.run_on_all(lambda: _load_valid_manifest(folder, fingerprint, plane))
@@ -289,10 +289,7 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's manifest.
-
-    Raises CheckpointError where it is missing, damaged or of an unknown format.
-    """
+    """Return the content of a checkpoint's manifest; CheckpointError if missing, damaged or of an unknown format."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         fail(folder, f"it is not a checkpoint to resume from: it holds no {MANIFEST_FILE}")
@@ -311,20 +308,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]) -> None:
     for name, before, now in _differences(saved or {}, fingerprint):
-        what = f"{name} is {before!r} there and {now!r} here"
-        how = "resume with the model that wrote it, or choose another run directory"
+        difference = f"{name} is {before!r} there and {now!r} here"
+        advice = "resume with the model that wrote it, or choose another run directory"
         if name == "base":
-            what = f"its LoRAs were trained on another base (digest {before}, here {now})"
-            how = "name the checkpoint that they were trained on by path, or choose another run directory"
+            difference = f"its LoRAs were trained on another base: digest {before} there, {now} here"
+            advice = "set path to the checkpoint that they were trained on, or choose another run directory"
         elif name == "adapters":
-            have = ("there", "here") if before else ("here", "there")
-            what = f"LoRAs are trained {have[0]} and all weights {have[1]}"
-            how = f"{'set lora as it was' if before else 'set lora to null'}, or choose another run directory"
-        fail(folder, f"it was written by another model: {what}; {how}")
+            with_lora, full = ("there", "here") if before else ("here", "there")
+            difference = f"LoRAs are trained {with_lora} and all weights {full}"
+            advice = f"{'set lora as it was' if before else 'set lora to null'}, or choose another run directory"
+        fail(folder, f"it was written by another model: {difference}; {advice}")
 
 
 def _differences(saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted name, checkpoint value, model value) of each difference; None for a missing value."""
+    """Yield (dotted name, saved value, current value) of every difference; None for a missing value."""
     for name in [*fingerprint, *(name for name in saved if name not in fingerprint)]:
         before, now = saved.get(name), fingerprint.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -352,11 +349,11 @@ def _unused_folder_name(root: Path, step: int) -> str:
 
 
 def _prune(root: Path, newest: Path, keep: int | None) -> None:
-    """Remove earlier saves of the same step as `newest`, and all but the last `keep` checkpoints; never `newest`."""
-    older = [folder for folder in _checkpoints(root) if folder != newest]
-    replaced = [folder for folder in older if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
-    older = [folder for folder in older if folder not in replaced]
-    surplus = [] if keep is None else older[: max(0, len(older) - (keep - 1))]
+    """Remove earlier saves of the step of `newest`, and all but the last `keep` checkpoints; never `newest`."""
+    others = [folder for folder in _checkpoints(root) if folder != newest]
+    replaced = [folder for folder in others if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
+    others = [folder for folder in others if folder not in replaced]
+    surplus = [] if keep is None else others[: max(0, len(others) - (keep - 1))]
     for folder in replaced + surplus:
         hidden = hide(folder)
         kill_point("save.old_hidden")

@@ -1,4 +1,4 @@
-"""Dequantize the tensors of a checkpoint row by row while they are read."""
+"""Quantized tensors of a checkpoint, dequantized row by row while they are read."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 _SUFFIXES = {"fp8": (SCALE_SUFFIX,), "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX)}
 _FP8_SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8})
 MX_BLOCK = 32
-"""Weights that share an exponent."""
+"""Number of MXFP4 weights per scale."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a checkpoint stores it.
+    """Stored form of a checkpoint tensor.
 
     Attributes:
-        entry: its data, which for a quantized tensor is of another dtype and may be of another name and shape.
-        shape: in elements, in the order of the data.
-        decoder: dequantizes its rows; None for a tensor that is not quantized.
-        is_native: it lies in the orientation of the parameters, [..., out, in], whatever a family's map declares.
+        file: the file that holds the data.
+        entry: header entry of the data; name, dtype and shape may differ from the dequantized tensor.
+        shape: shape in elements, in storage order.
+        decoder: dequantizes rows; None for a tensor that is not quantized.
+        is_native: the data has the parameters' orientation, [..., out, in], whatever the family's map declares.
     """
 
     file: SafetensorsFile
@@ -40,11 +41,11 @@ class StoredTensor:
     is_native: bool = False
 
     def lazy(self, dtype: torch.dtype, *, transposed: bool) -> LazyTensor:
-        """Return the tensor in the layout of its map; a quantized one in `dtype`, another one unchanged.
+        """Return the tensor in its map's orientation; quantized data in `dtype`, other data unchanged.
 
         Args:
-            dtype: dtype of a dequantized tensor.
-            transposed: whether the map declares its last two dimensions in reverse.
+            dtype: dtype of dequantized data.
+            transposed: whether the map declares the last two dimensions in reverse.
         """
         if self.decoder is None:
             return lazy_tensor(self.file, self.entry)
@@ -58,12 +59,12 @@ class StoredTensor:
             read_region(self.file, self.entry, region, out.mT if swap else out, self.shape, self.decoder)
             return out
 
-        # The first dimension of a matrix that lies the other way is its columns, each read with all others.
+        # Rows of a swapped matrix are stored columns: reading one reads all of them.
         return LazyTensor(dtype, shape, load, by_rows=not swap or len(shape) > 2)
 
 
 def weight_key(key: str, quantization: Quantization | None) -> str:
-    """Return the key of the weight that a key, of its scales or of its quantized data, belongs to."""
+    """Return the key of the weight for the key of its scales or its quantized data."""
     suffixes = () if quantization is None else _SUFFIXES[quantization.method]
     return next((key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)), key)
 
@@ -74,30 +75,29 @@ def stored_tensors(
     quantization: Quantization | None,
     expected: Container[str],
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by key; quantized ones by their weight key in `expected`.
+    """Return the tensors of a checkpoint by key; quantized ones by the key of their weight in `expected`.
 
     Raises:
-        CheckpointError: a quantized tensor has no scale, a scale has no tensor, or their dtype or shape differs from
-        the
+        CheckpointError: a quantized tensor has no scale, a scale has no tensor, or a dtype or shape contradicts the
             config.
     """
-    result: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     quantized: dict[str, None] = {}
     for key, entry in entries.items():
         base = weight_key(key, quantization)
         if base in expected and (base != key or (quantization is not None and entry.dtype == torch.float8_e4m3fn)):
             quantized[base] = None
         else:
-            result[key] = StoredTensor(files[key], entry, entry.shape)
+            stored[key] = StoredTensor(files[key], entry, entry.shape)
     for key in quantized:
         assert quantization is not None
         if quantization.method == "fp8":
-            result[key] = _fp8(key, entries, files, quantization.block)
+            stored[key] = _fp8(key, entries, files, quantization.block)
         else:
-            result[key] = _mxfp4(key, entries, files)
+            stored[key] = _mxfp4(key, entries, files)
         if quantization.is_unquantized(key):
-            fail(result[key].file.path, f"key {key!r} is quantized, but quantization_config excludes it")
-    return result
+            fail(stored[key].file.path, f"key {key!r} is quantized, but quantization_config says that it is not")
+    return stored
 
 
 def _fp8(
@@ -148,15 +148,16 @@ def _check_scale(
 
 @dataclass(frozen=True)
 class ScaleRows:
-    """The scales of a quantized tensor, as rows that are read when they are needed."""
+    """Scales of a quantized tensor, read row by row."""
 
     file: SafetensorsFile
     entry: TensorEntry
 
     def read(self, first: int, stop: int) -> Tensor:
-        """Return rows `first` to `stop` of all rows, float32 [stop - first, columns].
+        """Return rows [first, stop) as float32 [stop - first, columns]; uint8 e means 2^(e - 127).
 
-        Bytes are exponents e of 2^(e - 127). Raises CheckpointError for a scale that is not finite.
+        Raises:
+            CheckpointError: a scale is not finite.
         """
         columns = self.entry.shape[-1]
         data = torch.empty(stop - first, columns, dtype=self.entry.dtype)
@@ -172,7 +173,7 @@ class ScaleRows:
 
 @dataclass(frozen=True)
 class _Fp8Rows:
-    """`RowDecoder` of matrices [n_rows, row] with one scale per block; the last block may be smaller."""
+    """FP8 decoder for matrices [n_rows, row] with one scale per block; the last block may be smaller."""
 
     scales: ScaleRows
     n_rows: int
@@ -190,13 +191,13 @@ class _Fp8Rows:
         blocks = rows // self.n_rows * -(-self.n_rows // height) + rows % self.n_rows // height
         scales = self.scales.read(int(blocks[0]), int(blocks[-1]) + 1).index_select(0, blocks - blocks[0])
         values = data.view(torch.float8_e4m3fn).to(torch.float32)
-        # A block may be wider than the matrix.
+        # The last block can be wider than the matrix.
         return values.mul_(scales.repeat_interleave(min(width, self.row), dim=1)[:, : self.row])
 
 
 @dataclass(frozen=True)
 class _Mxfp4Rows:
-    """`RowDecoder` of 4-bit floats: the low half of a byte comes first, with one scale per 32 values."""
+    """MXFP4 decoder: 4-bit floats, low half of a byte first, and one scale per `MX_BLOCK`."""
 
     scales: ScaleRows
     row: int
@@ -214,5 +215,5 @@ class _Mxfp4Rows:
 
 @cache
 def _fp4_byte_values() -> Tensor:
-    """Return the two numbers in each byte, float32 [256, 2]."""
+    """Return the two decoded numbers of each byte, float32 [256, 2]."""
     return torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

@@ -1,4 +1,4 @@
-"""Read and write one safetensors file; its header is validated before any data is read.
+"""Read and write one safetensors file; the full header is validated before any data is read.
 
 Format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian header length, a JSON object
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}` with an optional `__metadata__` of strings, then the data,
@@ -68,22 +68,22 @@ Region = tuple[slice, ...]
 
 
 def full_region(shape: tuple[int, ...] | torch.Size) -> Region:
-    """Return the region of a whole tensor."""
+    """Return the region that covers a tensor of `shape`."""
     return tuple(slice(0, size) for size in shape)
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
-    """Return the shape of a region."""
+    """Return the size of a region in every dimension."""
     return tuple(part.stop - part.start for part in region)
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read or computed on demand, so that only one is in memory at a time.
+    """A tensor whose data is read or computed on demand, so that one tensor is in memory at a time.
 
     Attributes:
         load: returns the data of a region on the CPU.
-        by_rows: whether reading rows costs only their share, so that the tensor need not be read whole.
+        by_rows: the cost of reading rows is proportional to their number.
     """
 
     dtype: torch.dtype
@@ -107,30 +107,29 @@ class LazyTensor:
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         rows = max(1, CHUNK_BYTES // max(1, row_bytes))
         for first in range(0, self.shape[0], rows):
-            region = slice(first, min(first + rows, self.shape[0]))
-            yield self.read((region, *full_region(self.shape[1:])))
+            piece = slice(first, min(first + rows, self.shape[0]))
+            yield self.read((piece, *full_region(self.shape[1:])))
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
     """Return the entries of a header by name, in the order of their data.
 
     Args:
-        header: the JSON, without the length before it.
-        data_bytes: bytes in the file after the header.
-        file: file name for errors.
+        header: the JSON, without the 8 bytes of its length.
+        data_bytes: number of bytes after the header.
+        file: path for error messages.
 
     Raises:
-        CheckpointError: the header violates the format: other JSON, duplicate names, unknown dtypes, sizes that differ
-            from shape × item size, overlaps, gaps, data after the end of the file, or bytes without a tensor. The error
-            names `file` and the key.
+        CheckpointError: the header violates the format: invalid JSON, duplicate names, unknown dtypes, sizes that
+            differ from shape × item size, overlaps, gaps, data beyond the end of the file, or unused bytes.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"key {twice!r} appears twice")
-        return found
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            duplicate, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"key {duplicate!r} appears twice")
+        return content
 
     try:
         content = json.loads(header.decode("utf-8"), object_pairs_hook=unique, parse_constant=_reject_json_constant)
@@ -146,8 +145,8 @@ def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -
     end = base
     for entry in entries:
         if entry.start != end:
-            what = "overlaps the data before it" if entry.start < end else "leaves a gap before it"
-            fail(file, f"the data of key {entry.name!r} {what} (byte {entry.start}, expected {end})")
+            problem = "overlaps the data before it" if entry.start < end else "leaves a gap before it"
+            fail(file, f"the data of key {entry.name!r} {problem} (byte {entry.start}, expected {end})")
         end = entry.end
     if end != base + data_bytes:
         last = f" after key {entries[-1].name!r}" if entries else ""
@@ -183,15 +182,12 @@ def _reject_json_constant(name: str) -> NoReturn:
 
 
 def fail(file: str | os.PathLike[str], why: str) -> NoReturn:
-    """Raise CheckpointError with the file or directory and the problem."""
+    """Raise CheckpointError for a file or folder."""
     raise CheckpointError(f"{os.fspath(file)}: {why}")
 
 
 class RegularFile:
-    """A file open for reading at any offset; thread-safe.
-
-    Raises CheckpointError where it is missing or no regular file.
-    """
+    """A file open for thread-safe reads at any offset; CheckpointError unless it is a regular file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -204,15 +200,15 @@ class RegularFile:
             fail(path, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
         self.size = os.fstat(self._handle).st_size
 
-    def read_into(self, view: memoryview, offset: int, what: str) -> None:
+    def read_into(self, view: memoryview, offset: int, label: str) -> None:
         """Fill `view` (bytes) from `offset` of the file; releases the GIL while it reads."""
         while view:
             try:
                 count = os.preadv(self._handle, [view], offset)
             except OSError as error:
-                fail(self.path, f"{what} cannot be read: {os.strerror(error.errno or 0)}")
+                fail(self.path, f"{label} cannot be read: {os.strerror(error.errno or 0)}")
             if count == 0:
-                fail(self.path, f"it ends within {what}; was it changed while being read?")
+                fail(self.path, f"it ends within {label}; was it changed while being read?")
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
@@ -227,10 +223,7 @@ class RegularFile:
 
 
 class SafetensorsFile(RegularFile):
-    """An open safetensors file with a valid header; `entries` are by name, in the order of their data.
-
-    Raises CheckpointError where the file is missing, is no regular file or is malformed.
-    """
+    """An open safetensors file with a valid header; `entries` are by name, in the order of their data."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -243,7 +236,7 @@ class SafetensorsFile(RegularFile):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The texts that the file holds besides its tensors."""
+        """The `__metadata__` strings of the header."""
         return json.loads(self.header).get("__metadata__", {})
 
     def _read_header(self) -> bytes:
@@ -295,12 +288,17 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     with_digest: bool = True,
 ) -> str:
-    """Write and sync tensors of any device and layout, and return the SHA-256 of the file.
+    """Write tensors of any device and layout to a synced file; return its SHA-256.
 
-    Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
-    point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
-    CPU tensor, and one lazy tensor or a piece of it. Without a digest (hashing takes as long as writing to memory), the
-    result is the SHA-256 of nothing.
+    Tensors of wider dtypes come first, so that every tensor is aligned to its item size. Extra memory is one chunk of a
+    tensor that is not contiguous on the CPU, and one lazy tensor or a piece of it.
+
+    Args:
+        path: the new file.
+        tensors: tensors by name.
+        kill_at_tensor: kill point between the two halves of a chunk.
+        metadata: further strings for the header's `__metadata__`.
+        with_digest: compute the SHA-256, which takes as long as writing to memory; otherwise hash nothing.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0

@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background while training continues."""
+"""Save checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 _writing: WeakSet[Saver] = WeakSet()
-"""Savers with a write in progress. All ranks take part in a save, so a process writes one save at a time."""
+"""Savers that are writing. A save is a collective, so a process writes one checkpoint at a time over all engines."""
 
 
 class Saver:
-    """Writes one checkpoint at a time, in the calling thread or in a background thread.
+    """Writer of one checkpoint at a time, in the calling thread or in a background thread.
 
-    An error in the background is logged when it happens, unless another rank's end caused it, and raised by the next
-    `save` or `wait`. The process does not exit before the thread has finished. All ranks must make the same calls in
-    the same order.
+    A background error is logged at once and raised by the next `save` or `wait`. The process does not exit before the
+    thread has finished. All ranks must make the same calls in the same order.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Saver:
     ) -> None:
         """Call `native.save_state` after any earlier save has finished.
 
-        With `asynchronous`, returns as soon as this rank's shards have been copied to the CPU.
+        With `asynchronous`, return once this rank's shards are copied to the CPU.
         """
         self.wait()
         for other in list(_writing):
@@ -62,7 +61,7 @@ class Saver:
                 self._error = error
                 # The message of a UserError, such as a full disk, is enough; a traceback adds nothing.
                 trace = None if isinstance(error, UserError) else error
-                # If another rank ended during the save, its report gives the reason.
+                # If another rank ended during the save, its report has the reason.
                 level = logging.INFO if is_collective_error(error) else logging.ERROR
                 logger.log(
                     level,
@@ -78,7 +77,7 @@ class Saver:
         _writing.add(self)
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is on disk. Raises the error of a save that failed."""
+        """Wait until the current checkpoint is on disk; raise the error of a failed save."""
         self._join()
         error, self._error = self._error, None
         if error is not None:

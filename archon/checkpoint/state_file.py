@@ -1,12 +1,12 @@
-"""Tensors of a training state on disk: each rank writes its shards, and any rank can read any region of any tensor.
+"""Tensor files of a training state: each rank writes its shards, and any rank reads any region of any tensor.
 
     tensors.safetensors          one process: every tensor in full
     tensors-00002.safetensors    several processes: the shards that rank 2 wrote
     index.json                   several processes: shape and dtype of each tensor and the file of each of its regions,
                                  {name: {"dtype", "shape", "boxes": [{"file", "start", "shape"}]}}
 
-A region held by several ranks (data-parallel replicas, parameters that tensor parallelism does not shard) is written by
-one of them; the writers are spread evenly. The regions of a tensor do not overlap and cover it.
+One rank writes each replicated region (data-parallel replicas, parameters without tensor sharding); the writers are
+spread evenly. The regions of a tensor do not overlap and cover it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ INDEX_FILE = "index.json"
 
 
 def assign_shards(shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Shard]:
-    """Return the shards that this rank writes: each region is assigned to exactly one rank that holds it.
-
-    A collective over all ranks of `plane`.
-    """
+    """Return the subset of this rank's shards that it writes: each region has exactly one writer. A collective."""
     if plane.size == 1:
         return dict(shards)
     held = {_shard_id(name, shard): name for name, shard in shards.items() if shard.data.numel() or 0 in shard.shape}
@@ -68,10 +65,10 @@ def _shard_id(name: str, shard: Shard) -> int:
 
 
 def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Any]:
-    """Write this rank's file; one of several ranks without shards writes none.
+    """Write this rank's file; of several ranks, one without shards writes none.
 
     Returns:
-        The file name, its SHA-256 and its regions by tensor name, as `build_index` takes them.
+        The file's name, its SHA-256 and its regions by tensor name, as `build_index` expects them.
     """
     name = TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
     if not shards and plane.size > 1:
@@ -85,7 +82,7 @@ def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane)
 
 
 def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index of all files from the results of `write_shards` on each rank.
+    """Build the index of all ranks' files from the results of `write_shards`.
 
     Raises:
         CheckpointError: ranks disagree about a tensor's shape or dtype, or its regions do not cover it.
@@ -101,10 +98,10 @@ def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
                 )
             known["boxes"].append({"file": entry["file"], "start": start, "shape": size})
     for name, known in index.items():
-        covered, expected = sum(math.prod(region["shape"]) for region in known["boxes"]), math.prod(known["shape"])
-        if covered != expected:
+        count, expected = sum(math.prod(region["shape"]) for region in known["boxes"]), math.prod(known["shape"])
+        if count != expected:
             raise CheckpointError(
-                f"the ranks wrote {covered} elements of tensor {name}, expected {expected}; a shard is missing"
+                f"the ranks wrote {count} elements of tensor {name}, expected {expected}; a rank did not save its shard"
             )
     return index
 
@@ -113,8 +110,8 @@ class StateFiles:
     """The tensors of a checkpoint folder by name, readable until `close`.
 
     Args:
-        folder: of the checkpoint.
-        names: files listed in its manifest; no other file is opened.
+        folder: the checkpoint folder.
+        names: files in its manifest; no other file is opened.
     """
 
     def __init__(self, folder: Path, names: set[str]) -> None:
@@ -137,18 +134,18 @@ class StateFiles:
         filled = 0
         for box in stored:
             bounds = [
-                (max(want.start, first), min(want.stop, first + size))
-                for want, first, size in zip(region, box["start"], box["shape"], strict=True)
+                (max(part.start, first), min(part.stop, first + size))
+                for part, first, size in zip(region, box["start"], box["shape"], strict=True)
             ]
             if any(start >= stop for start, stop in bounds):
                 continue
-            there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, box["start"], strict=True))
-            here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, region, strict=True))
+            source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, box["start"], strict=True))
+            target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))
             file = self._file(box["file"])
             entry = file.entries.get(name)
             if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):
-                fail(file.path, f"key {name!r} differs from {dtype} {box['shape']} in {INDEX_FILE}")
-            filled += read_region(file, entry, there, out[here]).numel()
+                fail(file.path, f"key {name!r} is not {dtype} {box['shape']}, as {INDEX_FILE} says")
+            filled += read_region(file, entry, source, out[target]).numel()
         if filled != out.numel():
             fail(self.folder / INDEX_FILE, f"the regions it lists for tensor {name!r} do not cover it")
         return out

@@ -1,6 +1,6 @@
-"""A training state as a tree (nested dictionaries, lists and tuples of tensors and plain values), to JSON and back.
+"""JSON encoding of a training state: nested dictionaries, lists and tuples of tensors and plain values.
 
-A leaf may be a shard of a tensor that several ranks hold together, or a value that differs by rank.
+A leaf may be a shard of a distributed tensor (`Shard`), or a value that differs by rank (`PerRank`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, full_region
 from archon.schema.errors import CheckpointError
 
 KeyPath = tuple[str, ...]
-"""The dictionary keys that lead to a leaf from the root."""
+"""Dictionary keys from the root to a leaf."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a tensor of `shape`: `data` is its `region`. For saving, `data` may be lazy."""
+    """One rank's `region` of a tensor of `shape`. When saving, `data` may be lazy."""
 
     data: Tensor | LazyTensor
     shape: tuple[int, ...]
@@ -29,24 +29,24 @@ class Shard:
 
     @classmethod
     def from_value(cls, value: Tensor | LazyTensor | Shard) -> Shard:
-        """Return a shard unchanged, and a tensor as a shard that covers all of it."""
+        """Wrap a tensor as a shard that covers all of it; return a shard unchanged."""
         return value if isinstance(value, Shard) else cls(value, tuple(value.shape), full_region(value.shape))
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that differs by rank. When saving, `values` holds this rank's alone; after loading, every rank's."""
+    """A value that differs by rank: this rank's value when saving, all ranks' values after loading."""
 
     values: tuple[Any, ...]
 
 
 class Encoder:
-    """Encoder of a state as JSON; values without a JSON type become objects with one key that starts with `$`.
+    """Encoder of a state to JSON; unsupported values become objects with one key that starts with `$`.
 
     Attributes:
-        shards: tensors of the state, by their name in the JSON.
-        paths: key path of each shard that is reached through dictionaries with string keys only.
-        per_rank: encoded value of each `PerRank`, in order of occurrence.
+        shards: the tensors by their names in the JSON.
+        paths: key path of every shard with only string-keyed dictionaries above it.
+        per_rank: the encoded `PerRank` values in traversal order.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,7 +56,7 @@ class Encoder:
         self.per_rank: list[Any] = []
 
     def encode(self, value: Any, where: str = "", path: KeyPath | None = ()) -> Any:
-        """Return `value` as JSON-compatible data. Raises TypeError for a value that would need pickle."""
+        """Encode `value` as JSON-compatible data; raise TypeError for a value that would need pickle."""
         if value is None or isinstance(value, bool | str) or type(value) is int:
             return value
         if type(value) is float:
@@ -64,8 +64,8 @@ class Encoder:
         if isinstance(value, Tensor | Shard):
             return {"$tensor": self._add(value, where, path)}
         if isinstance(value, PerRank):
-            (value_of_rank,) = value.values
-            self.per_rank.append(self.encode(value_of_rank, f"{where}@{self.rank}", None))
+            (item,) = value.values
+            self.per_rank.append(self.encode(item, f"{where}@{self.rank}", None))
             return {"$ranks": len(self.per_rank) - 1}
         if isinstance(value, list):
             return [self.encode(item, f"{where}.{i}", None) for i, item in enumerate(value)]
@@ -95,10 +95,10 @@ class Encoder:
 
 
 def merge_ranks(tree: Any, paths: Mapping[str, KeyPath], per_rank: list[list[Any]]) -> Any:
-    """Return rank 0's encoded tree with the tensors that only other ranks hold and every rank's `PerRank` values.
+    """Add the tensors of other ranks and all ranks' `PerRank` values to rank 0's encoded tree.
 
     Args:
-        tree: encoded by rank 0.
+        tree: the state as encoded on rank 0.
         paths: `Encoder.paths` of all ranks.
         per_rank: `Encoder.per_rank` of each rank.
     """
@@ -121,7 +121,7 @@ def merge_ranks(tree: Any, paths: Mapping[str, KeyPath], per_rank: list[list[Any
 
 
 def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that `Encoder.encode` encoded, with each tensor's name replaced by its entry in `tensors`."""
+    """Decode the result of `Encoder.encode`, replacing tensor names by their entries in `tensors`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -141,7 +141,7 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def read_all(state: Any) -> Any:
-    """Return a copy of a state with every `LazyTensor` read in full."""
+    """Copy a state, reading every `LazyTensor` in full."""
     if isinstance(state, Mapping):
         return {key: read_all(item) for key, item in state.items()}
     if isinstance(state, list):
@@ -153,18 +153,18 @@ def read_all(state: Any) -> Any:
     return state.read() if isinstance(state, LazyTensor) else state
 
 
-def select_region(value: Tensor | Shard | LazyTensor, region: Region, what: str) -> Tensor:
-    """Return the data of `region` of a tensor in a state.
+def select_region(value: Tensor | Shard | LazyTensor, region: Region, name: str) -> Tensor:
+    """Return `region` of a tensor in a state.
 
     Raises:
-        CheckpointError: `value` is a shard of another region, whose data is on another rank. The error names `what`.
+        CheckpointError: `value` is a shard of another region, so the data is on another rank; the message has `name`.
     """
     if isinstance(value, Tensor):
         return value[region]
     if isinstance(value, Shard):
         if value.region != region:
             raise CheckpointError(
-                f"{what} is a shard of another layout (region {value.region}, expected {region}); "
+                f"{name} is a shard of another layout (region {value.region}, expected {region}); "
                 "save the state and load it from the checkpoint, which works in any layout"
             )
         assert isinstance(value.data, Tensor)

@@ -1,4 +1,4 @@
-"""Reads regions of the tensors in safetensors files into tensors of any device, layout and float dtype."""
+"""Read tensor regions of safetensors files into tensors of any device, layout and float dtype."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 class RowDecoder(Protocol):
-    """Decoder of quantized rows; a row is the last dimension of a tensor."""
+    """Decoder for the rows (last dimension) of a quantized tensor."""
 
     @property
     def row(self) -> int:
-        """Elements per row."""
+        """Number of elements in a row."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
+        """Number of stored bytes of a row."""
 
     def decode(self, data: Tensor, first: int) -> Tensor:
-        """Return rows `first` to first + n of all rows as float32 [n, row] from their data, uint8 [n, row_bytes]."""
+        """Decode rows [first, first + n) from uint8 [n, row_bytes] to float32 [n, row]."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor in a file, and the decoder of quantized data."""
+    """A stored tensor, with a decoder if it is quantized."""
 
     file: RegularFile
     entry: TensorEntry
     decoder: RowDecoder | None
 
     def byte_count(self, elements: int) -> int:
-        """Return the bytes of this number of elements."""
+        """Return the stored bytes of `elements` elements."""
         if self.decoder is None:
             return elements * self.entry.dtype.itemsize
         return elements * self.decoder.row_bytes // self.decoder.row
@@ -62,9 +62,9 @@ class _Source:
 
 @dataclass(frozen=True)
 class ReadJob:
-    """One read: the data of a tensor from byte `offset` of a file, and the view `target` to fill.
+    """One read from byte `offset` of a file into the view `target`.
 
-    `inner`, if set, is the region of each row of shape `row` that `target` takes.
+    If `inner` is set, `target` takes only that region of each row of shape `row`.
     """
 
     source: _Source
@@ -82,15 +82,9 @@ def read_jobs(
     shape: tuple[int, ...] | None = None,
     decoder: RowDecoder | None = None,
 ) -> Iterator[ReadJob]:
-    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor.
+    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor viewed as `shape`.
 
-    Args:
-        file: open file.
-        entry: header entry of the tensor.
-        region: one slice per dimension.
-        target: tensor to fill.
-        shape: view of the tensor, by default its shape; required if it is quantized.
-        decoder: decoder of a quantized tensor.
+    `shape` is `entry.shape` by default. A quantized tensor needs both `shape` and `decoder`.
     """
     if target.numel():
         yield from _jobs(
@@ -99,7 +93,7 @@ def read_jobs(
 
 
 def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, target: Tensor) -> Iterator[ReadJob]:
-    """Yield the jobs for a region of a tensor of `shape` with data from byte `start` of the file."""
+    """Yield the jobs for a region of a tensor of `shape`; its data begins at byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
     row_bytes = source.byte_count(math.prod(shape[1:]))
     first = start + rows.start * row_bytes
@@ -107,12 +101,12 @@ def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, t
     if tuple(inner) == full_region(shape[1:]) and not is_quantized:
         for offset, view in chunks(target, source.entry.dtype.itemsize):
             yield ReadJob(source, first + offset, view)
-    # The rows of a quantized tensor are decoded whole.
+    # Rows of a quantized tensor are always decoded in full.
     elif row_bytes > CHUNK_BYTES and (source.decoder is None or math.prod(shape[1:]) > source.decoder.row):
         for row in range(rows.stop - rows.start):
             yield from _jobs(source, first + row * row_bytes, shape[1:], tuple(inner), target[row])
     else:
-        # For some columns of a matrix whole rows are read, because the other columns are in the same pages anyway.
+        # A column range reads full rows: the other columns are in the same memory pages anyway.
         step = max(1, CHUNK_BYTES // row_bytes)
         for row in range(0, rows.stop - rows.start, step):
             view = target[row : row + step]
@@ -126,7 +120,7 @@ class JobReader:
         self._buffers = threading.local()
 
     def read(self, job: ReadJob) -> None:
-        """Run one job in the calling thread."""
+        """Run one job."""
         target, source, entry = job.target, job.source, job.source.entry
         is_plain = target.device.type == "cpu" and target.is_contiguous()
         if is_plain:
@@ -146,11 +140,11 @@ class JobReader:
             values = values.view(shape).to(target.dtype)
         if job.inner is not None:
             values = values[(slice(None), *job.inner)]
-        # Sent to a GPU in the file's dtype and converted there: fewer bytes on the bus, and no second buffer here.
+        # Copied to a GPU in the file's dtype and converted there: fewer bytes on the bus, no second CPU buffer.
         target.copy_(values.to(target.device))
 
     def _buffer(self, size: int, pinned: bool) -> Tensor:
-        """Return the thread's buffer of at least `size` bytes, more than a chunk only for a longer row of blocks."""
+        """Return the thread's buffer of at least `size` bytes; a quantized row can be longer than a chunk."""
         if not hasattr(self._buffers, "bytes") or size > self._buffers.bytes.numel():
             self._buffers.bytes = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
         return self._buffers.bytes
@@ -164,7 +158,7 @@ def read_region(
     shape: tuple[int, ...] | None = None,
     decoder: RowDecoder | None = None,
 ) -> Tensor:
-    """Return a region of a tensor in a file, read into `out` if set; see `read_jobs` for the other arguments."""
+    """Return a region of a stored tensor, read into `out` if set; see `read_jobs` for the other arguments."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()
     for job in read_jobs(file, entry, region, out, shape, decoder):
@@ -173,14 +167,14 @@ def read_region(
 
 
 def lazy_tensor(file: RegularFile, entry: TensorEntry) -> LazyTensor:
-    """Return a tensor of an open file."""
+    """Return a lazy tensor of an open file."""
     return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry), by_rows=True)
 
 
 def prefault(target: Tensor) -> None:
-    """Make the kernel map the pages of newly allocated memory at once, which costs less than one fault per page.
+    """Map all pages of newly allocated memory in one system call, which is cheaper than one fault per page.
 
-    Huge pages are not requested: on a virtual machine the host must provide them, which takes 3 times as long.
+    Huge pages are not requested: on a virtual machine they take 3 times as long.
     """
     if _madvise is None:
         return

@@ -122,7 +122,7 @@ def test_a_native_of_another_model(tmp_path: Path) -> None:
     convert(folder, tmp_path / "native", "native")
     with pytest.raises(CheckpointError, match="it was written by another model: hidden_dim is 36 there and 40 here"):
         convert(tmp_path / "native", tmp_path / "out", "hf", like=other)
-    with pytest.raises(ConfigError, match=r"it holds no config.json; name the Hugging Face checkpoint"):
+    with pytest.raises(ConfigError, match=r"it holds no config.json; set like"):
         convert(tmp_path / "native", tmp_path / "out", "hf")
 
 

@@ -178,7 +178,7 @@ def test_torchtitan_of_before_0_3_and_archon_name_a_llama_alike(tmp_path: Path) 
     convert(tmp_path / "dcp", tmp_path / "back", "hf")  # archon's own says so
     (tmp_path / "dcp" / MARKER_FILE).unlink()
 
-    with pytest.raises(ConfigError, match=r"its names match native and torchtitan of before 0.3, which order the rows"):
+    with pytest.raises(ConfigError, match=r"its names fit native and torchtitan before 0.3, which order the rows"):
         convert(tmp_path / "dcp", tmp_path / "guessed", "hf")
     convert(tmp_path / "dcp", tmp_path / "native", "hf", names="native")
     convert(tmp_path / "dcp", tmp_path / "titan", "hf", names="torchtitan")
@@ -315,10 +315,10 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "the folder": (place("w", relative_path=".."), "expected the name of a file in the folder"),
     "no file": (place("w", relative_path="other.distcp"), "other.distcp: cannot be read"),
     "beyond the end": (place("w", offset=10**6), r"places 'w' up to byte .*truncated\?"),
-    "negative": (place("w", offset=-1), "no number of elements or bytes"),
+    "negative": (place("w", offset=-1), "is not a valid count"),
     "too short": (place("w", length=90), "has 90 bytes, too few for"),
-    "cut": (place("w", length=1000), "no archive that torch.save wrote"),
-    "shifted": (place("w", offset=3), "no archive that torch.save wrote|truncated"),
+    "cut": (place("w", length=1000), "no valid torch.save archive"),
+    "shifted": (place("w", offset=3), "no valid torch.save archive|truncated"),
     "compressed": (place("w", transform_descriptors=["zstd"]), "compressed or otherwise transformed"),
     "another dtype": (
         described("w", properties=dcp_metadata.TensorProperties(torch.int32)),
@@ -333,8 +333,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "no place": (lambda content: content.storage_data.pop(entry(content, "w")), "is stored nowhere"),
     "no places": (lambda content: setattr(content, "storage_data", None), "storage_data is a NoneType"),
     "nothing": (lambda content: setattr(content, "state_dict_metadata", [1]), "state_dict_metadata is a list"),
-    "a text": (lambda content: content.state_dict_metadata.update(w="a"), "'w' is no description"),
-    "a number": (lambda content: content.state_dict_metadata.update({5: None}), "a name that is no text"),
+    "a text": (lambda content: content.state_dict_metadata.update(w="a"), "'w' does not describe"),
+    "a number": (
+        lambda content: content.state_dict_metadata.update({5: None}),
+        "a repeated name or one that is no string",
+    ),
     "an info for a tensor": (
         lambda content: content.state_dict_metadata.update(w=_StorageInfo("a", 0, 1)),
         "has torch.distributed.checkpoint.filesystem._StorageInfo where",
@@ -411,8 +414,8 @@ def test_a_hostile_tensor_is_not_executed(stored: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"x": torch.ones(3)}, "its 1 tensors are not this model's: of .* names, the nearest, 25 are missing"),
-        ("dropped", r"of native names, the nearest, 1 are missing, 'model.norm.weight' first"),
+        ({"x": torch.ones(3)}, "its 1 tensors do not match this model: 25 names of the nearest scheme"),
+        ("dropped", r"1 names of the nearest scheme, native, are missing, 'model.norm.weight' first"),
         ("another", "tensor 'model.extra' is not part of this model"),
         ("twice", "it holds two models, at 'model.' and 'ema.'"),
         ("shape", r"tensor 'model.norm.weight' has shape \[25\], expected \[24\]"),

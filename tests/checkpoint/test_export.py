@@ -152,7 +152,7 @@ def test_at_most_one_shard_is_held_in_memory(tmp_path: Path) -> None:
             lambda w: [*w, ("model.extra", torch.zeros(2))],
             r"'model.extra' is \(2,\).*missing in the config's model",
         ),
-        (lambda w: [*w, w[0]], "'model.embed_tokens.weight' occurs twice"),
+        (lambda w: [*w, w[0]], "'model.embed_tokens.weight' is repeated"),
         (lambda w: [*w[:-1], (w[-1][0], torch.zeros(61, 23))], r"'lm_head.weight' is \(61, 23\)"),
         (lambda w: [*w[:-1], (w[-1][0], w[-1][1].long())], r"'lm_head.weight' is torch.int64"),
     ],

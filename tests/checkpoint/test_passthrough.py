@@ -92,7 +92,7 @@ def test_an_export_without_a_source_says_so(
 ) -> None:
     folder, state = source
     weights = {key: state[key] for key in adapter.hf_shapes()}
-    with pytest.raises(CheckpointError, match=r"come from the loaded checkpoint; name that checkpoint by like"):
+    with pytest.raises(CheckpointError, match=r"copied from the loaded checkpoint; name that checkpoint by like"):
         save_hf(tmp_path / "out", weights.items(), CONFIG)
     for file in folder.glob("model*"):
         file.unlink()

@@ -169,9 +169,9 @@ def test_adapters_are_merged_into_other_formats_too(run, tmp_path: Path) -> None
     plain = engine_of(base, dtype="float64")
     plain.load(tmp_path / "native")
     assert difference(logits_of(plain), unmerged(base, checkpoint)) <= TOLERANCE
-    with pytest.raises(CheckpointError, match=r"it contains only LoRAs; archon export writes them"):
+    with pytest.raises(CheckpointError, match=r"it holds only LoRAs; archon export writes them"):
         convert(checkpoint, tmp_path / "out", "hf", like=base)
-    with pytest.raises(ConfigError, match=r"its LoRAs fit only the base"):
+    with pytest.raises(ConfigError, match=r"its LoRA fits only the base that it was trained on"):
         convert(tmp_path / "native", tmp_path / "out", "hf", like=base, lora=checkpoint)
 
 
@@ -182,14 +182,14 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     engine.save(tmp_path / "adapter", "peft")
     assert "is in PEFT's format already; add --merge" in archon("export", tmp_path / "adapter", out).complaint
     assert "--dtype belongs to --merge" in archon("export", checkpoint, out, "--dtype", "float32").complaint
-    assert "no LoRA" in archon("export", base, out, "--base", base).complaint
+    assert "it holds no LoRA" in archon("export", base, out, "--base", base).complaint
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "Qwen/Qwen3-0.6B"))
     complaint = archon("export", tmp_path / "adapter", out, "--merge").complaint
     assert "its base 'Qwen/Qwen3-0.6B' is not a directory here" in complaint
     full = engine_of(base, optimizer={"lr": 1e-3})
     full.save(tmp_path / "full", "native")
-    assert "it contains whole weights, not LoRAs" in (
+    assert "it holds all weights of a model and no LoRA" in (
         archon("export", tmp_path / "full", out, "--base", base).complaint
     )
     other = base_of("llama", tmp_path / "other")
@@ -221,8 +221,8 @@ def test_one_of_several_adapters_of_a_run_is_chosen_by_its_name(archon, run, tmp
         assert written.keys() == expected.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())
     asked = ("export", tmp_path / "several", tmp_path / "out", "--base", base)
-    assert "it contains LoRAs sums, words; choose one with archon export --name" in archon(*asked).complaint
-    assert "it contains LoRAs sums, words, not 'verse'" in archon(*asked, "--name", "verse").complaint
+    assert "it holds LoRAs sums, words; choose one with archon export --name" in archon(*asked).complaint
+    assert "it holds LoRAs sums, words, and no 'verse'" in archon(*asked, "--name", "verse").complaint
 
 
 def test_a_model_with_an_adapter_is_not_saved_without_it(run, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_p
     engine = engine_of(bases["dense"], {"loras": loras}, dtype="float32")
     engine.save(tmp_path / "one", format="peft", lora="judge")
     engine.save(tmp_path / "all", format="peft")
-    with pytest.raises(CheckpointError, match="choose one of its LoRA directories: judge, poet"):
+    with pytest.raises(CheckpointError, match="it has LoRA folders, name one: judge, poet"):
         alone(bases["dense"], {"path": str(tmp_path / "all")})
     batch = documents(0, [1, 1, 1])
     single = alone(bases["dense"], {"path": str(tmp_path / "one")}, dtype="float32")

@@ -175,7 +175,9 @@ def test_an_export_keeps_other_files_and_refuses_values_that_are_not_finite(tmp_
     engine.save(tmp_path / "adapter", "peft")
     engine.save(tmp_path / "adapter", "peft")  # replaces its own files
     (tmp_path / "adapter" / "notes.txt").write_text("keep me")
-    with pytest.raises(CheckpointError, match=r"'notes.txt' is not part of a LoRA and would be lo"):
+    with pytest.raises(
+        CheckpointError, match=r"it holds 'notes.txt', which is not part of a LoRA export and would be lo"
+    ):
         engine.save(tmp_path / "adapter", "peft")
     assert (tmp_path / "adapter" / "notes.txt").read_text() == "keep me"
     parameter = next(p for name, p in engine.full_model.named_parameters() if name.endswith("wq.lora.b"))
@@ -198,13 +200,13 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"use_dora": True}, "use_dora is True, which archon does not have; expected it to be off"),
-        ({"bias": "all"}, "bias is 'all', which archon does not have"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which archon does not have"),
+        ({"use_dora": True}, "use_dora is True, which archon does not support; expected it to be off"),
+        ({"bias": "all"}, "bias is 'all', which archon does not support"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which archon does not support"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base weights"),
-        ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not have"),
-        ({"r": 4}, "has rank 2, but adapter_config.json says 4"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base's weights"),
+        ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not support"),
+        ({"r": 4}, "has rank 2, and adapter_config.json says 4"),
         ({"r": "2"}, "r is '2'; expected a positive whole number"),
         ({"r": 2.5}, "r is 2.5; expected a positive whole number"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan; expected a positive number"),
@@ -235,7 +237,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda x: x.pop(KEY), f"key {KEY!r} is missing"),
         (
             lambda x: x.update({"odd": x[KEY].clone()}),
-            "key 'odd' is not a LoRA of this model's linear layers; of another model",
+            "key 'odd' is no LoRA of this model's linear layers; of another model",
         ),
         (
             lambda x: x.update({KEY: x[KEY][:, 1:].clone()}),
@@ -250,7 +252,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda x: x.update({KEY: x[KEY].long()}), "expected a matrix of floating-point numbers"),
         (
             lambda x: [x.update({key.replace("layers.0", "layers.99"): x.pop(key)}) for key in [*x] if ".0." in key],
-            r"layers\.99\..* is not a LoRA of this model's linear layers; of another model",
+            r"layers\.99\..* is no LoRA of this model's linear layers; of another model",
         ),
         (lambda x: x.clear(), "it holds no tensors"),
     ],
@@ -297,7 +299,7 @@ def test_a_model_without_adapters_has_none_to_export(adapter: tuple[Path, Path],
 
 
 def test_an_adapters_folder_where_a_checkpoint_is_expected_is_named(adapter: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match="it contains a LoRA, not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="it holds a LoRA; expected a full checkpoint"):
         read_hf_config(adapter[1])
 
 

@@ -221,7 +221,7 @@ def test_gradients_of_fused_and_stacked_adapters_are_pefts(
         ("qwen3_moe", {"rank_pattern": {"gate_proj": 2}}, r"scales differ \('layers.0.moe.experts.w1' 3, 'layers"),
         ("qwen3_moe", {"alpha_pattern": {"experts.1.up_proj": 2}}, "alpha_pattern differs between .* of one size"),
         ("qwen3_moe", {"targets": ["experts.1.up_proj"]}, "targets differs between .* of one size, or none"),
-        ("gpt_oss", {"export_experts": "per_expert"}, "export_experts is per_expert, and the checkpoint has experts"),
+        ("gpt_oss", {"export_experts": "per_expert"}, "export_experts is per_expert, but the checkpoint stacks"),
     ],
 )
 def test_adapters_that_peft_cannot_hold_are_refused(

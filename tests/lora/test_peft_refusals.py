@@ -67,14 +67,14 @@ def rename(old: str, new: str) -> Callable[[Tensors], Any]:
 
 
 REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora is True, which archon does not have; expected it to be off"),
-    "bias": ({"bias": "lora_only"}, "bias is 'lora_only', which archon does not have"),
-    "bias of adapters": ({"lora_bias": True}, "lora_bias is True, which archon does not have"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* which archon does not have"),
-    "tokens": ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\], which archon does not have"),
-    "layers twice": ({"layer_replication": [[0, 2]]}, "layer_replication is .* which archon does not have"),
-    "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not have"),
-    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, but adapter_config.json says 3"),
+    "dora": ({"use_dora": True}, "use_dora is True, which archon does not support; expected it to be off"),
+    "bias": ({"bias": "lora_only"}, "bias is 'lora_only', which archon does not support"),
+    "bias of adapters": ({"lora_bias": True}, "lora_bias is True, which archon does not support"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* which archon does not support"),
+    "tokens": ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\], which archon does not support"),
+    "layers twice": ({"layer_replication": [[0, 2]]}, "layer_replication is .* which archon does not support"),
+    "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not support"),
+    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, and adapter_config.json says 3"),
     "a rank that is no number": ({"rank_pattern": {"q_proj": 2.0}}, r"\['q_proj'\] is 2.0; expected a positive whole"),
     "an endless alpha": ({"alpha_pattern": {"q_proj": float("inf")}}, r"\['q_proj'\] is inf; expected a positive num"),
     "a regular expression that takes forever": (
@@ -99,8 +99,8 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"target_parameters": None},
         "target_parameters of adapter_config.json lacks all of .*gate_up",
     ),
-    "one stack of two": ({"target_parameters": ["down_proj"]}, r"base_layer\.lora_A.* is not a LoRA of this model's"),
-    "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is not a LoRA of this model's"),
+    "one stack of two": ({"target_parameters": ["down_proj"]}, r"base_layer\.lora_A.* is no LoRA of this model's"),
+    "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is no LoRA of this model's"),
     "parameters in one text": ({"target_parameters": "down_proj"}, "target_parameters is .*; expected a list of names"),
     "a version of nobody": ({"peft_version": "new"}, "peft_version is 'new'; expected for example '0.21.2'"),
     "another version": ({"peft_version": "0.18.0"}, "expected .* as PEFT 0.18.0 stacks experts"),
@@ -144,18 +144,18 @@ REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "some experts": (
         "per_expert",
         lambda x: [x.pop(key) for key in [*x] if ".0.mlp.experts.2.up_proj" in key],
-        r"no LoRA of 'model\.layers\.0\.mlp\.experts\.2\.up_proj', but of other experts of the layer",
+        r"no LoRA of 'model\.layers\.0\.mlp\.experts\.2\.up_proj', but LoRAs of other experts of the layer",
     ),
     "an expert of another rank": (
         "per_expert",
         lambda x: x.update({f"{EXPERTS}.1.up_proj.lora_A.weight": torch.ones(3, 60)}),
         r"has shapes \(3, 60\) and \(8, 2\)",
     ),
-    "a router": ("stacked", rename("self_attn.q_proj", "mlp.gate"), r"mlp\.gate\..* is not a LoRA of this model's"),
+    "a router": ("stacked", rename("self_attn.q_proj", "mlp.gate"), r"mlp\.gate\..* is no LoRA of this model's"),
     "a bias": (
         "stacked",
         lambda x: x.update({f"base_model.model.{QUERIES}.lora_B.bias": torch.zeros(60)}),
-        r"q_proj\.lora_B\.bias' is not a LoRA of this model's linear layers",
+        r"q_proj\.lora_B\.bias' is no LoRA of this model's linear layers",
     ),
     "a vector": (
         "stacked",
@@ -177,11 +177,11 @@ def test_tensors_that_are_not_all_of_a_models_adapters(
 
 def test_experts_of_different_alphas_and_weights_with_two_adapters(folders: dict[str, Folder], tmp_path: Path) -> None:
     folder = folders["per_expert"]
-    with pytest.raises(CheckpointError, match=r"has rank 2 and alpha 9, .* 2 and 4; expected the same of all experts"):
+    with pytest.raises(CheckpointError, match=r"has rank 2 and alpha 9, .* 2 and 4; expected the same for all experts"):
         folder.change(tmp_path, {"alpha_pattern": {r"experts\.1\.up_proj": 9}})
     fields = json.loads((folders["stacked"].path / "adapter_config.json").read_text())
     both = load_file(folders["stacked"].path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="adapt the same weights"):
+    with pytest.raises(CheckpointError, match="which hold the same weights"):
         folder.change(
             tmp_path,
             {"target_parameters": fields["target_parameters"], "rank_pattern": fields["rank_pattern"]},
@@ -194,11 +194,11 @@ def test_experts_of_different_alphas_and_weights_with_two_adapters(folders: dict
     [
         ("[", "is no JSON"),
         ("[1]", "holds a list; expected the parts of tensors by name"),
-        ('{"model.layers.7.mlp": [[2, 4]]}', "names 'model.layers.7.mlp', but the file has no LoRA of it"),
-        ('{"%s": [[2, 4]]}', "expected rank and alpha of each of its 2 matrices"),
-        ('{"%s": [[1, 2], [1, 2]]}', "of rank 4 together"),
-        ('{"%s": [[2, 4], [2, 5]]}', "as much alpha for a rank as the whole"),
-        ('{"%s": [[2, 4], [true, 4]]}', "expected rank and alpha"),
+        ('{"model.layers.7.mlp": [[2, 4]]}', "has 'model.layers.7.mlp', which has no LoRA in the file"),
+        ('{"%s": [[2, 4]]}', "of each of its 2 matrices"),
+        ('{"%s": [[1, 2], [1, 2]]}', "ranks that add up to 4"),
+        ('{"%s": [[2, 4], [2, 5]]}', "and the scale 2"),
+        ('{"%s": [[2, 4], [true, 4]]}', r"expected \[rank, alpha\]"),
         ('{"%s": [[4, 8], null]}', None),
         ('{"%s": [[1, 2], [3, 6]]}', None),
     ],
@@ -237,5 +237,5 @@ def test_an_adapter_of_another_family_is_refused(folders: dict[str, Folder], tmp
     hf_config = json.loads((base_of("llama", tmp_path / "base") / "config.json").read_text())
     other = get_model_spec("llama").state_dict_adapter_class(hf_config)
     for folder in folders.values():
-        with pytest.raises(CheckpointError, match="is not a LoRA of this model's linear layers; of another model"):
+        with pytest.raises(CheckpointError, match="is no LoRA of this model's linear layers; of another model"):
             read_sizes(folder.path, other)

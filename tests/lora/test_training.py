@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"lora": LORA | {"rank": 2}}, r"adapters\.layers\.0\.attention\.wq\.weight\.rank is 4 there and 2 here; resume"),
     ({"lora": LORA | {"alpha": 9.0}}, r"adapters\.layers\.0\.attention\.wq\.weight\.alpha is 8\.0 there and 9\.0 here"),
-    ({"path": 1}, r"its LoRAs were trained on another base \(digest \w{16}, here \w{16}\); name the"),
+    ({"path": 1}, r"its LoRAs were trained on another base: digest \w{16} there, \w{16} here; set path"),
     (
         {"lora": LORA | {"targets": ["q_proj"]}},
         r"adapters\.layers\.0\.attention\.\w+\.weight is .* there and None here",

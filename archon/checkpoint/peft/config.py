@@ -1,4 +1,4 @@
-"""Read, validate and write `adapter_config.json` of PEFT."""
+"""Reader and writer of PEFT's `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITTEN_PEFT_VERSION = "0.21.2"
 """PEFT version of the written format."""
 _MAX_BYTES = 2**24
 
-# Fields that define the computation of a LoRA; parsed below.
+# Fields that define how a LoRA is applied, read below.
 _READ_FIELDS = {
     "peft_type",
     "peft_version",
@@ -37,7 +37,7 @@ _READ_FIELDS = {
     "layers_to_transform",
     "init_lora_weights",
 }
-# Provenance and permissions: no effect on a finished LoRA.
+# Fields about training or access, without effect on a trained LoRA.
 _IGNORED_FIELDS = {
     "task_type",
     "auto_mapping",
@@ -60,17 +60,21 @@ _OFF: tuple[Any, ...] = (None, False, "none", [], {})
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Fields of the config that define the computation of its LoRAs.
+    """Fields of a PEFT config that define how a LoRA is applied.
 
     Attributes:
-        path: config file, for errors.
-        base: path or name of the base checkpoint; None if the file has none.
-        version: PEFT version; (0, 0) if the file has none (before 0.18).
-        ranks, alphas: rank and alpha by name pattern.
-        modules: module names or suffixes, or a regular expression of whole names; None if the file has none.
-        parameters: parameter names or suffixes.
-        excluded: like `modules`, but excluded.
-        layers: layers with LoRA; None for all.
+        path: the file, for error messages.
+        base: path or name of the base checkpoint, if any.
+        version: PEFT version; (0, 0) for files before 0.18, which have none.
+        rank: default rank.
+        alpha: default alpha.
+        rslora: whether the scale is alpha / sqrt(rank).
+        ranks: ranks by name patterns.
+        alphas: alphas by name patterns.
+        modules: names or name suffixes of modules, or a regular expression of full names; None for any module.
+        parameters: names or name suffixes of parameters.
+        excluded: modules without a LoRA, in the format of `modules`.
+        layers: layers with a LoRA; None for all.
     """
 
     path: Path
@@ -87,24 +91,20 @@ class PeftConfig:
     layers: frozenset[int] | None
 
     def is_parameter(self, name: str) -> bool:
-        """Return whether a parameter of this name is adapted as one, besides the modules."""
+        """Return whether `target_parameters` names this parameter."""
         return _matches(self.parameters, name)
 
     def size(self, tensor: PeftTensor) -> LoRASize:
-        """Return the LoRA size of a tensor.
-
-        Raises:
-            CheckpointError: the config gives it no LoRA.
-        """
+        """Return the LoRA size of a tensor; raise CheckpointError if the config excludes it."""
         key = tensor.name
         if tensor.experts is None and self.is_parameter(f"{key}.weight"):
             key = f"{key}.weight"
         elif tensor.experts is None and (problem := self._exclusion_reason(key)):
-            fail(self.path, f"the tensor file has a LoRA of {key!r}, but {problem}")
+            fail(self.path, f"the weights file has a LoRA of {key!r}, but {problem}")
         return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
 
     def _exclusion_reason(self, module: str) -> str | None:
-        """Return the field that excludes a module from LoRA."""
+        """Return the reason why a module has no LoRA, if any."""
         if self.modules is not None and not _matches(self.modules, module):
             return "target_modules does not name it"
         if _matches(self.excluded, module):
@@ -117,28 +117,24 @@ class PeftConfig:
 
 
 def _matches(names: frozenset[str] | NamePattern, name: str) -> bool:
-    """Return whether names or their ends, or a regular expression of whole names, mean one, as PEFT matches it."""
+    """Match a name as PEFT does: by names or name suffixes, or a regular expression of full names."""
     return names.matches(name) if isinstance(names, NamePattern) else not names.isdisjoint(name_suffixes(name))
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Parse a config, with PEFT's defaults.
-
-    Raises:
-        CheckpointError: the config is malformed or not supported.
-    """
+    """Read a config with PEFT's defaults; raise CheckpointError if it is malformed or not supported."""
     config = _read_json(path)
     if config.get("peft_type") != "LORA":
         fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
     if config.get("init_lora_weights") not in _PLAIN_INITS:
         fail(
             path,
-            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base weights; convert it to a "
-            "plain adapter with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
+            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base's weights; convert it to a "
+            "plain LoRA with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
         )
     for field, value in config.items():
         if field not in _READ_FIELDS | _IGNORED_FIELDS and value not in _OFF:
-            fail(path, f"{field} is {value!r}, which archon does not have; expected it to be off")
+            fail(path, f"{field} is {value!r}, which archon does not support; expected it to be off")
     rslora = config.get("use_rslora")
     if rslora not in (True, False, None):
         fail(path, f"use_rslora is {rslora!r}; expected true or false")
@@ -162,17 +158,17 @@ def read_config(path: Path) -> PeftConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
-            fail(path, "it is no file")
+            fail(path, "it is not a regular file")
         size = path.stat().st_size
         if size > _MAX_BYTES:
             fail(path, f"it has {size} bytes; expected at most {_MAX_BYTES}")
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        fail(path, f"it is no JSON: {error}")
+        fail(path, f"it is not JSON: {error}")
     except OSError as error:
         fail(path, f"it cannot be read: {error.strerror}")
     if not isinstance(config, dict):
-        fail(path, f"it contains a {type(config).__name__}; expected a JSON object of LoRA fields")
+        fail(path, f"it holds a {type(config).__name__}; expected a JSON object")
     return config
 
 
@@ -191,7 +187,7 @@ def _alpha(path: Path, field: str, value: Any) -> float:
 def _patterns(path: Path, config: Mapping[str, Any], field: str) -> NamePatterns[float]:
     values = config.get(field) or {}
     if not isinstance(values, dict):
-        fail(path, f"{field} is {values!r}; expected positive numbers by names of modules")
+        fail(path, f"{field} is {values!r}; expected positive numbers by module names")
     check = _rank if field == "rank_pattern" else _alpha
     try:
         return NamePatterns({key: check(path, f"{field}[{key!r}]", value) for key, value in values.items()})
@@ -205,7 +201,7 @@ def _names(path: Path, config: Mapping[str, Any], field: str) -> frozenset[str] 
     try:
         return NamePattern(config[field])
     except ValueError as error:
-        fail(path, f"{field} is {config[field]!r}, which is no regular expression of names: {error}")
+        fail(path, f"{field} is {config[field]!r}, which is no valid regular expression of names: {error}")
 
 
 def _list_of_names(path: Path, config: Mapping[str, Any], field: str) -> frozenset[str]:
@@ -236,12 +232,12 @@ def _version(path: Path, value: Any) -> tuple[int, ...]:
 def config_fields(
     sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str
 ) -> dict[str, Any]:
-    """Return the config fields of LoRAs; the most common rank and alpha become `r` and `lora_alpha`.
+    """Return the fields of a config; the most common rank and alpha are `r` and `lora_alpha`.
 
     Args:
-        sizes: LoRA sizes by module or parameter name.
-        modules: target modules.
-        parameters: target parameters.
+        sizes: LoRA sizes by names of modules and parameters.
+        modules: names of the adapted modules.
+        parameters: names of the adapted parameters.
         base: path or name of the base checkpoint.
     """
     rank, alpha = (_commonest([getattr(size, field) for size in sizes.values()]) for field in ("rank", "alpha"))
@@ -266,7 +262,7 @@ def config_fields(
 
 
 def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
-    """Return the size of one LoRA of this rank with the same scale as several; None if their scales differ."""
+    """Return the size of one LoRA of this rank with the scale of all `sizes`; None if their scales differ."""
     first = sizes[0]
     if any(not math.isclose(size.scale, first.scale, rel_tol=1e-12) for size in sizes):
         return None

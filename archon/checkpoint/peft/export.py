@@ -1,7 +1,4 @@
-"""LoRAs outside of training: read from a PEFT directory or the checkpoint of a run, and merged during export.
-
-The weights that receive a LoRA are a copy; nothing is ever unmerged.
-"""
+"""Read LoRAs from PEFT folders or training checkpoints, export them, and merge them into copies of weights."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """LoRAs of a model: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`."""
+    """A LoRA: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`."""
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
@@ -42,20 +39,20 @@ class LoRAWeights:
 
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a directory holds a LoRA in PEFT's format."""
+    """Return whether a folder holds a LoRA in PEFT's format."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the base checkpoint in the config of a PEFT directory.
+    """Return the base checkpoint that a PEFT folder names.
 
     Raises:
-        ConfigError: it is not a directory here, or `path` is a run's checkpoint, which stores only a base digest.
+        ConfigError: the base is not a local folder, or `path` is a training checkpoint, which has only its digest.
     """
     base = read_peft_config(Path(path)).base if is_peft_folder(path) else None
     if base is None or not Path(base).is_dir():
-        base_field = f"its base {base!r} is not a directory here" if base else "it does not name its base"
-        raise ConfigError(f"{os.fspath(path)}: {base_field}; pass the base checkpoint with --base")
+        problem = f"its base {base!r} is not a local folder" if base else "it does not name its base"
+        raise ConfigError(f"{os.fspath(path)}: {problem}; set --base to the checkpoint that it was trained on")
     return Path(base)
 
 
@@ -65,50 +62,49 @@ def read_lora_weights(
     base: str | os.PathLike[str] | None = None,
     lora_name: str | None = None,
 ) -> LoRAWeights:
-    """Return the LoRAs of a PEFT directory, or of the checkpoint of a LoRA run.
+    """Read the LoRA of a PEFT folder or of a training checkpoint.
 
     Args:
-        path: PEFT directory, or checkpoint of a run.
-        adapter: state-dict adapter of their model.
-        base: Hugging Face checkpoint of that model, which must be the base of a run's checkpoint.
-        lora_name: LoRA of a multi-LoRA run.
+        path: the PEFT folder, checkpoint or run folder.
+        adapter: adapter of the base model.
+        base: Hugging Face checkpoint of the base model; a training checkpoint requires the same base.
+        lora_name: name of the LoRA in a multi-LoRA run.
 
     Raises:
-        CheckpointError: the LoRAs belong to another model or another base.
+        CheckpointError: the LoRA belongs to another model or another base.
+        ConfigError: `base` is missing, or `lora_name` does not fit.
     """
     if is_peft_folder(path):
         if lora_name is not None:
-            raise ConfigError(f"{os.fspath(path)}: it contains a single LoRA without a name; leave out {lora_name!r}")
+            raise ConfigError(f"{os.fspath(path)}: it holds one LoRA without a name; leave out {lora_name!r}")
         sizes = read_sizes(path, adapter)
         return LoRAWeights(sizes, read_lora_tensors(path, adapter, sizes))
     folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
     if folder is None:
-        fail(path, f"no LoRA: neither {CONFIG_FILE} nor a checkpoint of a run")
+        fail(path, f"it holds no LoRA: neither {CONFIG_FILE} nor a training checkpoint")
     saved = read_manifest(folder)["fingerprint"] or {}
     if "adapters" not in saved:
-        fail(folder, "it contains whole weights, not LoRAs; archon convert --to hf writes them")
+        fail(folder, "it holds all weights of a model and no LoRA; archon convert --to hf writes them")
     if base is None:
-        raise ConfigError(f"{folder}: its LoRAs fit only the base they were trained on; pass the base checkpoint")
+        raise ConfigError(f"{folder}: its LoRA fits only the base that it was trained on; name the base checkpoint")
     expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
     sizes = {name: LoRASize(**size) for name, size in _saved_sizes(folder, saved["adapters"], lora_name).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
         names = single_lora_names(sizes, lora_name)
         if missing := [name for name in names if name not in stored]:
-            fail(folder, f"LoRA tensor {missing[0]!r} is missing")
+            fail(folder, f"its LoRA lacks the tensor {missing[0]!r}, which its fingerprint lists")
         return LoRAWeights(sizes, {alone: stored[name].read() for name, alone in names.items()})
 
 
 def _saved_sizes(folder: Path, lora: Mapping[str, Any], lora_name: str | None) -> Mapping[str, Any]:
-    """Return the LoRA sizes in a run's checkpoint, of the only LoRA or of `lora_name`."""
-    several = sorted(name for name, of in lora.items() if "rank" not in of)
-    if several and lora_name not in several:
-        unknown = "" if lora_name is None else f", not {lora_name!r}"
-        raise ConfigError(
-            f"{folder}: it contains LoRAs {', '.join(several)}{unknown}; choose one with archon export --name"
-        )
-    if not several and lora_name is not None:
-        raise ConfigError(f"{folder}: it contains a single LoRA without a name; leave out {lora_name!r}")
+    """Return the sizes of the only LoRA in a training checkpoint, or of the LoRA `lora_name`."""
+    names = sorted(name for name, sizes in lora.items() if "rank" not in sizes)
+    if names and lora_name not in names:
+        unknown = "" if lora_name is None else f", and no {lora_name!r}"
+        raise ConfigError(f"{folder}: it holds LoRAs {', '.join(names)}{unknown}; choose one with archon export --name")
+    if not names and lora_name is not None:
+        raise ConfigError(f"{folder}: it holds one LoRA without a name; leave out {lora_name!r}")
     return lora if lora_name is None else lora[lora_name]
 
 
@@ -119,27 +115,18 @@ def export_lora(
     experts: ExpertFiles = "stacked",
     lora_name: str | None = None,
 ) -> LoRAWeights:
-    """Write the LoRAs of a run's checkpoint or of a PEFT directory as PEFT does, and return them.
-
-    Raises errors as `read_lora_weights` and `save_lora` do.
-    """
+    """Convert a LoRA to PEFT's format and return it; see `read_lora_weights` and `save_lora`."""
     hf_config = read_hf_config(base)
     adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
-    weights = read_lora_weights(path, adapter, base, lora_name)
-    save_lora(target, adapter, weights.sizes, weights.tensors, base=os.fspath(base), experts=experts)
-    return weights
+    lora = read_lora_weights(path, adapter, base, lora_name)
+    save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts)
+    return lora
 
 
 def merge(
     parameters: Mapping[str, LazyTensor], lora: LoRAWeights, dtype: torch.dtype | None = None
 ) -> dict[str, LazyTensor]:
-    """Return parameters by name, merged with their LoRAs on reading.
-
-    Args:
-        parameters: base parameters by native name.
-        lora: LoRAs by native name.
-        dtype: dtype of the results; by default each parameter's dtype.
-    """
+    """Return lazy parameters with the LoRA merged on read, in `dtype` or by default in their dtypes."""
     return {name: _merged(name, weight, lora, dtype or weight.dtype) for name, weight in parameters.items()}
 
 

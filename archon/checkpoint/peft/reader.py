@@ -1,4 +1,4 @@
-"""Read LoRAs in the format of PEFT: a config and `adapter_model.safetensors`; every key is used or refused."""
+"""Read LoRAs in PEFT's format: a config and `adapter_model.safetensors`. Every key must be used."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from archon.parallel.fsdp import local_region, local_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PARTS = "archon.parts"
-"""Key of the metadata that has the ranks and alphas of the matrices in a tensor, as PEFT's format does not."""
+"""Metadata key for ranks and alphas of the matrices in a fused tensor, which PEFT's format lacks."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The LoRA of a tensor in a file.
+    """The stored LoRA of a tensor.
 
     Attributes:
+        tensor: the adapted tensor.
         keys: keys of A and B.
-        sizes: sizes of its parts, None for a part without a LoRA.
-        shared: whether its parts share its ranks, so that each has all of them.
+        sizes: sizes of the parts, None without a LoRA.
+        shared: whether the parts share A.
         reversed: see `is_reversed`.
     """
 
@@ -53,36 +54,28 @@ class _Stored:
     reversed: bool
 
     def parts(self, pair: Pair) -> list[Pair | None]:
-        """Return the LoRAs of its parts from the file's A and B.
-
-        Raises:
-            ValueError: as `split`.
-        """
+        """Split stored A and B into the LoRAs of the parts; raise ValueError like `split`."""
         ranks = None if self.shared else [0 if size is None else size.rank for size in self.sizes]
         return self.tensor.split(self.tensor.from_file(pair, is_reversed=self.reversed), ranks)
 
 
 def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, LoRASize]:
-    """Return the LoRA sizes of a directory by the native name of their matrix.
+    """Return the LoRA sizes of a folder by native matrix name.
 
     Raises:
-        CheckpointError: a config field is not supported, a key belongs to no linear layer of this model, or a pair is
-            incomplete or has the wrong shape.
+        CheckpointError: a config field is not supported, a key is no LoRA of this model's linear layers, or A or B is
+            missing or has the wrong shape.
     """
     with _open(Path(path)) as (config, file):
         return _sizes(_stored(config, file, adapter), adapter, file.path)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read the config of a directory.
-
-    Raises:
-        CheckpointError: as `read_sizes`.
-    """
+    """Read a folder's config; raise CheckpointError like `read_sizes`."""
     if not (folder / CONFIG_FILE).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
-        hint = f"; choose one of its LoRA directories: {', '.join(inside)}" if inside else ""
-        fail(folder, f"no {CONFIG_FILE}; expected a LoRA directory in PEFT's format{hint}")
+        hint = f"; it has LoRA folders, name one: {', '.join(inside)}" if inside else ""
+        fail(folder, f"it has no {CONFIG_FILE}; expected a LoRA folder in PEFT's format{hint}")
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         fail(
@@ -95,14 +88,14 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 @contextmanager
 def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
-    """Open a directory and return its config and its tensors."""
+    """Open a folder: its config and its tensors."""
     config = read_peft_config(folder)
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:
         yield config, file
 
 
 def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
-    """Return the LoRAs of an open file; each has both keys and the shapes of the config."""
+    """Return the LoRAs of an open file, after checking keys and shapes."""
     matrices = lora_matrices(adapter)
     tensors = peft_tensors(adapter, matrices) | peft_tensors(adapter.in_memory, matrices)
     known = [*tensors.values()]
@@ -116,7 +109,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         if key not in expected:
             fail(
                 file.path,
-                f"key {key!r} is not a LoRA of this model's linear layers" + _stack_hint(key, known, config),
+                f"key {key!r} is no LoRA of this model's linear layers" + _stack_hint(key, known, config),
             )
         if not entry.dtype.is_floating_point or len(entry.shape) != 2:
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
@@ -124,7 +117,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         fail(file.path, "it holds no tensors")
     parts = _read_parts(file)
     for name in parts.keys() - keys.keys():
-        fail(file.path, f"its metadata {PARTS!r} names {name!r}, but the file has no LoRA of it")
+        fail(file.path, f"its metadata {PARTS!r} has {name!r}, which has no LoRA in the file")
     stored = []
     for tensor in [*modules, *stacks]:
         missing = [key for key in keys[tensor.name] if key not in file.entries]
@@ -136,7 +129,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
 
 
 def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
-    """Return a hint about a key that matches no LoRA of this model."""
+    """Return a hint for the error about an unknown key."""
     stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
     if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
         return f": target_parameters of {CONFIG_FILE} lacks all of {', '.join(stack.name for stack in stacks)}"
@@ -146,25 +139,25 @@ def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> st
 def _stored_tensor(
     config: PeftConfig, file: SafetensorsFile, tensor: PeftTensor, keys: tuple[str, str], parts: Any
 ) -> _Stored:
-    """Return the LoRA of a tensor, after checking its shapes and the ranks of its parts."""
+    """Return the stored LoRA of a tensor, after checking its shapes and the ranks of its parts."""
     size = config.size(tensor)
-    backwards = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
+    swapped = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
     shapes = tuple(file.entries[key].shape for key in keys)
     rank, remainder = divmod(shapes[0][0], tensor.experts or 1)
-    if remainder or not rank or shapes != tensor.shapes(rank, is_reversed=backwards):
-        a, b = tensor.shapes(size.rank, is_reversed=backwards)
+    if remainder or not rank or shapes != tensor.shapes(rank, is_reversed=swapped):
+        a, b = tensor.shapes(size.rank, is_reversed=swapped)
         version = ".".join(map(str, config.version))
-        made = "" if tensor.experts is None else f", as PEFT {version} stacks experts (peft_version in {CONFIG_FILE})"
+        layout = "" if tensor.experts is None else f", as PEFT {version} stacks experts (peft_version in {CONFIG_FILE})"
         fail(
             file.path,
-            f"the LoRA of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{made}; of "
+            f"the LoRA of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{layout}; of "
             "another model?",
         )
     if rank != size.rank:
-        fail(file.path, f"the LoRA of {tensor.name!r} has rank {rank}, but {CONFIG_FILE} says {size.rank}")
+        fail(file.path, f"the LoRA of {tensor.name!r} has rank {rank}, and {CONFIG_FILE} says {size.rank}")
     shared = parts is None
     sizes = (size,) * len(tensor.parts) if shared else _sizes_of_parts(file.path, tensor, size, parts)
-    return _Stored(tensor, keys, sizes, shared, backwards)
+    return _Stored(tensor, keys, sizes, shared, swapped)
 
 
 def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
@@ -172,24 +165,24 @@ def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
     try:
         parts = json.loads(text)
     except (ValueError, RecursionError) as error:
-        fail(file.path, f"its metadata {PARTS!r} is no JSON: {error}")
+        fail(file.path, f"its metadata {PARTS!r} is not JSON: {error}")
     if not isinstance(parts, dict):
         fail(file.path, f"its metadata {PARTS!r} holds a {type(parts).__name__}; expected the parts of tensors by name")
     return parts
 
 
-def _sizes_of_parts(path: Any, tensor: PeftTensor, whole: LoRASize, parts: Any) -> tuple[LoRASize | None, ...]:
-    """Return the part sizes in the metadata of a file: [rank, alpha] each, or null."""
+def _sizes_of_parts(path: Any, tensor: PeftTensor, fused: LoRASize, parts: Any) -> tuple[LoRASize | None, ...]:
+    """Parse the metadata of a fused tensor's parts: [rank, alpha] each, or null."""
     sizes: tuple[LoRASize | None, ...] = ()
     if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
-        sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), whole.rslora) for part in parts)
+        sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), fused.rslora) for part in parts)
     present = [size for size in sizes if size is not None]
-    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in present) == whole.rank
-    if not fits or not all(math.isclose(size.scale, whole.scale, rel_tol=1e-9) for size in present):
+    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in present) == fused.rank
+    if not fits or not all(math.isclose(size.scale, fused.scale, rel_tol=1e-9) for size in present):
         fail(
             path,
-            f"its metadata {PARTS!r} has {parts!r} of {tensor.name!r}; expected rank and alpha of each of its "
-            f"{len(tensor.parts)} matrices, of rank {whole.rank} together, and as much alpha for a rank as the whole",
+            f"its metadata {PARTS!r} has {parts!r} for {tensor.name!r}; expected [rank, alpha] of each of its "
+            f"{len(tensor.parts)} matrices, with ranks that add up to {fused.rank} and the scale {fused.scale:g}",
         )
     return sizes
 
@@ -208,7 +201,7 @@ def _is_size(part: Any) -> bool:
 def _sizes(
     stored: Sequence[_Stored], adapter: BaseStateDictAdapter, path: str | os.PathLike[str]
 ) -> dict[str, LoRASize]:
-    """Return the size of each matrix's LoRA; all experts must have it, once."""
+    """Return the LoRA size of each matrix; the LoRAs of all its experts must have one size."""
     sizes: dict[str, LoRASize] = {}
     places: dict[str, dict[int | None, str]] = {}
     for item in stored:
@@ -217,14 +210,14 @@ def _sizes(
                 continue
             rows = places.setdefault(target.name, {})
             if None in rows or (rows and target.index is None):
-                fail(path, f"its LoRAs of {[*rows.values(), item.tensor.name]} adapt the same weights")
+                fail(path, f"it has LoRAs of {[*rows.values(), item.tensor.name]}, which hold the same weights")
             rows[target.index] = item.tensor.name
             if sizes.setdefault(target.name, size) != size:
                 fail(
                     path,
-                    f"the LoRA of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, that of "
-                    f"{next(iter(rows.values()))!r} {sizes[target.name].rank} and {sizes[target.name].alpha:g}; "
-                    "expected the same of all experts of a layer",
+                    f"the LoRA of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, but "
+                    f"{next(iter(rows.values()))!r} has {sizes[target.name].rank} and {sizes[target.name].alpha:g}; "
+                    "expected the same for all experts of a layer",
                 )
     for name, rows in places.items():
         experts = adapter.native_shapes[name][0]
@@ -232,8 +225,8 @@ def _sizes(
             missing = next(row for row in range(experts) if row not in rows)
             fail(
                 path,
-                f"it has no LoRA of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but of other "
-                "experts of the layer; expected those of all or of none",
+                f"it has no LoRA of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but LoRAs of other "
+                "experts of the layer; expected LoRAs of all experts or of none",
             )
     return {name: sizes[name] for name in lora_matrices(adapter) if name in sizes}
 
@@ -241,9 +234,7 @@ def _sizes(
 def read_lora_tensors(
     path: str | os.PathLike[str], adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]
 ) -> dict[str, Tensor]:
-    """Return the LoRAs of a directory with the sizes from `read_sizes`, by native name.
-
-    Names are those of `lora.model.lora_parameter_names`.
+    """Return the LoRA tensors of a folder by `lora.model.lora_parameter_names`; `sizes` is from `read_sizes`.
 
     Raises:
         CheckpointError: a value is not finite.
@@ -262,18 +253,18 @@ def load_lora(
     sizes: Mapping[str, LoRASize],
     lora_name: str | None = None,
 ) -> None:
-    """Copy this rank's part of the LoRAs of a directory into the model's LoRA `lora_name`.
+    """Copy this rank's part of a folder's LoRA into the model, after reading all tensors (`read_lora_tensors`).
 
-    `read_lora_tensors` reads and checks everything first.
+    `lora_name` selects the destination in a multi-LoRA model.
     """
     parameters, tensors = dict(model.named_parameters()), read_lora_tensors(path, adapter, sizes)
-    for name, alone in single_lora_names(sizes, lora_name).items():
+    for name, single_name in single_lora_names(sizes, lora_name).items():
         if name in parameters:  # otherwise it is in another pipeline stage
-            local_tensor(parameters[name]).copy_(tensors[alone][local_region(parameters[name])])
+            local_tensor(parameters[name]).copy_(tensors[single_name][local_region(parameters[name])])
 
 
 def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:
-    """Return the LoRAs of an open file by the native name of their matrix."""
+    """Return the LoRAs of an open file by native matrix name."""
     pairs: dict[str, Pair] = {}
     rows: dict[str, dict[int, Pair]] = {}
     for item in stored:
@@ -296,7 +287,7 @@ def _read(file: SafetensorsFile, key: str) -> Tensor:
     entry = file.entries[key]
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     file.read_into(tensor_bytes(tensor), entry.start, f"key {entry.name!r}")
-    # In float32: LoRA files may be float32, and FP8 has no isfinite.
+    # As float32, since LoRAs may be float32 and FP8 dtypes have no isfinite.
     if not tensor.float().isfinite().all():
         fail(file.path, f"key {key!r} has values that are not finite")
     return tensor

@@ -1,4 +1,4 @@
-"""Write LoRAs in the format of PEFT."""
+"""Write LoRAs in PEFT's format."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError, ConfigError
 
 ExpertFiles = Literal["stacked", "per_expert"]
-"""File format of expert LoRAs: stacked like transformers 5, or one per expert like checkpoints."""
-# In a MoE model PEFT applies target_modules with these endings to experts, in any position, and converts them.
+"""Layout of experts' LoRAs: stacked as in transformers 5, or one per expert as in checkpoints."""
+# In a model with experts, PEFT treats every target module with such a suffix as an expert and converts it.
 _EXPERT_SUFFIXES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -33,8 +33,9 @@ class _Plan:
     """A tensor with a LoRA to write.
 
     Attributes:
-        target: its name in `target_modules` or `target_parameters`.
-        sizes: sizes of its parts, None for a part without a LoRA.
+        tensor: the adapted tensor.
+        target: name in `target_modules` or `target_parameters`.
+        sizes: LoRA sizes of the parts, None without a LoRA.
     """
 
     tensor: PeftTensor
@@ -43,16 +44,16 @@ class _Plan:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is named in `target_parameters`."""
+        """Whether the name belongs to `target_parameters`."""
         return self.tensor.experts is not None or self.target != self.tensor.name
 
     def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:
-        """Return the LoRAs of its parts from whole tensors by native name."""
+        """Return the LoRAs of the parts from full tensors by native name."""
         parts = zip(self.tensor.parts, self.sizes, strict=True)
         return [None if size is None else _lora_pair(tensors, target) for target, size in parts]
 
     def full_size(self, rank: int) -> LoRASize | None:
-        """Return the size of its LoRA; None if the scales of its parts differ."""
+        """Return the size of the fused LoRA; None if the scales of the parts differ."""
         return fused_size([size for size in self.sizes if size is not None], rank)
 
 
@@ -64,7 +65,7 @@ def _lora_pair(tensors: Mapping[str, Tensor], target: NativeTarget) -> Pair:
 def require_writable(
     adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts: ExpertFiles = "stacked"
 ) -> None:
-    """Raise ConfigError for LoRAs that have no PEFT format."""
+    """Raise ConfigError for a LoRA that PEFT's format cannot hold."""
     _plans(adapter, sizes, experts)
 
 
@@ -83,8 +84,8 @@ def _plans(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts
             plans.append(plan)
         if experts == "per_expert" and tensor.experts is not None:
             raise ConfigError(
-                f"lora.export_experts is per_expert, and the checkpoint has experts only together, as {tensor.name!r}; "
-                "set it to stacked"
+                f"lora.export_experts is per_expert, but the checkpoint stacks its experts in {tensor.name!r}; set it "
+                "to stacked"
             )
     return plans
 
@@ -94,8 +95,8 @@ def _require_one_scale(plan: _Plan) -> None:
         parts = zip(plan.tensor.parts, plan.sizes, strict=True)
         scales = [f"{part.name!r} {size.scale:g}" for part, size in parts if size is not None]
         raise ConfigError(
-            f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for all of them, "
-            f"of {plan.tensor.name!r}; give them equal alpha / rank (with rslora, alpha / sqrt(rank)) by alpha_pattern"
+            f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for the fused {plan.tensor.name!r}; "
+            "use alpha_pattern to make alpha / rank (with rslora, alpha / sqrt(rank)) equal"
             + ("" if plan.tensor.experts is None else ", or set lora.export_experts to per_expert")
         )
 
@@ -109,19 +110,19 @@ def save_lora(
     base: str,
     experts: ExpertFiles = "stacked",
 ) -> None:
-    """Write LoRAs as PEFT does, from rank 0; a collective.
+    """Write a LoRA in PEFT's format from rank 0. A collective; errors are raised on every rank.
 
     Args:
-        path: directory to create, or an earlier LoRA to replace atomically, like exports of weights.
-        tensors: whole tensors by native name; see `ArchonEngine.lora_weights`.
-        sizes: LoRA sizes by native name.
-        adapter: state-dict adapter of the model.
+        path: folder to create, or an earlier export to replace atomically.
+        adapter: adapter of the base model.
+        sizes: LoRA sizes by matrix name.
+        tensors: full tensors by native name; see `ArchonEngine.lora_weights`.
         base: path or name of the base checkpoint.
-        experts: format of expert LoRAs.
+        experts: layout of experts' LoRAs.
 
     Raises:
-        ConfigError: PEFT has no format for these LoRAs; on every rank.
-        CheckpointError: a value is not finite, the directory contains other files, or writing failed; on every rank.
+        ConfigError: PEFT's format cannot hold the LoRA.
+        CheckpointError: a value is not finite, or the folder cannot be written or holds other files.
     """
     ranks = ControlPlane.with_long_timeout("exports")
     target = Path(os.path.realpath(path))
@@ -140,9 +141,9 @@ def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{target}: {key!r} has values that are not finite")
             by_key[key] = tensor
-        whole = plan.full_size(pair[0].shape[-2])
-        assert whole is not None
-        sizes[plan.target] = whole
+        fused = plan.full_size(pair[0].shape[-2])
+        assert fused is not None
+        sizes[plan.target] = fused
         if not shared:
             parts[name] = [None if size is None else [size.rank, size.alpha] for size in plan.sizes]
     modules = [plan.target for plan in plans if not plan.is_parameter]
@@ -153,7 +154,7 @@ def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base
         for entry in sorted(target.iterdir()) if target.exists() else []:
             if entry.name not in (CONFIG_FILE, WEIGHTS_FILE):
                 raise CheckpointError(
-                    f"{target}: {entry.name!r} is not part of a LoRA and would be lost; choose "
+                    f"{target}: it holds {entry.name!r}, which is not part of a LoRA export and would be lost; choose "
                     "another folder, or move it away"
                 )
         with staged_folder(target) as folder:

@@ -57,8 +57,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "without a pointer the oldest checkpoint is the latest",
         "archon/checkpoint/native.py",
-        "return checkpoints[-1] if checkpoints else None",
-        "return checkpoints[0] if checkpoints else None",
+        "return folders[-1] if folders else None",
+        "return folders[0] if folders else None",
         ("tests/checkpoint/test_state.py",),
     ),
     Mutant(
@@ -122,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint that lacks a rank's shard is published",
         "archon/checkpoint/state_file.py",
-        "if covered != expected:",
-        "if covered > expected:",
+        "if count != expected:",
+        "if count > expected:",
         ("tests/checkpoint/test_state.py::test_a_tensor_of_which_a_rank_wrote_no_shard_is_refused",),
     ),
     Mutant(

@@ -11,15 +11,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every chunk of a tensor is put at its beginning",
         "archon/checkpoint/formats/dcp/folder.py",
-        "here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, region, strict=True))",
-        "here = tuple(slice(0, b - a) for a, b in bounds)",
+        "target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))",
+        "target = tuple(slice(0, b - a) for a, b in bounds)",
         (f"{DCP_RANKS}[d2-tied]",),
     ),
     Mutant(
         "a region is read from the first rows of its chunk",
         "archon/checkpoint/formats/dcp/folder.py",
-        "there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))",
-        "there = tuple(slice(0, b - a) for a, b in bounds)",
+        "source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))",
+        "source = tuple(slice(0, b - a) for a, b in bounds)",
         (f"{DCP}::test_any_region_of_any_stored_order_is_read",),
     ),
     Mutant(

@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "matrices that share an A are written as if they did not",
         "archon/checkpoint/peft/layout.py",
-        "shared = len(present) == len(parts) and all(",
+        "shared = len(pairs) == len(parts) and all(",
         "shared = len(parts) == 1 and all(",
         (READ,),
     ),

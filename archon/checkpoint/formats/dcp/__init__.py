@@ -1,1 +1,1 @@
-"""Folders of torch.distributed.checkpoint (DCP): reading them without unpickling anything, and writing them."""
+"""Read and write folders of torch.distributed.checkpoint (DCP), without unpickling."""

@@ -1,11 +1,11 @@
-"""Read and write directories of torch.distributed.checkpoint (DCP).
+"""Read and write folders of torch.distributed.checkpoint (DCP).
 
-    path/__0_0.distcp, …  tensors as `torch.save` writes them, one after the other
-         .metadata        their names, shapes, chunks and places, pickled
-         dcp.json         written by archon only: naming scheme of the tensors
-         config.json, …   written by archon only: config and tokenizer, so that the directory converts back alone
+    path/__0_0.distcp, …  concatenated `torch.save` archives of tensors
+         .metadata        pickled names, shapes, chunks and locations of the tensors
+         dcp.json         only in folders that archon wrote: the naming scheme of the tensors
+         config.json, …   only in folders that archon wrote: config and tokenizer for the way back
 
-Any number of ranks may have written the directory, each its shards. Reading assembles them; nothing is unpickled.
+Reading assembles the shards of any number of ranks. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, RegularFile, 
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Return whether `path` holds the description of a DCP folder."""
+    """Return whether `path` is a DCP folder."""
     return (path / METADATA_FILE).is_file()
 
 
 @contextmanager
 def open_dcp(folder: Path) -> Iterator[dict[str, LazyTensor]]:
-    """Yield the tensors of a folder by name, which can be read within the block, region by region.
+    """Yield the tensors of a folder by name; their regions can be read within the block.
 
-    Raises CheckpointError as `read_metadata` does, and where a file is missing or too short.
+    Raises:
+        CheckpointError: the metadata is invalid (see `read_metadata`), or a file is missing or too short.
     """
     stored = read_metadata(folder)
     with ExitStack() as stack:
@@ -61,19 +62,19 @@ def _load(files: Mapping[str, RegularFile], tensor: StoredTensor, region: Region
     out = torch.empty(region_shape(region), dtype=tensor.dtype)
     for chunk in tensor.chunks:
         bounds = [
-            (max(want.start, first), min(want.stop, first + size))
-            for want, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True)
+            (max(part.start, first), min(part.stop, first + size))
+            for part, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True)
         ]
         if any(start >= stop for start, stop in bounds):
             continue
-        there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))
-        here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, region, strict=True))
-        read_chunk(files[chunk.file], chunk, tensor.dtype, there, out[here])
+        source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))
+        target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))
+        read_chunk(files[chunk.file], chunk, tensor.dtype, source, out[target])
     return out
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
-    """Planner that reads each tensor when it is written; the planned state holds tensors without data."""
+    """Save planner that reads each tensor when it is written; the planned state holds meta tensors."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes one file per tensor, since a file's tensors stay in memory until it is complete; records no path."""
+    """Writer of one file per tensor, because a file's tensors stay in memory until it is complete; records no path."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=False, sync_files=False)
@@ -94,6 +95,6 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write tensors to an existing directory with PyTorch's writer, one tensor in memory at a time; does not sync."""
+    """Write tensors to an existing folder with PyTorch's writer, one in memory at a time; not synced."""
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     dcp.save(state, storage_writer=_Writer(folder), planner=_LazyPlanner(tensors), no_dist=True)

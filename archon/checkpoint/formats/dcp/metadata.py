@@ -1,7 +1,7 @@
-"""The description of a DCP directory, `.metadata`: its tensors, their chunks, and the location of each chunk.
+"""Reader of a DCP folder's `.metadata`: tensors, their chunks and storage locations.
 
-PyTorch pickles `torch.distributed.checkpoint.metadata.Metadata` there and reads it with `pickle.load`, which can
-execute arbitrary code. This module reads it as plain data and validates every field before use.
+The file is a pickled `torch.distributed.checkpoint.metadata.Metadata`. `pickle.load` can run any code, so it is parsed
+as plain data here, and every field is checked before use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from archon.checkpoint.formats.dcp.plain_pickle import GlobalName, PickledDict, 
 from archon.checkpoint.safetensors_file import fail
 
 METADATA_FILE = ".metadata"
-# A description of 70 billion parameters on 512 ranks takes 150 MB.
+# The metadata of 70 billion parameters on 512 ranks takes 150 MB.
 MAX_METADATA_BYTES = 2**29
 MAX_CHUNKS = 2**16
 MAX_DIMENSIONS = 8
@@ -51,10 +51,13 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A region of a tensor, stored by `torch.save` as bytes [start, start + length) of a file.
+    """A region of a tensor: a `torch.save` archive in bytes [start, start + length) of a file of the folder.
 
     Attributes:
-        offsets: start of the region in the tensor.
+        file: name of the file.
+        start: first byte of the archive.
+        length: bytes of the archive.
+        offsets: start of the region in the tensor, per dimension.
         sizes: shape of the region.
     """
 
@@ -65,7 +68,7 @@ class Chunk:
     sizes: tuple[int, ...]
 
     def overlaps(self, other: Chunk) -> bool:
-        """Return whether both regions share an element."""
+        """Return whether two chunks of a tensor share an element."""
         return all(
             max(a, b) < min(a + m, b + n)
             for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -74,7 +77,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the folder; its chunks do not overlap and cover it."""
+    """A tensor of the folder; its chunks cover it without overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -82,10 +85,11 @@ class StoredTensor:
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a DCP folder by name; values that are no tensors are left out.
+    """Return the tensors of a DCP folder by name; other values are skipped.
 
-    Raises CheckpointError where `.metadata` is missing, too large, damaged, names anything but the classes that PyTorch
-    writes, contradicts itself, or places data outside the folder.
+    Raises:
+        CheckpointError: `.metadata` is missing, too large, damaged or contradictory, names a class that PyTorch does
+            not write there, or places data outside the folder.
     """
     file = folder / METADATA_FILE
     if not file.is_file():
@@ -96,7 +100,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
 
 
 class _Parser:
-    """Checks the plain data of a `.metadata` file, field by field, and collects the tensors."""
+    """Validating parser of the plain data of a `.metadata` file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -107,9 +111,9 @@ class _Parser:
         tensors: dict[str, StoredTensor] = {}
         for name, entry in self.items(fields.get("state_dict_metadata"), "state_dict_metadata"):
             if not isinstance(name, str) or name in tensors:
-                fail(self.file, "state_dict_metadata has a name that is no text, or twice the same")
+                fail(self.file, "state_dict_metadata has a repeated name or one that is no string")
             if not isinstance(entry, Record):
-                fail(self.file, f"the entry of {name!r} is no description of a tensor")
+                fail(self.file, f"the entry of {name!r} does not describe a tensor")
             if entry.name != f"{_METADATA}BytesStorageMetadata":
                 tensors[name] = self.tensor(name, entry, places)
         return tensors
@@ -130,7 +134,7 @@ class _Parser:
             if any(a + n > limit for a, n, limit in zip(offsets, sizes, shape, strict=True)):
                 fail(self.file, f"a chunk of {name!r} at {list(offsets)} exceeds its shape {list(shape)}")
             if not math.prod(sizes):
-                continue  # of a rank that holds no part of it
+                continue  # a rank without a part of the tensor
             if (name, offsets) not in places:
                 fail(self.file, f"the chunk of {name!r} at {list(offsets)} is stored nowhere")
             file, start, length = places[name, offsets]
@@ -161,13 +165,13 @@ class _Parser:
                     fail(self.file, f"chunks of {name!r} at {list(chunk.offsets)} and {list(other.offsets)} overlap")
 
     def places(self, storage: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-        """Return (file, start, length) of each chunk by its tensor's name and its offsets."""
+        """Return (file, start, length) of each chunk by tensor name and offsets."""
         places = {}
         for index, info in self.items(storage, "storage_data"):
             key = self.fields(index, f"{_METADATA}MetadataIndex")
             name = self.expect(key.get("fqn"), str, "a name in storage_data")
             if key.get("offset") is None:
-                continue  # a value that is no tensor
+                continue  # not a tensor
             place = self.fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
             file = self.expect(place.get("relative_path"), str, f"the file of {name!r}")
             if not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
@@ -179,39 +183,41 @@ class _Parser:
         return places
 
     def fields(self, record: Any, name: str) -> dict[str, Any]:
-        """Return the fields of an instance of the dataclass `name`."""
+        """Return the fields of a pickled dataclass instance of class `name`."""
         if not isinstance(record, Record) or record.name != name:
-            class_name = record.name if isinstance(record, Record) else type(record).__name__
-            fail(self.file, f"it has {class_name} where {name} was expected")
-        fields = {}
+            actual = record.name if isinstance(record, Record) else type(record).__name__
+            fail(self.file, f"it has {actual} where {name} was expected")
+        values = {}
         for key, value in self.items(record.state, name) if record.state is not None else ():
-            fields[self.expect(key, str, f"a field of {name}")] = value
-        return fields
+            values[self.expect(key, str, f"a field of {name}")] = value
+        return values
 
-    def items(self, value: Any, what: str) -> list[tuple[Any, Any]]:
-        return self.expect(value, PickledDict, what).items
+    def items(self, value: Any, label: str) -> list[tuple[Any, Any]]:
+        return self.expect(value, PickledDict, label).items
 
-    def expect(self, value: Any, kind: type[_Kind], what: str) -> _Kind:
+    def expect(self, value: Any, kind: type[_Kind], label: str) -> _Kind:
         if not isinstance(value, kind):
-            fail(self.file, f"{what} is a {type(value).__name__}, expected a {kind.__name__}")
+            fail(self.file, f"{label} is a {type(value).__name__}, expected a {kind.__name__}")
         return value
 
     def count(self, value: Any, name: str) -> int:
         if type(value) is not int or not 0 <= value < 2**63:
-            fail(self.file, f"a size or offset of {name!r} is no number of elements or bytes")
+            fail(self.file, f"a size or offset of {name!r} is not a valid count")
         return value
 
     def sizes(self, value: Any, name: str) -> tuple[int, ...]:
-        """Return the numbers of a `torch.Size`, which is pickled as a call with a tuple."""
+        """Return the numbers of a `torch.Size`, pickled as a call with a tuple."""
         match value:
             case Record(name="torch.Size", args=(tuple(numbers),)) if len(numbers) <= MAX_DIMENSIONS:
                 return tuple(self.count(number, name) for number in numbers)
-        return fail(self.file, f"a shape or an offset of {name!r} is no torch.Size of at most {MAX_DIMENSIONS} sizes")
+        return fail(
+            self.file, f"a shape or an offset of {name!r} is not a torch.Size of at most {MAX_DIMENSIONS} sizes"
+        )
 
     def dtype(self, name: str, properties: Any) -> torch.dtype:
-        """Return the dtype in a tensor's properties, the first of the values that they are pickled as."""
+        """Return the dtype of a tensor's properties: the first item of the pickled state."""
         match properties:
             case Record(name=kind, state=(GlobalName(name=dtype), *_)) if kind == f"{_METADATA}TensorProperties":
                 if dtype in _DTYPES:
                     return _DTYPES[dtype]
-        return fail(self.file, f"the properties of {name!r} name no dtype")
+        return fail(self.file, f"the properties of {name!r} have no dtype")

@@ -1,7 +1,7 @@
-"""How the tensors of a DCP folder are named: as in this project's models, in Hugging Face's, or in torchtitan's.
+"""Naming schemes of DCP folders: archon's parameter names, Hugging Face keys, or torchtitan's names.
 
-A folder has exactly the model's tensors, behind a prefix that they share (`model.`), and next to them at most a
-training's other state (optimizer, data loader).
+A folder has exactly the model's tensors under a shared prefix (such as `model.`), and optionally other training state
+(optimizer, data loader).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from archon.schema.errors import ConfigError
 Names = Literal["native", "hf", "torchtitan"]
 NAMES: tuple[Names, ...] = get_args(Names)
 MARKER_FILE = "dcp.json"
-# First parts of the names of a training's other state, in torchtitan's and in PyTorch's examples.
+# First name components of other training state in torchtitan and in PyTorch's examples.
 TRAINER_STATE = frozenset(
     {"optimizer", "optim", "optimizers", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state"}
 )
 _BIAS = re.compile(r"layers\.\d+\.moe\.(router\.expert_bias|expert_bias|expert_bias_E)")
 
-# Parameters mapped by torchtitan 0.3's state_dict_adapter of each family, with torchtitan's names.
+# Parameters that torchtitan 0.3's state_dict_adapter maps, by family, and their torchtitan names.
 _DENSE = (
     r"(tok_embeddings|norm|output)\.weight",
     r"layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123]|attention_norm|ffn_norm)\.weight",
@@ -48,7 +48,7 @@ _TITAN_NAMES = (
     (r"\.moe\.experts\.(w[13])$", r".moe.routed_experts.inner_experts.\1_EFD"),
     (r"\.moe\.experts\.(w2)$", r".moe.routed_experts.inner_experts.\1_EDF"),
 )
-# torchtitan's Llama rotates neighboring elements of a head, Hugging Face's and this project's its halves.
+# torchtitan's Llama rotates neighboring elements of a head; Hugging Face and archon rotate its halves.
 _INTERLEAVED_FAMILIES = frozenset({"llama"})
 _INTERLEAVED = re.compile(r"layers\.\d+\.attention\.w([qk])\.weight")
 
@@ -58,9 +58,10 @@ class NamingScheme:
     """One way to name a model's tensors.
 
     Attributes:
-        stored: the stored names by Hugging Face name (`hf`) or by parameter name (the others).
-        copy: the stored name of a tied model's head, a copy of the embedding, which need not be there.
-        embedding: the stored name of the embedding.
+        names: kind of names.
+        stored: stored names by Hugging Face key (`hf`) or by parameter name (otherwise).
+        copy: stored name of a tied model's head, an optional copy of the embedding.
+        embedding: stored name of the embedding.
         interleaved: the rows of wq and wk alternate between the halves of each head.
     """
 
@@ -72,7 +73,7 @@ class NamingScheme:
 
 
 def naming_schemes(adapter: BaseStateDictAdapter, model_type: str) -> list[NamingScheme]:
-    """Return the naming schemes of a model; torchtitan schemes only for models that torchtitan has."""
+    """Return the naming schemes of a model; torchtitan's only if torchtitan has the model."""
     parameters, keys, is_tied = adapter.stored_shapes, adapter.hf_shapes(), adapter.is_tied
     native = NamingScheme(
         "native", {name: name for name in parameters}, "output.weight" if is_tied else None, "tok_embeddings.weight"
@@ -85,7 +86,7 @@ def naming_schemes(adapter: BaseStateDictAdapter, model_type: str) -> list[Namin
     interleaved = model_type in _INTERLEAVED_FAMILIES
     renamed = {name: _titan_name(name) for name in parameters}
     titan = NamingScheme("torchtitan", renamed, "lm_head.weight" if is_tied else None, native.embedding, interleaved)
-    # Before 0.3 torchtitan's names were this project's; the rows of its Llama were interleaved all the same.
+    # Before 0.3 torchtitan used the native names; the rows of its Llama were interleaved too.
     earlier = NamingScheme("torchtitan", native.stored, native.copy, native.embedding, interleaved)
     return [native, hf, titan, *([earlier] if interleaved else [])]
 
@@ -97,11 +98,7 @@ def _titan_name(name: str) -> str:
 
 
 def target_scheme(names: Names, adapter: BaseStateDictAdapter, model_type: str) -> NamingScheme:
-    """Return the scheme with the name `names`.
-
-    Raises:
-        ConfigError: torchtitan has no such model.
-    """
+    """Return the scheme for `names`; raise ConfigError if torchtitan lacks the model."""
     for scheme in naming_schemes(adapter, model_type):
         if scheme.names == names:
             return scheme
@@ -118,24 +115,19 @@ def match_names(
     model_type: str,
     names: Names | None = None,
 ) -> tuple[NamingScheme, dict[str, LazyTensor]]:
-    """Return the naming scheme of a directory, and its tensors by Hugging Face name (`hf`) or parameter name.
+    """Return a folder's naming scheme, and its tensors by Hugging Face key (`hf`) or parameter name.
 
-    Args:
-        folder: DCP directory, for errors.
-        tensors: its tensors by name.
-        adapter: state-dict adapter of the model.
-        model_type: Hugging Face model type.
-        names: naming scheme; by default read from `dcp.json` or detected.
+    `names` selects the scheme; by default `dcp.json` does, or the only scheme that fits.
 
     Raises:
-        CheckpointError: the tensors are not exactly the model's, with the right shapes.
-        ConfigError: the names fit several schemes that differ in the order of rows.
+        CheckpointError: the folder does not have exactly the model's tensors in the right shapes.
+        ConfigError: the names fit several schemes with different row orders.
     """
-    requested = names or _read_marker(folder)
+    selected = names or _read_marker(folder)
     all_schemes = naming_schemes(adapter, model_type)
-    if requested is not None:
-        target_scheme(requested, adapter, model_type)
-    candidates = [scheme for scheme in all_schemes if requested in (None, scheme.names)]
+    if selected is not None:
+        target_scheme(selected, adapter, model_type)
+    candidates = [scheme for scheme in all_schemes if selected in (None, scheme.names)]
     matches = [(scheme, prefix) for scheme in candidates for prefix in _prefixes(scheme, tensors)]
     if not matches:
         _refuse_names(folder, tensors, candidates)
@@ -145,8 +137,8 @@ def match_names(
             fail(folder, f"it holds two models, at {prefix!r} and {other_prefix!r}; save one of them alone")
         if other.interleaved != scheme.interleaved:
             raise ConfigError(
-                f"{folder}: its names match {scheme.names} and {other.names} of before 0.3, which order the rows of wq "
-                f"and wk differently; say which by names (--names): {scheme.names} or {other.names}"
+                f"{folder}: its names fit {scheme.names} and {other.names} before 0.3, which order the rows of wq and "
+                f"wk differently; set names (--names) to {scheme.names} or {other.names}"
             )
     shapes = adapter.hf_shapes() if scheme.names == "hf" else adapter.stored_shapes
     matched = {}
@@ -164,13 +156,7 @@ def match_names(
 def named_tensors(
     scheme: NamingScheme, tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter
 ) -> dict[str, LazyTensor]:
-    """Return tensors under the names to store them, with the head of a tied model as in its `state_dict()`.
-
-    Args:
-        scheme: naming scheme.
-        tensors: tensors by Hugging Face name (`hf`) or parameter name.
-        adapter: state-dict adapter of the model.
-    """
+    """Rename tensors (by Hugging Face key or parameter name) to stored names; a tied head is added as a copy."""
     if scheme.interleaved:
         tensors = _reorder_rope_rows(tensors, adapter, to_halves=False)
     named = {stored: tensors[name] for name, stored in scheme.stored.items()}
@@ -178,7 +164,7 @@ def named_tensors(
 
 
 def write_marker(folder: Path, names: Names) -> None:
-    """Write to a DCP folder how its tensors are named."""
+    """Record the naming scheme in a DCP folder."""
     write_json(folder / MARKER_FILE, {"format": 1, "archon": archon.__version__, "names": names})
 
 
@@ -189,14 +175,14 @@ def _read_marker(folder: Path) -> Names | None:
     try:
         names = json.loads(file.read_text(encoding="utf-8"))["names"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fail(file, f"it has no readable naming scheme ({type(error).__name__}); remove it to have it detected")
+        fail(file, f"it has no readable naming scheme ({type(error).__name__}); remove the file to detect the scheme")
     if names not in NAMES:
-        fail(file, f"unknown naming scheme; expected one of {', '.join(NAMES)}")
+        fail(file, f"its naming scheme is unknown; expected one of {', '.join(NAMES)}")
     return names
 
 
 def _prefixes(scheme: NamingScheme, tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Return the prefixes that stand before all names of a scheme."""
+    """Return the prefixes that have all names of a scheme."""
     prefixes = _embedding_prefixes(scheme, tensors)
     return [prefix for prefix in prefixes if all(prefix + name in tensors for name in scheme.stored.values())]
 
@@ -215,15 +201,15 @@ def _refuse_names(folder: Path, tensors: Mapping[str, LazyTensor], candidates: l
     (names, prefix), absent = min(missing.items(), key=lambda item: len(item[1]))
     fail(
         folder,
-        f"its {len(tensors)} tensors are not this model's: of {names} names, the nearest, {len(absent)} are missing, "
-        f"{prefix + absent[0]!r} first; is it the config of another model?",
+        f"its {len(tensors)} tensors do not match this model: {len(absent)} names of the nearest scheme, {names}, are "
+        f"missing, {prefix + absent[0]!r} first; does the config belong to another model?",
     )
 
 
 def _check_extra_tensors(
     folder: Path, tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter, scheme: NamingScheme, prefix: str
 ) -> None:
-    """Raise CheckpointError for a tensor that is neither the model's, nor passthrough, nor other training state."""
+    """Raise CheckpointError for tensors under the prefix other than weights, passthrough and trainer state."""
     used = {prefix + name for name in scheme.stored.values()}
     biases = []
     for key in tensors:
@@ -238,12 +224,12 @@ def _check_extra_tensors(
         elif scheme.names == "hf" and adapter.is_passthrough(name):
             continue  # an export copies it from the checkpoint that `like` names
         else:
-            fail(folder, f"tensor {key!r} is not part of this model; is it the config of another one?")
+            fail(folder, f"tensor {key!r} is not part of this model; does the config belong to another model?")
     require_zero_biases([key for key in biases if bool(tensors[key].read().any())])
 
 
 def _bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
-    """Return whether two tensors are bitwise equal, compared row by row."""
+    """Return whether two tensors are bitwise equal, reading some rows at a time."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     step = 1024
@@ -257,7 +243,7 @@ def _bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
 def _reorder_rope_rows(
     tensors: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter, *, to_halves: bool
 ) -> dict[str, LazyTensor]:
-    """Return tensors by parameter name with the rows of wq and wk reordered within each head."""
+    """Reorder the rows of wq and wk within each head."""
     heads = {"q": adapter.args.n_heads, "k": adapter.args.n_kv_heads}
     reordered = dict(tensors)
     for name, tensor in tensors.items():
@@ -269,12 +255,12 @@ def _reorder_rope_rows(
 
 
 def _read_reordered(tensor: LazyTensor, heads: int, to_halves: bool, region: Region) -> Tensor:
-    """Return a region of a projection with its rows reordered within each head.
+    """Read a region of a projection, reordering rows within each head.
 
-    The rows of a head are pairs (i, half); interleaved they are sorted by i, otherwise by half.
+    The rows of a head are pairs (i, half): sorted by i if interleaved, otherwise by half.
     """
     rows, columns = region
-    whole = tensor.read((slice(0, tensor.shape[0]), columns))
+    projection = tensor.read((slice(0, tensor.shape[0]), columns))
     pairs = (-1, 2) if to_halves else (2, -1)
-    parts = whole.unflatten(0, (heads, tensor.shape[0] // heads)).unflatten(1, pairs)
-    return parts.transpose(1, 2).reshape(whole.shape)[rows]
+    parts = projection.unflatten(0, (heads, tensor.shape[0] // heads)).unflatten(1, pairs)
+    return parts.transpose(1, 2).reshape(projection.shape)[rows]

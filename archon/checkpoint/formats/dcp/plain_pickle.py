@@ -1,9 +1,9 @@
-"""Read pickles as plain data, without importing or calling anything named in them.
+"""Parse pickles as plain data: nothing is imported or called.
 
-A stack machine executes the few opcodes that pickles of dictionaries, lists, tuples, numbers, strings and dataclasses
-use (protocols 2 to 5, see the comments in CPython's `pickletools`). The name of a class or function becomes a
-`GlobalName`, and a call becomes a `Record` of its name, arguments and state. Only names of an allow-list are accepted.
-Memory use is proportional to the size of the pickle.
+A stack machine executes the few opcodes of pickled dictionaries, lists, tuples, numbers, strings and dataclasses
+(protocols 2 to 5, see CPython's `pickletools`). The name of a class or function becomes a `GlobalName`, a call becomes
+a `Record` of name, arguments and state. Only names in an allow-list are accepted. Memory is proportional to the size of
+the pickle.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from archon.checkpoint.safetensors_file import fail
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The dotted name of a class or function; it is never looked up."""
+    """Dotted name of a class or function; never imported."""
 
     name: str
 
 
 class PickledDict:
-    """A dictionary of a pickle as a list of items: nothing is hashed, so keys may have any type."""
+    """Items of a pickled dictionary; keys may be of any kind and are not hashed."""
 
     def __init__(self) -> None:
         self.items: list[tuple[Any, Any]] = []
 
 
 class Record:
-    """A call or instantiation recorded from a pickle.
+    """A call or an instance in a pickle.
 
     Attributes:
         name: dotted name of the class or function; `persistent` for a reference outside the pickle.
-        args: call arguments.
-        state: state of the instance, or None.
+        args: the arguments.
+        state: the state of the instance, if any.
     """
 
     def __init__(self, name: str, args: Any) -> None:
@@ -49,11 +49,11 @@ PERSISTENT = "persistent"
 
 
 class _Mark:
-    """Delimits the items of a container on the stack."""
+    """Start of a container's items on the stack."""
 
 
 class _Unpickler:
-    """The stack and the memo of one pickle; `step` executes an opcode."""
+    """Stack and memo of one pickle; `step` executes an opcode."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self.allowed = allowed
@@ -88,7 +88,7 @@ class _Unpickler:
 
     def global_name(self, name: str) -> None:
         if name not in self.allowed:
-            raise ValueError(f"it names {name!r}, which is not among the names that archon accepts there")
+            raise ValueError(f"it names {name!r}, which is not among the names that are allowed there")
         self.stack.append(GlobalName(name))
 
     def stack_global(self, _: Any) -> None:
@@ -161,10 +161,12 @@ _STEPS: dict[str, Callable[[_Unpickler, Any], None]] = {
 
 
 def read_pickle(content: bytes, allowed: Collection[str], file: str | os.PathLike[str]) -> Any:
-    """Return the value of a pickle: None, bool, int, float, str, tuple, list, PlainDict, GlobalName or Record.
+    """Return the value of a pickle: None, bool, int, float, str, tuple, list, PickledDict, GlobalName or Record.
 
-    Containers may be nested to any depth and contain themselves. Raises CheckpointError that names `file` for another
-    opcode, a name that is not in `allowed`, and damaged content.
+    Containers may be nested to any depth and contain themselves.
+
+    Raises:
+        CheckpointError: the pickle has another opcode or a name that is not in `allowed`, or is damaged.
     """
     machine = _Unpickler(allowed)
     try:
@@ -174,5 +176,7 @@ def read_pickle(content: bytes, allowed: Collection[str], file: str | os.PathLik
             raise ValueError(f"it ends with {len(machine.stack)} values instead of one")
         return machine.pop()
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        what = "its pickle ends or refers to nothing" if isinstance(error, IndexError | KeyError) else str(error)
-        fail(file, f"it is pickled, and read as plain data alone, which fails: {what}; damaged, or meant to do harm?")
+        reason = (
+            "its pickle ends early or refers to nothing" if isinstance(error, IndexError | KeyError) else str(error)
+        )
+        fail(file, f"refusing to unpickle it, only plain data is allowed: {reason}; the file is corrupt or unsafe")

@@ -1,8 +1,7 @@
-"""Locate the data of a tensor in a `torch.save` file without unpickling, so that a region can be read directly.
+"""Read tensor regions directly from `torch.save` archives, without unpickling.
 
-The file is an uncompressed ZIP archive: `*/data.pkl` describes the tensor (offset, shape, strides and storage name),
-and `*/data/<name>` is the storage in the byte order of `*/byteorder`. Checksums are not compared, because PyTorch can
-omit them.
+A tensor is an uncompressed ZIP archive: `*/data.pkl` has offset, shape, strides and storage name, `*/data/<name>` is
+the storage in the byte order of `*/byteorder`. Checksums are not compared, because PyTorch can omit them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _LOCAL_HEADER_BYTES = 30
 
 
 class StorageLocation(NamedTuple):
-    """Where a tensor's data is in the file: `start` is its first element's byte, the strides count elements."""
+    """Location of a tensor's data: `start` is the file offset of the first element, strides count elements."""
 
     dtype: torch.dtype
     start: int
@@ -49,7 +48,7 @@ class StorageLocation(NamedTuple):
 
 
 class _Section(io.RawIOBase):
-    """Bytes [start, start + length) of a file, as a file object."""
+    """Bytes [start, start + length) of a file as a file object."""
 
     def __init__(self, file: RegularFile, start: int, length: int) -> None:
         self.file, self.start, self.length = file, start, length
@@ -81,8 +80,8 @@ class _Section(io.RawIOBase):
 def read_chunk(file: RegularFile, chunk: Chunk, dtype: torch.dtype, region: Region, out: Tensor) -> None:
     """Fill `out` with a region of a chunk.
 
-    Raises CheckpointError that names the file where the chunk's archive is damaged or holds a tensor of another dtype
-    or shape.
+    Raises:
+        CheckpointError: the chunk's archive is damaged or holds a tensor of another dtype or shape.
     """
     stored = _locate(file, chunk)
     if (stored.dtype, stored.shape) != (dtype, chunk.sizes):
@@ -94,7 +93,7 @@ def read_chunk(file: RegularFile, chunk: Chunk, dtype: torch.dtype, region: Regi
     order = sorted(range(len(stored.shape)), key=lambda dim: -stored.strides[dim])
     if not _is_dense(stored, order):
         fail(file.path, f"at byte {chunk.start} it holds a tensor with gaps or repetitions; save a contiguous one")
-    # As stored the dimensions are in another order, for a transposed tensor.
+    # The dimensions of a transposed tensor are stored in another order.
     shape = tuple(stored.shape[dim] for dim in order)
     entry = TensorEntry("", dtype, shape, stored.start, stored.start + math.prod(shape) * dtype.itemsize)
     stored_region = tuple(region[dim] for dim in order)
@@ -106,7 +105,7 @@ def read_chunk(file: RegularFile, chunk: Chunk, dtype: torch.dtype, region: Regi
 
 
 def _is_dense(stored: StorageLocation, order: list[int]) -> bool:
-    """Return whether the elements, with the dimensions in `order`, follow each other without gaps."""
+    """Return whether the elements are contiguous with the dimensions in `order`."""
     expected = 1
     for dim in reversed(order):
         if stored.shape[dim] != 1 and stored.strides[dim] != expected:
@@ -124,19 +123,19 @@ def _locate(file: RegularFile, chunk: Chunk) -> StorageLocation:
             members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
             for name in ("data.pkl", "byteorder"):
                 if name not in members or members[name].file_size > MAX_PICKLE_BYTES:
-                    fail(where, f"it holds no {name} of a tensor that torch.save wrote")
+                    fail(where, f"it holds no {name} as torch.save writes it")
             if archive.read(members["byteorder"]) != b"little":
                 fail(where, "its byte order is not little-endian; save it again on such a machine")
             pickled = archive.read(members["data.pkl"])
     except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError, EOFError) as error:
-        fail(where, f"it holds no archive that torch.save wrote ({error}); damaged?")
+        fail(where, f"it holds no valid torch.save archive ({error}); damaged?")
     return _storage(file, chunk, read_pickle(pickled, _ALLOWED, where), members, where)
 
 
 def _storage(
     file: RegularFile, chunk: Chunk, described: Any, members: dict[str, zipfile.ZipInfo], where: str
 ) -> StorageLocation:
-    """Return where the tensor is that `_rebuild_tensor_v2(storage, offset, shape, strides, …)` would make."""
+    """Return the location of the tensor in a pickled `_rebuild_tensor_v2(storage, offset, shape, strides, …)`."""
     match described:
         case Record(
             name=name,
@@ -150,7 +149,7 @@ def _storage(
         ) if name == _REBUILD and kind == PERSISTENT and storage in _STORAGES:
             pass
         case _:
-            fail(where, "its pickle describes no plain tensor of a dtype that archon reads")
+            fail(where, "its pickle describes no plain tensor of a supported dtype")
     numbers = [offset, count, *shape, *strides]
     if len(shape) != len(strides) or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
         fail(where, "its pickle describes a tensor of impossible sizes")

@@ -1,4 +1,4 @@
-"""Arguments for megatron-core's GPTModel so that it computes the same function as a model of archon."""
+"""Arguments for a megatron-core GPTModel that computes the same function as an archon model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from archon.models.layers.rope import RopeSpec
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec
 from archon.schema.errors import ConfigError
 
-# Fields of the arguments that the layers' specs or the converted configuration express, or that change no output. Any
-# other must have its default.
+# Fields that the layer specs or the converted config express, or that change no output. All other fields must have
+# their default values.
 _EXPORTED_FIELDS = frozenset(
     """
     dim n_layers n_heads hidden_dim vocab_size n_kv_heads head_dim norm_eps rope_theta rope_scaling max_seq_len
@@ -30,11 +30,10 @@ _EXPORTED_FIELDS = frozenset(
 def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (TransformerConfig fields, GPTModel arguments), all plain values.
 
-    The caller adds `activation_func=F.silu` to the TransformerConfig. The function reads the layers' specs and knows no
-    family.
+    The caller adds `activation_func=F.silu` to the TransformerConfig. The layer specs are checked, not the family.
 
     Raises:
-        ConfigError: GPTModel cannot compute the model, or would compute it differently.
+        ConfigError: GPTModel cannot compute the model or would compute it differently.
     """
     for field in fields(BaseModelArgs):
         if field.name not in _EXPORTED_FIELDS:
@@ -95,7 +94,7 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
 
 
 def _check_layer(layer: LayerSpec, args: BaseModelArgs) -> None:
-    """Raise ConfigError that names a feature of a layer that GPTModel does not support."""
+    """Raise ConfigError for a feature of a layer that GPTModel's layers lack."""
     mixer = layer.mixer
     if type(mixer) is not AttentionLayer:
         _refuse("the mixer", type(mixer).__name__, AttentionLayer.__name__)
@@ -125,7 +124,7 @@ def _check_layer(layer: LayerSpec, args: BaseModelArgs) -> None:
 
 
 def _expected_activation(act: Any) -> str:
-    """Return the name that `act` must be equal to: itself if it is a name of silu."""
+    """Return `act` if it is a name of silu, else `silu`."""
     return act if act in ("silu", "swish") else "silu"
 
 

@@ -1,15 +1,15 @@
-"""Read and write weights of megatron-core's GPTModel: one directory with one safetensors file per rank.
+"""Read and write weights for megatron-core's GPTModel, one folder with one safetensors file per rank.
 
     path/mp_rank_TT[_PPP][_EEE]/model.safetensors  the state dict of the rank's GPTModel
-         megatron.json                             the layout, the model's arguments, size and SHA-256 of the files
-         config.json, tokenizer.json, …            of the Hugging Face checkpoint, needed to convert back
+         megatron.json                             layout, model arguments, size and SHA-256 of the files
+         config.json, tokenizer.json, …            Hugging Face config and tokenizer, needed to convert back
 
-Directories are named as in Megatron-LM: PPP is present with pipeline parallelism, EEE with expert parallelism.
-Megatron-LM writes pickles there, which can execute arbitrary code on reading; these are safetensors files, loaded in
-Megatron by `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
+The folders are named as in Megatron-LM: PPP is present with pipeline parallelism, EEE with expert parallelism.
+Megatron-LM writes pickles, which can run arbitrary code when they are read. These files are safetensors; Megatron loads
+them with `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
 
-The layout is detected from directories and keys alone, so that Megatron may also write the files. A manifest, if
-present, verifies them.
+The layout is detected from folders and keys, so that the files may also be written in Megatron. The optional manifest
+verifies them.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 
 def rank_folder(layout: MegatronLayout, rank: RankCoordinates) -> str:
-    """Return Megatron-LM's name of a rank's directory."""
+    """Return Megatron-LM's name of a rank's folder."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     experts = f"_{rank.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{stage}{experts}"
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """Return whether `path` holds folders of ranks."""
+    """Return whether `path` holds rank folders."""
     return any(_FOLDER.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def rank_state(
     rank_tensors: RankTensors, rank: RankCoordinates, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the state dict of a rank; its tensors are read from `tensors` (by Hugging Face key) when written.
+    """Return the state dict of a rank; its lazy tensors are read from `tensors` (by Hugging Face key).
 
     Raises:
         CheckpointError: tensors to be fused differ in dtype.
@@ -99,7 +99,7 @@ def _fuse_slices(name: str, slices: FusedTensor, tensors: Mapping[str, LazyTenso
 
 
 def write_ranks(folder: Path, rank_tensors: RankTensors, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write every rank's file and the manifest to an empty folder, with one tensor in memory at a time."""
+    """Write all ranks' files and the manifest to an empty folder, one tensor in memory at a time."""
     layout, files = rank_tensors.layout, {}
     config, model = megatron_arguments(rank_tensors.args, layout)
     for rank in layout.ranks():
@@ -113,7 +113,7 @@ def write_ranks(folder: Path, rank_tensors: RankTensors, tensors: Mapping[str, L
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A region of a Hugging Face tensor in a rank's file: the `rows` of the entry `name`."""
+    """A region of a Hugging Face tensor, stored as `rows` of the entry `name` in a rank's file."""
 
     region: Region
     file: SafetensorsFile
@@ -129,16 +129,16 @@ class _StoredPart:
 def open_ranks(
     path: Path, adapter: BaseStateDictAdapter, *, drop_padding: bool = False
 ) -> Iterator[tuple[MegatronLayout, dict[str, LazyTensor]]]:
-    """Yield the layout of a directory and its tensors by Hugging Face key, readable within the block.
+    """Yield a folder's layout and its lazy tensors by Hugging Face key, readable within the block.
 
     Args:
-        path: directory of the ranks.
-        adapter: state-dict adapter of the model.
-        drop_padding: drop padded vocabulary rows even if training in Megatron made them nonzero.
+        path: the folder of the rank folders.
+        adapter: adapter of the stored model.
+        drop_padding: drop the rows beyond the vocabulary even if training in Megatron has made them nonzero.
 
     Raises:
-        CheckpointError: a rank lacks the expected keys, shapes or single dtype per tensor, a file differs from the
-            manifest, or padding is nonzero without `drop_padding`. The error names file and key.
+        CheckpointError: keys, shapes or dtypes of a rank differ from the model's, a file differs from the manifest, or
+            the padding is nonzero without `drop_padding`.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(path / name / RANK_FILE)) for name in _rank_names(path)}
@@ -171,10 +171,7 @@ def open_ranks(
 
 
 def _assemble_tensor(key: str, shape: tuple[int, ...], stored_parts: list[_StoredPart]) -> LazyTensor:
-    """Return a Hugging Face tensor that is assembled from the ranks' files.
-
-    Reading it raises CheckpointError where replicas on several ranks are not bitwise equal.
-    """
+    """Return a Hugging Face tensor, assembled from the ranks' files on read; unequal replicas raise CheckpointError."""
     dtype = stored_parts[0].file.entries[stored_parts[0].name].dtype
     for stored in stored_parts:
         entry = stored.file.entries[stored.name]
@@ -219,18 +216,18 @@ def _rank_names(path: Path) -> list[str]:
 
 
 def _detect_layout(path: Path, files: Mapping[str, SafetensorsFile], vocab_size: int) -> MegatronLayout:
-    """Return the layout that the names of folders and keys imply. Raises CheckpointError where a rank is missing."""
+    """Detect the layout from folder names and keys; raise CheckpointError if a rank is missing."""
     numbers = []
     for name in files:
         match = _FOLDER.fullmatch(name)
         assert match is not None
         numbers.append(tuple(int(number) for number in match.groups() if number is not None))
     if len({len(number) for number in numbers}) > 1:
-        fail(path, f"it mixes the directories of several layouts: {', '.join(files)}; keep one layout")
+        fail(path, f"its folders belong to several layouts: {', '.join(files)}; keep one layout")
     counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
     first = next(iter(files.values()))
     if len(counts) == 2:
-        # The second of two numbers is the pipeline stage, or the expert-parallel rank if it has the embedding.
+        # The second number is a pipeline stage, or an expert-parallel rank if every rank has the embedding.
         is_pipeline = any(EMBEDDING not in file.entries for file in files.values())
         counts = [counts[0], counts[1], 1] if is_pipeline else [counts[0], 1, counts[1]]
     tp, pp, ep = (*counts, 1, 1)[:3]
@@ -262,7 +259,7 @@ def _check_tensors(file: SafetensorsFile, tensors: Mapping[str, FusedTensor]) ->
         if name not in tensors and not name.endswith("._extra_state"):
             fail(
                 file.path,
-                f"unknown key {name!r}: a rank of this model has no such tensor; is it the config of another model?",
+                f"unknown key {name!r}: a rank of this model has no such tensor; is the config of another model?",
             )
     for name, slices in tensors.items():
         if name not in file.entries:

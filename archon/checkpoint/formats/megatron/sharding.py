@@ -1,19 +1,19 @@
-"""Names, fusion and sharding of weights in megatron-core's GPTModel. Describes tensors; holds no data.
+"""Names, fusion and sharding of a model's weights in megatron-core's GPTModel, without data.
 
 Every tensor of a rank is a list of slices of Hugging Face tensors, concatenated along rows; import and export use the
 same description. The fused tensors, with tensor parallelism over `tp` ranks:
 
-    linear_qkv            for each key-value head its query heads, its key, its value; divided evenly over the ranks.
-                          With fewer key-value heads than ranks, several ranks share the rows of a head and gather them
+    linear_qkv            for each key-value head its query heads, key and value; split evenly among the ranks. With
+                          fewer key-value heads than ranks, several ranks split and gather a head's rows
     linear_fc1            this rank's rows of the gate, then of the up projection
     linear_proj, _fc2     this rank's columns
     word_embeddings,      this rank's rows of the vocabulary, padded at its end
     output_layer
 
-Norms and routers are replicated. Experts are distributed over the expert-parallel ranks, and tensor parallelism splits
-each expert like a dense network. All other weights are replicated over the expert-parallel ranks. Pipeline stages have
-equal numbers of layers, numbered from 0 in each; the last stage holds a copy of a tied embedding as its output_layer.
-Names follow megatron-core 0.16.
+Norms and routers are replicated. Experts are distributed over the expert-parallel ranks, and each expert is split by
+tensor parallelism like a dense network; all other weights are replicated over the expert-parallel ranks. Pipeline
+stages have equally many layers, numbered from 0 in each; the last stage has a copy of a tied embedding as its
+output_layer. Names follow megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Distribution of a GPTModel over ranks, and the naming of its modules.
+    """Distribution of a GPTModel over ranks, and the variant of its module names.
 
     Attributes:
-        tp, pp, ep: degrees of tensor, pipeline and expert parallelism; experts use the same tensor degree.
-        spec: layer spec: `te` if Transformer Engine's linear layers contain the preceding norms, else `local`.
+        tp: degree of tensor parallelism, also of experts.
+        pp: degree of pipeline parallelism.
+        ep: degree of expert parallelism.
+        spec: layer spec: `te` if Transformer Engine's linear layers contain the norms before them, else `local`.
         experts: `sequential` has one module per expert, `grouped` (Transformer Engine) one module with numbered
             weights.
         vocab_rows: rows of the embedding over all ranks, including padding.
@@ -73,7 +75,7 @@ class MegatronLayout:
                 raise LayoutError(f"{name} is {getattr(self, name)}; expected at least 1")
 
     def ranks(self) -> Iterator[RankCoordinates]:
-        """Yield the coordinates of every rank; the tensor-parallel one varies fastest."""
+        """Yield the coordinates of every rank; tp varies fastest."""
         for ep, pp, tp in itertools.product(range(self.ep), range(self.pp), range(self.tp)):
             yield RankCoordinates(tp, pp, ep)
 
@@ -87,7 +89,7 @@ def padded_vocabulary(vocab_size: int, tp: int, multiple: int) -> int:
 
 
 class TensorSlice(NamedTuple):
-    """A region of a Hugging Face tensor, or with `padding` rows of zeros after its end, of its dtype."""
+    """A region of a Hugging Face tensor; with `padding`, zero rows after its end in its dtype."""
 
     key: str
     region: Region
@@ -109,7 +111,7 @@ def fused_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...]:
 
 
 class ShardContext(NamedTuple):
-    """Inputs of sharding: the model, the Hugging Face shapes, the vocabulary rows, the rank."""
+    """Inputs of a shard function: model arguments, Hugging Face shapes, vocabulary rows, tp and tp rank."""
 
     args: BaseModelArgs
     shapes: Mapping[str, tuple[int, ...]]
@@ -118,7 +120,7 @@ class ShardContext(NamedTuple):
     rank: int
 
     def full(self, key: str) -> TensorSlice:
-        """Return the whole tensor of `key`."""
+        """Return the slice that covers a tensor."""
         return TensorSlice(key, full_region(self.shapes[key]))
 
     def local_rows(self, slices: FusedTensor) -> FusedTensor:
@@ -129,15 +131,15 @@ class ShardContext(NamedTuple):
 
 def slice_rows(slices: FusedTensor, start: int, stop: int) -> FusedTensor:
     """Return the rows [start, stop) of a fused tensor."""
-    result: FusedTensor = []
+    selected: FusedTensor = []
     first = 0
     for part in slices:
         a, b = max(start, first), min(stop, first + part.rows)
         if a < b:
             offset = part.region[0].start - first
-            result.append(part._replace(region=(slice(a + offset, b + offset), *part.region[1:])))
+            selected.append(part._replace(region=(slice(a + offset, b + offset), *part.region[1:])))
         first += part.rows
-    return result
+    return selected
 
 
 def _replicated(context: ShardContext, keys: Sequence[str]) -> FusedTensor:
@@ -173,7 +175,7 @@ def _vocabulary(context: ShardContext, keys: Sequence[str]) -> FusedTensor:
 
 
 class WeightRule(NamedTuple):
-    """A GPTModel tensor, its Hugging Face keys, and the function that computes a rank's shard."""
+    """A tensor of GPTModel, its Hugging Face keys, and the function that computes a rank's shard."""
 
     name: str
     keys: tuple[str, ...]
@@ -207,7 +209,7 @@ SPARSE = (
 
 
 def _layer_rules(layout: MegatronLayout, experts: range) -> Iterator[WeightRule]:
-    """Yield the rules of a layer: a dense one if `experts` is empty, else one with a rank's `experts`."""
+    """Yield the rules of a layer: dense if `experts` is empty, otherwise with this rank's `experts`."""
     yield WeightRule(INPUT_NORM[layout.spec], ("input_layernorm.weight",), _replicated)
     yield from ATTENTION
     if not experts:
@@ -228,10 +230,7 @@ _COMMON_KEYS = {
 
 
 def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
-    """Return the most common checkpoint key for the parameter of `key`.
-
-    It is `key` for a tensor of several parameters, and for a parameter that common checkpoints do not have.
-    """
+    """Return the key that most checkpoints use for the parameter of `key`; `key` if there is none."""
     targets = adapter.hf_to_native(key)
     if len(targets) != 1 or targets[0].placement is not None:
         return key
@@ -242,13 +241,11 @@ def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
 
 
 class RankTensors:
-    """Description of every tensor of every rank, for one model and one layout.
-
-    Internal keys are those of the most common checkpoints, so that families with other names convert too.
+    """Tensors of every rank for one model and layout; common keys are used inside, so that all families convert.
 
     Raises:
         LayoutError: the layout does not divide the model.
-        CheckpointError: GPTModel has no counterpart of a key.
+        CheckpointError: GPTModel has no counterpart for a key.
     """
 
     def __init__(self, adapter: BaseStateDictAdapter, layout: MegatronLayout) -> None:
@@ -279,11 +276,11 @@ class RankTensors:
         if rank.pp == 0:
             yield WeightRule(EMBEDDING, (HF_EMBEDDING,), _vocabulary)
         layers = self.args.n_layers // self.layout.pp
-        share = self.args.sizes.experts // self.layout.ep
+        local_experts = self.args.sizes.experts // self.layout.ep
         for layer in range(layers):
             prefix = f"model.layers.{rank.pp * layers + layer}."
             sparse = f"{prefix}mlp.gate.weight" in self._common_shapes
-            experts = range(rank.ep * share, (rank.ep + 1) * share) if sparse else range(0)
+            experts = range(rank.ep * local_experts, (rank.ep + 1) * local_experts) if sparse else range(0)
             for rule in _layer_rules(self.layout, experts):
                 keys = tuple(prefix + key for key in rule.keys)
                 if keys[0] in self._common_shapes:  # not every family has biases or norms of queries and keys
@@ -313,6 +310,6 @@ def _check_divisions(args: BaseModelArgs, layout: MegatronLayout) -> None:
         ("pp", "layers", args.n_layers),
         ("ep", "experts", sizes.experts),
     ]
-    for name, what, count in divided:
+    for name, label, count in divided:
         if count % getattr(layout, name):
-            raise LayoutError(f"{name} is {getattr(layout, name)}; expected a divisor of the {count} {what}")
+            raise LayoutError(f"{name} is {getattr(layout, name)}; expected a divisor of the {count} {label}")
