@@ -178,7 +178,7 @@ def test_adapters_are_merged_into_other_formats_too(run, tmp_path: Path) -> None
 def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path) -> None:
     base, checkpoint, engine = run
     out = tmp_path / "out"
-    assert "does not name its base; pass the base checkpoint" in archon("export", checkpoint, out).complaint
+    assert "it does not name its base; set --base" in archon("export", checkpoint, out).complaint
     engine.save(tmp_path / "adapter", "peft")
     assert "is in PEFT's format already; add --merge" in archon("export", tmp_path / "adapter", out).complaint
     assert "--dtype belongs to --merge" in archon("export", checkpoint, out, "--dtype", "float32").complaint
@@ -186,7 +186,7 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "Qwen/Qwen3-0.6B"))
     complaint = archon("export", tmp_path / "adapter", out, "--merge").complaint
-    assert "its base 'Qwen/Qwen3-0.6B' is not a directory here" in complaint
+    assert "its base 'Qwen/Qwen3-0.6B' is not a local folder" in complaint
     full = engine_of(base, optimizer={"lr": 1e-3})
     full.save(tmp_path / "full", "native")
     assert "it holds all weights of a model and no LoRA" in (

@@ -214,7 +214,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"rank_pattern": {"q_proj": 5}}, "has rank 2, but adapter_config.json says 5"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression of names: missing \)"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
-        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by names of modules"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by module names"),
     ],
 )
 def test_a_config_that_cannot_be_honored_is_refused(

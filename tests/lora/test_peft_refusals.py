@@ -81,8 +81,14 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"rank_pattern": {"(.+)+x": 1}},
         "rank_pattern has .* it repeats a group, which is refused, since such an expression can take",
     ),
-    "one in target_modules": ({"target_modules": "(.+)+x"}, "target_modules is .* no regular expression of names: it"),
-    "one in exclude_modules": ({"exclude_modules": "(.+)+x"}, "exclude_modules is .* no regular expression of names"),
+    "one in target_modules": (
+        {"target_modules": "(.+)+x"},
+        "target_modules is .* no valid regular expression of names",
+    ),
+    "one in exclude_modules": (
+        {"exclude_modules": "(.+)+x"},
+        "exclude_modules is .* no valid regular expression of names",
+    ),
     "many of them": ({"alpha_pattern": {f".*{i}": 1 for i in range(999)}}, "of more than 1000 characters together"),
     "targets without one": (
         {"target_modules": ["k_proj"]},
@@ -140,7 +146,7 @@ REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda x: x.update({f"{EXPERTS}.0.up_proj.lora_A.weight": x[f"{EXPERTS}.0.up_proj.lora_A.weight"][:0].clone()}),
         r"has shapes \(0, 60\)",
     ),
-    "a missing expert": ("per_expert", rename(".experts.3.", ".experts.9."), r"experts\.9\..* is not a LoRA"),
+    "a missing expert": ("per_expert", rename(".experts.3.", ".experts.9."), r"experts\.9\..* is no LoRA"),
     "some experts": (
         "per_expert",
         lambda x: [x.pop(key) for key in [*x] if ".0.mlp.experts.2.up_proj" in key],
@@ -192,7 +198,7 @@ def test_experts_of_different_alphas_and_weights_with_two_adapters(folders: dict
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
-        ("[", "is no JSON"),
+        ("[", "is not JSON"),
         ("[1]", "holds a list; expected the parts of tensors by name"),
         ('{"model.layers.7.mlp": [[2, 4]]}', "has 'model.layers.7.mlp', which has no LoRA in the file"),
         ('{"%s": [[2, 4]]}', "of each of its 2 matrices"),
@@ -229,7 +235,7 @@ def test_huge_headers_and_other_files(folders: dict[str, Folder], tmp_path: Path
     with pytest.raises(CheckpointError, match="expected at most 16777216"):
         read_sizes(tmp_path, folder.adapter)
     config.write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="it is no JSON"):
+    with pytest.raises(CheckpointError, match="it is not JSON"):
         read_sizes(tmp_path, folder.adapter)
 
 
