@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from archon.checkpoint.hf_export import buffer_keys
+from archon.checkpoint.hf_export import keys_of
 from archon.data.encoding import encode_prompt
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
@@ -72,7 +72,7 @@ class PushedWeights:
     def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, whole tensor); every rank must consume all tensors."""
         engine, target = self.engine, None if dtype is None else getattr(torch, dtype)
-        buffers = buffer_keys(engine.adapter)
+        buffers = keys_of(engine.adapter, engine.adapter.buffer_shapes)
         for name, tensor in engine.hf_weights(target, bucket_bytes=BUCKET_BYTES):
             yield name, tensor if target is None or name in buffers else tensor.to(target)
 

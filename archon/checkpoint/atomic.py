@@ -16,7 +16,7 @@ import secrets
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,33 @@ def staged_folder(target: Path) -> Iterator[Path]:
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def replaced_export(target: Path, is_part: Callable[[str], bool], kind: str) -> Iterator[Path]:
+    """Yield a staged folder that atomically replaces `target`, a missing folder or an earlier export, after the block.
+
+    Args:
+        target: folder to create or to replace.
+        is_part: whether an export of this kind has an entry of this name; others would be lost and are refused.
+        kind: the kind of export with its article, for the error message.
+    """
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        undo_replacement(target)
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{target}: it is a file; expected a folder to export to")
+        for entry in sorted(target.iterdir()) if target.exists() else []:
+            if not is_part(entry.name):
+                raise CheckpointError(
+                    f"{target}: it holds {entry.name!r}, which is not part of {kind} and would be lost; choose another "
+                    "folder, or move it away"
+                )
+        with staged_folder(target) as folder:
+            yield folder
+            sync_tree(folder)
+            publish(folder, target)
+            kill_point("export.published")
 
 
 def remove_leftovers(parent: Path, name: str = "*") -> None:

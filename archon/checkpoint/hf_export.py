@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.atomic import (
-    kill_point,
-    publish,
-    staged_folder,
-    sync_tree,
-    undo_replacement,
-    write_errors,
-    write_json,
-)
+from archon.checkpoint.atomic import kill_point, replaced_export, write_json
 from archon.checkpoint.hf_reader import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -112,37 +105,30 @@ def save_hf(
     source = assets if isinstance(passthrough, bool) else checkpoint_folder(passthrough)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
-    buffers = buffer_keys(adapter)
+    buffers = keys_of(adapter, adapter.buffer_shapes)
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        undo_replacement(target)
-        _check_replaceable(target)
-        with staged_folder(target) as folder:
-            kill_point("export.staged")
-            shards = _ShardWriter(folder, max_shard_bytes)
-            with _passthrough_source(target, adapter if passthrough else None, source) as read_passthrough:
-                written = _write_weights(weights, shards, dtype, buffers)
-                shapes = {name: shape for name, (shape, _) in written.items()}
-                is_critic = "score.weight" in written
-                of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
-                _check_names_and_shapes(target, of_model, shapes)
-                # The config has the widest parameter dtype, which represents all others exactly. Router biases and
-                # decays may be wider still.
-                wider = buffers | _full_precision_keys(adapter)
-                dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
-                widest = functools.reduce(torch.promote_types, dtypes)
-                for name, tensor in read_passthrough(widest).items():
-                    shards.add(name, tensor)
-                shards.finish()
-            _write_config(folder, config, widest, is_critic=is_critic)
-            kill_point("export.config_written")
-            copy_assets(folder, assets, tokenizer)
-            kill_point("export.assets_copied")
-            sync_tree(folder)
-            publish(folder, target)
-            kill_point("export.published")
+    with replaced_export(target, _is_exported, "an export") as folder:
+        kill_point("export.staged")
+        shards = _ShardWriter(folder, max_shard_bytes)
+        with _passthrough_source(target, adapter if passthrough else None, source) as read_passthrough:
+            written = _write_weights(weights, shards, dtype, buffers)
+            shapes = {name: shape for name, (shape, _) in written.items()}
+            is_critic = "score.weight" in written
+            of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
+            _check_names_and_shapes(target, of_model, shapes)
+            # The config has the widest parameter dtype, which represents all others exactly. Router biases and
+            # decays may be wider still.
+            wider = buffers | keys_of(adapter, adapter.full_precision_names)
+            dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
+            widest = functools.reduce(torch.promote_types, dtypes)
+            for name, tensor in read_passthrough(widest).items():
+                shards.add(name, tensor)
+            shards.finish()
+        _write_config(folder, config, widest, is_critic=is_critic)
+        kill_point("export.config_written")
+        copy_assets(folder, assets, tokenizer)
+        kill_point("export.assets_copied")
     kill_point("export.end")
 
 
@@ -202,14 +188,8 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
         )
 
 
-def buffer_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Return the keys of buffers, which keep their dtype when parameters are converted."""
-    return {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
-
-
-def _full_precision_keys(adapter: BaseStateDictAdapter) -> set[str]:
-    """Return the keys of parameters that are float32 or wider in every model."""
-    names = adapter.full_precision_names
+def keys_of(adapter: BaseStateDictAdapter, names: Collection[str]) -> set[str]:
+    """Return the Hugging Face keys of native names, such as the buffers, which keep their dtype in exports."""
     return {key for key in adapter.hf_shapes() if names and adapter.hf_to_native(key)[0].name in names}
 
 
@@ -269,7 +249,7 @@ def _write_weights(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; the sum is a faster first test, since a non-finite value makes it so."""
+    """Return whether every value is finite. A finite sum proves it in a fraction of the time."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -352,17 +332,7 @@ def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> Non
             shutil.copyfile(assets / name, folder / name)
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raise CheckpointError if replacing `target` would remove files that are not part of an export."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"{target}: it is a file; expected a folder to export to")
-    exported = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES}
-    for entry in sorted(target.iterdir()):
-        is_shard = entry.match("model-*-of-*.safetensors")
-        if entry.name not in exported and not is_shard:
-            raise CheckpointError(
-                f"{target}: it holds {entry.name!r}, which is not part of an export and would be lost; "
-                "choose another folder, or move it away"
-            )
+def _is_exported(name: str) -> bool:
+    """Return whether an export has a file of this name."""
+    files = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES}
+    return name in files or fnmatch.fnmatch(name, "model-*-of-*.safetensors")

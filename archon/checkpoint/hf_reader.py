@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
 from archon.checkpoint.safetensors_file import (
-    CHUNK_BYTES,
     LazyTensor,
     Region,
     SafetensorsFile,
     TensorEntry,
+    bitwise_equal,
     fail,
-    tensor_bytes,
 )
-from archon.checkpoint.tensor_reader import JobReader, RowDecoder, read_jobs
+from archon.checkpoint.tensor_reader import JobReader, RowDecoder, Source, lazy_tensor, read_jobs
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.lora.model import is_lora
 from archon.parallel.fsdp import local_region, local_tensor
@@ -116,17 +115,8 @@ class HFCheckpoint:
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Return whether two tensors are bitwise equal, dtype and shape included."""
-        first, second = self.entries[key], self.entries[other]
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        buffers = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8)
-        for offset in range(0, first.end - first.start, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, first.end - first.start - offset)
-            for name, entry, buffer in ((key, first, buffers[0]), (other, second, buffers[1])):
-                self.files[name].read_into(tensor_bytes(buffer)[:count], entry.start + offset, f"key {name!r}")
-            if not torch.equal(buffers[0, :count], buffers[1, :count]):
-                return False
-        return True
+        first, second = (lazy_tensor(self.files[name], self.entries[name]) for name in (key, other))
+        return bitwise_equal(first, second)
 
     def read(self, targets: Iterable[ReadTarget]) -> None:
         """Fill the tensors of `targets`, of any device, layout and float dtype."""
@@ -134,7 +124,7 @@ class HFCheckpoint:
         jobs = [
             job
             for t in ordered
-            for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor, t.shape, t.decoder)
+            for job in read_jobs(Source(self.files[t.key], self.entries[t.key], t.decoder, t.shape), t.region, t.tensor)
         ]
         reader = JobReader()
         # Each worker uses one thread. PyTorch keeps this number per thread, but new threads inherit the last number
@@ -300,7 +290,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "folder, or merge them with ArchonEngine.save(path, format='hf')",
             )
         fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
-    config = _read_json(file)
+    config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         fail(
             file,
@@ -322,7 +312,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         fail(index, "weight_map is missing or empty; expected {key: file}")
     for key, name in weight_map.items():
@@ -339,8 +329,12 @@ def _check_inside(folder: Path, name: str) -> None:
         fail(folder / name, f"it is a link to {real}, outside the checkpoint; copy the file into the folder instead")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = 2**31) -> dict[str, Any]:
+    """Read a JSON object; raise CheckpointError if it is missing, larger than `max_bytes` or malformed."""
     try:
+        size = file.stat().st_size
+        if size > max_bytes:
+            fail(file, f"it has {size} bytes; expected at most {max_bytes}")
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         fail(file, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")

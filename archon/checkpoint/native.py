@@ -44,10 +44,10 @@ from archon.checkpoint.atomic import (
 from archon.checkpoint.safetensors_file import LazyTensor, fail
 from archon.checkpoint.state_file import (
     INDEX_FILE,
-    StateFiles,
     assign_shards,
     build_index,
     check_files,
+    open_tensors,
     write_shards,
 )
 from archon.checkpoint.state_tree import Encoder, decode, merge_ranks, read_all
@@ -268,20 +268,19 @@ def open_state(
     The ranks share the work of checking every file's SHA-256 first.
     """
     folder, plane = Path(path), ControlPlane.with_long_timeout("loads")
-    manifest = plane.run_on_all(lambda: _load_valid_manifest(folder, fingerprint, plane))
-    files = plane.run_on_all(lambda: StateFiles(folder, {*manifest["files"]}))
-    try:
-        yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), files.tensors)
-    finally:
-        files.close()
 
+    def load_valid_manifest() -> dict[str, Any]:
+        manifest = read_manifest(folder)
+        if fingerprint is not None:
+            _require_same_model(folder, manifest["fingerprint"], fingerprint)
+        check_files(folder, manifest["files"], MANIFEST_FILE, plane.rank, plane.size)
+        return manifest
 
-def _load_valid_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane: ControlPlane) -> dict[str, Any]:
-    manifest = read_manifest(folder)
-    if fingerprint is not None:
-        _require_same_model(folder, manifest["fingerprint"], fingerprint)
-    check_files(folder, manifest["files"], MANIFEST_FILE, plane.rank, plane.size)
-    return manifest
+    manifest = plane.run_on_all(load_valid_manifest)
+    with ExitStack() as stack:
+        opened = open_tensors(folder, {*manifest["files"]})
+        tensors = plane.run_on_all(lambda: stack.enter_context(opened))
+        yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), tensors)
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:

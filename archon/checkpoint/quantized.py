@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ _SUFFIXES = {"fp8": (SCALE_SUFFIX,), "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX)}
 _FP8_SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8})
 MX_BLOCK = 32
 """Number of MXFP4 weights per scale."""
+ReadScales = Callable[[int, int], Tensor]
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -110,7 +111,8 @@ def _fp8(
         fail(files[key].path, f"key {key!r} is quantized and of shape {list(data.shape)}; expected a matrix or a stack")
     expected = (*data.shape[:-2], *(-(-size // step) for size, step in zip(data.shape[-2:], block, strict=True)))
     _check_scale(files[scale.name], scale, expected, _FP8_SCALE_DTYPES)
-    decoder = _Fp8Rows(ScaleRows(files[scale.name], scale), data.shape[-2], data.shape[-1], block)
+    read_scales = partial(_read_scales, files[scale.name], scale)
+    decoder = _fp8_decoder(read_scales, data.shape[-2], data.shape[-1], block)
     return StoredTensor(files[key], data, data.shape, decoder)
 
 
@@ -124,7 +126,8 @@ def _mxfp4(key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, Saf
         fail(file.path, f"key {data.name!r} is {actual}; expected uint8 [..., out, in / {MX_BLOCK}, {MX_BLOCK // 2}]")
     _check_scale(files[scale.name], scale, data.shape[:-1], frozenset({torch.uint8, torch.float8_e8m0fnu}))
     shape = (*data.shape[:-2], data.shape[-2] * MX_BLOCK)
-    return StoredTensor(file, data, shape, _Mxfp4Rows(ScaleRows(files[scale.name], scale), shape[-1]), is_native=True)
+    decoder = _mxfp4_decoder(partial(_read_scales, files[scale.name], scale), shape[-1])
+    return StoredTensor(file, data, shape, decoder, is_native=True)
 
 
 def _parts(
@@ -146,71 +149,48 @@ def _check_scale(
         fail(file.path, f"key {scale.name!r} is {scale.dtype}; expected scales of {names}")
 
 
-@dataclass(frozen=True)
-class ScaleRows:
-    """Scales of a quantized tensor, read row by row."""
+def _read_scales(file: SafetensorsFile, entry: TensorEntry, first: int, stop: int) -> Tensor:
+    """Read rows [first, stop) of scales as float32 [stop - first, columns]; uint8 e means 2^(e - 127).
 
-    file: SafetensorsFile
-    entry: TensorEntry
-
-    def read(self, first: int, stop: int) -> Tensor:
-        """Return rows [first, stop) as float32 [stop - first, columns]; uint8 e means 2^(e - 127).
-
-        Raises:
-            CheckpointError: a scale is not finite.
-        """
-        columns = self.entry.shape[-1]
-        data = torch.empty(stop - first, columns, dtype=self.entry.dtype)
-        offset = self.entry.start + first * columns * self.entry.dtype.itemsize
-        self.file.read_into(tensor_bytes(data), offset, f"key {self.entry.name!r}")
-        if data.dtype == torch.uint8:
-            data = data.view(torch.float8_e8m0fnu)
-        scales = data.to(torch.float32)
-        if not bool(scales.isfinite().all()):
-            fail(self.file.path, f"key {self.entry.name!r} holds scales that are NaN or infinite; the file is damaged")
-        return scales
+    Raises:
+        CheckpointError: a scale is not finite.
+    """
+    columns = entry.shape[-1]
+    data = torch.empty(stop - first, columns, dtype=entry.dtype)
+    offset = entry.start + first * columns * entry.dtype.itemsize
+    file.read_into(tensor_bytes(data), offset, f"key {entry.name!r}")
+    if data.dtype == torch.uint8:
+        data = data.view(torch.float8_e8m0fnu)
+    scales = data.to(torch.float32)
+    if not bool(scales.isfinite().all()):
+        fail(file.path, f"key {entry.name!r} holds scales that are NaN or infinite; the file is damaged")
+    return scales
 
 
-@dataclass(frozen=True)
-class _Fp8Rows:
-    """FP8 decoder for matrices [n_rows, row] with one scale per block; the last block may be smaller."""
+def _fp8_decoder(read_scales: ReadScales, n_rows: int, row: int, block: tuple[int, int]) -> RowDecoder:
+    """Return a decoder of FP8 matrices [n_rows, row] with one scale per block; the last block may be smaller."""
+    height, width = block
 
-    scales: ScaleRows
-    n_rows: int
-    row: int
-    block: tuple[int, int]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.row
-
-    def decode(self, data: Tensor, first: int) -> Tensor:
-        """See `RowDecoder.decode`."""
-        height, width = self.block
+    def decode(data: Tensor, first: int) -> Tensor:
         rows = torch.arange(first, first + data.shape[0])
-        blocks = rows // self.n_rows * -(-self.n_rows // height) + rows % self.n_rows // height
-        scales = self.scales.read(int(blocks[0]), int(blocks[-1]) + 1).index_select(0, blocks - blocks[0])
+        blocks = rows // n_rows * -(-n_rows // height) + rows % n_rows // height
+        scales = read_scales(int(blocks[0]), int(blocks[-1]) + 1).index_select(0, blocks - blocks[0])
         values = data.view(torch.float8_e4m3fn).to(torch.float32)
         # The last block can be wider than the matrix.
-        return values.mul_(scales.repeat_interleave(min(width, self.row), dim=1)[:, : self.row])
+        return values.mul_(scales.repeat_interleave(min(width, row), dim=1)[:, :row])
+
+    return RowDecoder(row, row, decode)
 
 
-@dataclass(frozen=True)
-class _Mxfp4Rows:
-    """MXFP4 decoder: 4-bit floats, low half of a byte first, and one scale per `MX_BLOCK`."""
+def _mxfp4_decoder(read_scales: ReadScales, row: int) -> RowDecoder:
+    """Return a decoder of 4-bit floats, low half of a byte first, with one scale per `MX_BLOCK`."""
 
-    scales: ScaleRows
-    row: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.row // 2
-
-    def decode(self, data: Tensor, first: int) -> Tensor:
-        """See `RowDecoder.decode`."""
+    def decode(data: Tensor, first: int) -> Tensor:
         values = _fp4_byte_values()[data.to(torch.int32)].view(data.shape[0], -1, MX_BLOCK)
-        scales = self.scales.read(first, first + data.shape[0])
-        return (values * scales.unsqueeze(-1)).view(data.shape[0], self.row)
+        scales = read_scales(first, first + data.shape[0])
+        return (values * scales.unsqueeze(-1)).view(data.shape[0], row)
+
+    return RowDecoder(row, row // 2, decode)
 
 
 @cache

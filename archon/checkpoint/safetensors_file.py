@@ -13,7 +13,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -50,6 +50,7 @@ MAX_HEADER_BYTES = 100_000_000
 # Data is read or converted in chunks of this size: large enough to make the cost of calls negligible, small enough to
 # stay in a core's cache.
 CHUNK_BYTES = 2**20
+COMPARED_BYTES = 8 * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,22 @@ def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in region)
 
 
+def overlap(region: Region, start: Sequence[int], shape: Sequence[int]) -> tuple[Region, Region] | None:
+    """Return the overlap of `region` and a stored region as (region of the stored tensor, region of the result)."""
+    bounds = [
+        (max(part.start, first), min(part.stop, first + size))
+        for part, first, size in zip(region, start, shape, strict=True)
+    ]
+    if any(a >= b for a, b in bounds):
+        return None
+    source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, start, strict=True))
+    target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))
+    return source, target
+
+
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose data is read or computed on demand, so that one tensor is in memory at a time.
+    """A tensor with data that is read or computed on demand, to keep one tensor in memory at a time.
 
     Attributes:
         load: returns the data of a region on the CPU.
@@ -109,6 +123,18 @@ class LazyTensor:
         for first in range(0, self.shape[0], rows):
             piece = slice(first, min(first + rows, self.shape[0]))
             yield self.read((piece, *full_region(self.shape[1:])))
+
+
+def bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
+    """Return whether two tensors of at least one dimension are bitwise equal, reading some rows at a time."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    rows = max(1, COMPARED_BYTES // max(1, math.prod(first.shape[1:]) * first.dtype.itemsize))
+    for row in range(0, first.shape[0], rows):
+        region = (slice(row, min(row + rows, first.shape[0])), *full_region(first.shape[1:]))
+        if not torch.equal(first.read(region).view(torch.uint8), second.read(region).view(torch.uint8)):
+            return False
+    return True
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:

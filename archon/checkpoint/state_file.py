@@ -15,7 +15,8 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from archon.checkpoint.safetensors_file import (
     Region,
     SafetensorsFile,
     fail,
+    overlap,
     region_shape,
     write_safetensors,
 )
@@ -106,61 +108,45 @@ def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
     return index
 
 
-class StateFiles:
-    """The tensors of a checkpoint folder by name, readable until `close`.
+@contextmanager
+def open_tensors(folder: Path, names: set[str]) -> Iterator[dict[str, LazyTensor]]:
+    """Yield the tensors of a checkpoint folder by name, readable within the block; only files in `names` are opened."""
+    with ExitStack() as opened:
 
-    Args:
-        folder: the checkpoint folder.
-        names: files in its manifest; no other file is opened.
-    """
+        @functools.cache
+        def open_file(name: str) -> SafetensorsFile:
+            if name not in names:
+                fail(folder / INDEX_FILE, f"it names the file {name!r}, which the checkpoint's manifest does not list")
+            return opened.enter_context(SafetensorsFile(folder / name))
 
-    def __init__(self, folder: Path, names: set[str]) -> None:
-        self.folder = folder
-        self._names = names
-        self._open: dict[str, SafetensorsFile] = {}
-        self.tensors: dict[str, LazyTensor] = {}
-        if INDEX_FILE not in names:
-            file = self._file(TENSORS_FILE)
-            self.tensors |= {name: lazy_tensor(file, entry) for name, entry in file.entries.items()}
-            return
-        for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
-            dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
-            load = functools.partial(self._load, name, dtype, item["boxes"])
-            self.tensors[name] = LazyTensor(dtype, shape, load)
+        def load(name: str, dtype: torch.dtype, stored: list[dict[str, Any]], region: Region) -> Tensor:
+            """Return a region of a tensor, reading only the stored regions that overlap it."""
+            out = torch.empty(region_shape(region), dtype=dtype)
+            filled = 0
+            for box in stored:
+                regions = overlap(region, box["start"], box["shape"])
+                if regions is None:
+                    continue
+                source, target = regions
+                file = open_file(box["file"])
+                entry = file.entries.get(name)
+                if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):
+                    fail(file.path, f"key {name!r} is not {dtype} {box['shape']}, as {INDEX_FILE} says")
+                filled += read_region(file, entry, source, out[target]).numel()
+            if filled != out.numel():
+                fail(folder / INDEX_FILE, f"the regions it lists for tensor {name!r} do not cover it")
+            return out
 
-    def _load(self, name: str, dtype: torch.dtype, stored: list[dict[str, Any]], region: Region) -> Tensor:
-        """Return a region of a tensor, reading only the stored regions that overlap it."""
-        out = torch.empty(region_shape(region), dtype=dtype)
-        filled = 0
-        for box in stored:
-            bounds = [
-                (max(part.start, first), min(part.stop, first + size))
-                for part, first, size in zip(region, box["start"], box["shape"], strict=True)
-            ]
-            if any(start >= stop for start, stop in bounds):
-                continue
-            source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, box["start"], strict=True))
-            target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))
-            file = self._file(box["file"])
-            entry = file.entries.get(name)
-            if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):
-                fail(file.path, f"key {name!r} is not {dtype} {box['shape']}, as {INDEX_FILE} says")
-            filled += read_region(file, entry, source, out[target]).numel()
-        if filled != out.numel():
-            fail(self.folder / INDEX_FILE, f"the regions it lists for tensor {name!r} do not cover it")
-        return out
-
-    def _file(self, name: str) -> SafetensorsFile:
-        if name not in self._names:
-            fail(self.folder / INDEX_FILE, f"it names the file {name!r}, which the checkpoint's manifest does not list")
-        if name not in self._open:
-            self._open[name] = SafetensorsFile(self.folder / name)
-        return self._open[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._open.values():
-            file.close()
+        tensors = {}
+        if INDEX_FILE in names:
+            for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
+                dtype = DTYPES[item["dtype"]]
+                read = functools.partial(load, name, dtype, item["boxes"])
+                tensors[name] = LazyTensor(dtype, tuple(item["shape"]), read)
+        else:
+            file = open_file(TENSORS_FILE)
+            tensors = {name: lazy_tensor(file, entry) for name, entry in file.entries.items()}
+        yield tensors
 
 
 def check_files(

@@ -7,9 +7,8 @@ import functools
 import math
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,28 +29,29 @@ _MADV_POPULATE_WRITE = 23
 _madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
-class RowDecoder(Protocol):
-    """Decoder for the rows (last dimension) of a quantized tensor."""
+@dataclass(frozen=True)
+class RowDecoder:
+    """Decoder for the rows (last dimension) of a quantized tensor.
 
-    @property
-    def row(self) -> int:
-        """Number of elements in a row."""
+    Attributes:
+        row: number of elements in a row.
+        row_bytes: number of stored bytes of a row.
+        decode: from uint8 [n, row_bytes] and the index of the first row to float32 [n, row].
+    """
 
-    @property
-    def row_bytes(self) -> int:
-        """Number of stored bytes of a row."""
-
-    def decode(self, data: Tensor, first: int) -> Tensor:
-        """Decode rows [first, first + n) from uint8 [n, row_bytes] to float32 [n, row]."""
+    row: int
+    row_bytes: int
+    decode: Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A stored tensor, with a decoder if it is quantized."""
+class Source:
+    """A stored tensor, viewed as `shape` (by default its stored shape); a quantized one needs shape and decoder."""
 
     file: RegularFile
     entry: TensorEntry
-    decoder: RowDecoder | None
+    decoder: RowDecoder | None = None
+    shape: tuple[int, ...] | None = None
 
     def byte_count(self, elements: int) -> int:
         """Return the stored bytes of `elements` elements."""
@@ -67,32 +67,21 @@ class ReadJob:
     If `inner` is set, `target` takes only that region of each row of shape `row`.
     """
 
-    source: _Source
+    source: Source
     offset: int
     target: Tensor
     row: tuple[int, ...] = ()
     inner: Region | None = None
 
 
-def read_jobs(
-    file: RegularFile,
-    entry: TensorEntry,
-    region: Region,
-    target: Tensor,
-    shape: tuple[int, ...] | None = None,
-    decoder: RowDecoder | None = None,
-) -> Iterator[ReadJob]:
-    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor viewed as `shape`.
-
-    `shape` is `entry.shape` by default. A quantized tensor needs both `shape` and `decoder`.
-    """
+def read_jobs(source: Source, region: Region, target: Tensor) -> Iterator[ReadJob]:
+    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor."""
     if target.numel():
-        yield from _jobs(
-            _Source(file, entry, decoder), entry.start, entry.shape if shape is None else shape, region, target
-        )
+        shape = source.entry.shape if source.shape is None else source.shape
+        yield from _jobs(source, source.entry.start, shape, region, target)
 
 
-def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, target: Tensor) -> Iterator[ReadJob]:
+def _jobs(source: Source, start: int, shape: tuple[int, ...], region: Region, target: Tensor) -> Iterator[ReadJob]:
     """Yield the jobs for a region of a tensor of `shape`; its data begins at byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
     row_bytes = source.byte_count(math.prod(shape[1:]))
@@ -158,10 +147,10 @@ def read_region(
     shape: tuple[int, ...] | None = None,
     decoder: RowDecoder | None = None,
 ) -> Tensor:
-    """Return a region of a stored tensor, read into `out` if set; see `read_jobs` for the other arguments."""
+    """Return a region of a stored tensor, read into `out` if set; see `Source` for shape and decoder."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()
-    for job in read_jobs(file, entry, region, out, shape, decoder):
+    for job in read_jobs(Source(file, entry, decoder, shape), region, out):
         reader.read(job)
     return out
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget
-from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile
+from archon.checkpoint.safetensors_file import CHUNK_BYTES, COMPARED_BYTES, SafetensorsFile
 from archon.checkpoint.tensor_reader import read_region
 
 # Several pieces of whole rows, with a remainder; and rows that are wider than a piece.
@@ -64,9 +64,11 @@ def test_a_box_of_a_state_larger_than_a_piece_is_read_into_place(
     assert within[:, [0, -1]].isnan().all()
 
 
-@pytest.mark.parametrize("place", [0, CHUNK_BYTES // 4 + 1, 2 * CHUNK_BYTES // 4 + 7], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    "place", [0, COMPARED_BYTES // 4 + 1, 2 * COMPARED_BYTES // 4 + 7], ids=["first", "middle", "last"]
+)
 def test_two_tensors_of_many_pieces_are_told_apart_wherever_they_differ(tmp_path: Path, place: int) -> None:
-    one = torch.zeros(2 * CHUNK_BYTES // 4 + 8)
+    one = torch.zeros(2 * COMPARED_BYTES // 4 + 8)
     other = one.clone()
     other[place] = 1.0
     save_file({"one": one, "same": one.clone(), "other": other}, tmp_path / "model.safetensors")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from archon.checkpoint.native import latest_checkpoint, load_latest, load_state, model_fingerprint, save_state
 from archon.checkpoint.safetensors_file import DTYPES, SafetensorsFile
-from archon.checkpoint.state_file import StateFiles, build_index
+from archon.checkpoint.state_file import build_index, open_tensors
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import QWEN2, config_with
@@ -158,13 +158,12 @@ def test_a_region_that_no_file_holds_is_refused(tmp_path: Path) -> None:
     save_file({"w": rows}, tmp_path / name)
     boxes = [{"file": name, "start": [2, 0], "shape": [2, 2]}]
     (tmp_path / "index.json").write_text(json.dumps({"w": {"dtype": "F32", "shape": [4, 2], "boxes": boxes}}))
-    files = StateFiles(tmp_path, {name, "index.json"})
-    assert torch.equal(files.tensors["w"].read((slice(3, 4), slice(0, 2))), rows[1:])
-    with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
-        files.tensors["w"].read()
-    with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
-        files.tensors["w"].read((slice(1, 3), slice(0, 2)))
-    files.close()
+    with open_tensors(tmp_path, {name, "index.json"}) as tensors:
+        assert torch.equal(tensors["w"].read((slice(3, 4), slice(0, 2))), rows[1:])
+        with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
+            tensors["w"].read()
+        with pytest.raises(CheckpointError, match=r"the regions it lists for tensor 'w' do not cover it"):
+            tensors["w"].read((slice(1, 3), slice(0, 2)))
 
 
 # `latest`, and what is kept

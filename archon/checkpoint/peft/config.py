@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from archon.checkpoint.hf_reader import read_json
 from archon.checkpoint.peft.layout import PeftTensor
 from archon.checkpoint.safetensors_file import fail
 from archon.models.lora.targets import LoRASize
@@ -123,7 +123,7 @@ def _matches(names: frozenset[str] | NamePattern, name: str) -> bool:
 
 def read_config(path: Path) -> PeftConfig:
     """Read a config with PEFT's defaults; raise CheckpointError if it is malformed or not supported."""
-    config = _read_json(path)
+    config = read_json(path, _MAX_BYTES)
     if config.get("peft_type") != "LORA":
         fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
     if config.get("init_lora_weights") not in _PLAIN_INITS:
@@ -153,23 +153,6 @@ def read_config(path: Path) -> PeftConfig:
         excluded=_names(path, config, "exclude_modules"),
         layers=_layers(path, config.get("layers_to_transform")),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file():
-            fail(path, "it is not a regular file")
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            fail(path, f"it has {size} bytes; expected at most {_MAX_BYTES}")
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        fail(path, f"it is not JSON: {error}")
-    except OSError as error:
-        fail(path, f"it cannot be read: {error.strerror}")
-    if not isinstance(config, dict):
-        fail(path, f"it holds a {type(config).__name__}; expected a JSON object")
-    return config
 
 
 def _rank(path: Path, field: str, value: Any) -> int:
@@ -240,7 +223,8 @@ def config_fields(
         parameters: names of the adapted parameters.
         base: path or name of the base checkpoint.
     """
-    rank, alpha = (_commonest([getattr(size, field) for size in sizes.values()]) for field in ("rank", "alpha"))
+    rank = Counter(size.rank for size in sizes.values()).most_common(1)[0][0]
+    alpha = Counter(size.alpha for size in sizes.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "peft_version": WRITTEN_PEFT_VERSION,
@@ -268,10 +252,6 @@ def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
         return None
     factor = rank / first.rank
     return LoRASize(rank, first.alpha * (math.sqrt(factor) if first.rslora else factor), first.rslora)
-
-
-def _commonest(values: list[Any]) -> Any:
-    return Counter(values).most_common(1)[0][0]
 
 
 def _integer(alpha: float) -> float:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.checkpoint.hf_io import checkpoint_digest
-from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
 from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
-from archon.models import get_model_spec
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
 from archon.models.lora.targets import LoRASize
@@ -116,8 +114,7 @@ def export_lora(
     lora_name: str | None = None,
 ) -> LoRAWeights:
     """Convert a LoRA to PEFT's format and return it; see `read_lora_weights` and `save_lora`."""
-    hf_config = read_hf_config(base)
-    adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
+    adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
     save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts)
     return lora

@@ -146,7 +146,8 @@ def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict
             if name in tensors:
                 continue
             shape, first = shapes[hf], targets[0]
-            if len(targets) > 1 and any(t.name not in names or not _along_rows(t, len(shape)) for t in targets):
+            fits = (t.name in names and t.placement is not None and t.placement.dim == len(shape) - 2 for t in targets)
+            if len(targets) > 1 and not all(fits):
                 raise ConfigError(
                     f"lora: the LoRA of {matrix!r} cannot be written in PEFT's format, since {hf!r} fuses it with "
                     "weights that have other inputs or no LoRA; remove it from targets"
@@ -155,10 +156,6 @@ def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict
             experts = shape[0] if len(shape) == 3 else None
             tensors[name] = PeftTensor(name, targets, experts, out_features, in_features, first.is_transposed)
     return tensors
-
-
-def _along_rows(target: NativeTarget, dimensions: int) -> bool:
-    return target.placement is not None and target.placement.dim == dimensions - 2
 
 
 def key_pairs(tensors: Iterable[PeftTensor]) -> dict[str, tuple[str, str]]:

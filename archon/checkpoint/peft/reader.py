@@ -24,7 +24,8 @@ from archon.checkpoint.peft.layout import (
     key_pairs,
     peft_tensors,
 )
-from archon.checkpoint.safetensors_file import SafetensorsFile, fail, tensor_bytes
+from archon.checkpoint.safetensors_file import SafetensorsFile, fail
+from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, single_lora_names
 from archon.models.lora.targets import LoRASize, lora_matrices
@@ -284,9 +285,7 @@ def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, P
 
 
 def _read(file: SafetensorsFile, key: str) -> Tensor:
-    entry = file.entries[key]
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    file.read_into(tensor_bytes(tensor), entry.start, f"key {entry.name!r}")
+    tensor = lazy_tensor(file, file.entries[key]).read()
     # As float32, since LoRAs may be float32 and FP8 dtypes have no isfinite.
     if not tensor.float().isfinite().all():
         fail(file.path, f"key {key!r} has values that are not finite")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from archon.checkpoint.atomic import publish, staged_folder, sync_tree, undo_replacement, write_errors, write_json
+from archon.checkpoint.atomic import replaced_export, write_json
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
 from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, peft_tensors
 from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
@@ -80,25 +80,21 @@ def _plans(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts
         target = f"{tensor.name}.weight" if as_parameter else tensor.name
         plan = _Plan(tensor, target, tuple(sizes.get(part.name) for part in tensor.parts))
         if any(size is not None for size in plan.sizes):
-            _require_one_scale(plan)
             plans.append(plan)
+            if plan.full_size(1) is None:
+                sizes_by_part = zip(plan.tensor.parts, plan.sizes, strict=True)
+                scales = [f"{part.name!r} {size.scale:g}" for part, size in sizes_by_part if size is not None]
+                raise ConfigError(
+                    f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for the fused {tensor.name!r}; "
+                    "use alpha_pattern to make alpha / rank (with rslora, alpha / sqrt(rank)) equal"
+                    + ("" if tensor.experts is None else ", or set lora.export_experts to per_expert")
+                )
         if experts == "per_expert" and tensor.experts is not None:
             raise ConfigError(
                 f"lora.export_experts is per_expert, but the checkpoint stacks its experts in {tensor.name!r}; set it "
                 "to stacked"
             )
     return plans
-
-
-def _require_one_scale(plan: _Plan) -> None:
-    if plan.full_size(1) is None:
-        parts = zip(plan.tensor.parts, plan.sizes, strict=True)
-        scales = [f"{part.name!r} {size.scale:g}" for part, size in parts if size is not None]
-        raise ConfigError(
-            f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for the fused {plan.tensor.name!r}; "
-            "use alpha_pattern to make alpha / rank (with rslora, alpha / sqrt(rank)) equal"
-            + ("" if plan.tensor.experts is None else ", or set lora.export_experts to per_expert")
-        )
 
 
 def save_lora(
@@ -148,18 +144,7 @@ def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base
             parts[name] = [None if size is None else [size.rank, size.alpha] for size in plan.sizes]
     modules = [plan.target for plan in plans if not plan.is_parameter]
     parameters = [plan.target for plan in plans if plan.is_parameter]
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        undo_replacement(target)
-        for entry in sorted(target.iterdir()) if target.exists() else []:
-            if entry.name not in (CONFIG_FILE, WEIGHTS_FILE):
-                raise CheckpointError(
-                    f"{target}: it holds {entry.name!r}, which is not part of a LoRA export and would be lost; choose "
-                    "another folder, or move it away"
-                )
-        with staged_folder(target) as folder:
-            write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base))
-            metadata = {PARTS: json.dumps(parts)} if parts else None
-            write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
-            sync_tree(folder)
-            publish(folder, target)
+    with replaced_export(target, lambda name: name in (CONFIG_FILE, WEIGHTS_FILE), "a LoRA export") as folder:
+        write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base))
+        metadata = {PARTS: json.dumps(parts)} if parts else None
+        write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)

@@ -28,9 +28,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "two tensors are the same when their first pieces are",
-        "archon/checkpoint/hf_reader.py",
-        "for offset in range(0, first.end - first.start, CHUNK_BYTES):",
-        "for offset in range(0, min(first.end - first.start, CHUNK_BYTES), CHUNK_BYTES):",
+        "archon/checkpoint/safetensors_file.py",
+        "for row in range(0, first.shape[0], rows):",
+        "for row in range(0, min(first.shape[0], rows), rows):",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a config names the dtype of decays",
         "archon/checkpoint/hf_export.py",
-        "wider = buffers | _full_precision_keys(adapter)",
+        "wider = buffers | keys_of(adapter, adapter.full_precision_names)",
         "wider = buffers",
         ("tests/checkpoint/test_full_precision.py::test_a_bfloat16_model_keeps_its_decays_and_its_dtype",),
     ),

@@ -10,15 +10,15 @@ DCP_RANKS = "tests/distributed/test_dcp.py::test_shards_of_ranks_are_read"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every chunk of a tensor is put at its beginning",
-        "archon/checkpoint/formats/dcp/folder.py",
+        "archon/checkpoint/safetensors_file.py",
         "target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))",
         "target = tuple(slice(0, b - a) for a, b in bounds)",
         (f"{DCP_RANKS}[d2-tied]",),
     ),
     Mutant(
         "a region is read from the first rows of its chunk",
-        "archon/checkpoint/formats/dcp/folder.py",
-        "source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))",
+        "archon/checkpoint/safetensors_file.py",
+        "source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, start, strict=True))",
         "source = tuple(slice(0, b - a) for a, b in bounds)",
         (f"{DCP}::test_any_region_of_any_stored_order_is_read",),
     ),
@@ -39,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks that overlap are read one over the other",
         "archon/checkpoint/formats/dcp/metadata.py",
-        "                if chunk.overlaps(other):\n",
+        "                if overlap(region, other.offsets, other.sizes):\n",
         "                if chunk.offsets == other.offsets:\n",
         (f"{DCP}::test_damage_is_told",),
     ),

@@ -17,8 +17,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last, smaller block of a matrix shares the next matrix's scale",
         "archon/checkpoint/quantized.py",
-        "rows // self.n_rows * -(-self.n_rows // height)",
-        "rows // self.n_rows * (self.n_rows // height)",
+        "rows // n_rows * -(-n_rows // height)",
+        "rows // n_rows * (n_rows // height)",
         (f"{QUANTIZED}::test_blocks_at_the_edges_are_smaller_and_rows_count_from_the_first_of_their_matrix",),
     ),
     Mutant(

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from archon.checkpoint.formats.dcp.metadata import METADATA_FILE, StoredTensor, read_metadata
 from archon.checkpoint.formats.dcp.torch_file import read_chunk
-from archon.checkpoint.safetensors_file import LazyTensor, Region, RegularFile, fail, region_shape
+from archon.checkpoint.safetensors_file import LazyTensor, Region, RegularFile, fail, overlap, region_shape
 
 
 def is_dcp_folder(path: Path) -> bool:
@@ -61,15 +61,10 @@ def _load(files: Mapping[str, RegularFile], tensor: StoredTensor, region: Region
     """Return a region of a tensor, reading only the chunks that overlap it."""
     out = torch.empty(region_shape(region), dtype=tensor.dtype)
     for chunk in tensor.chunks:
-        bounds = [
-            (max(part.start, first), min(part.stop, first + size))
-            for part, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True)
-        ]
-        if any(start >= stop for start, stop in bounds):
-            continue
-        source = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, chunk.offsets, strict=True))
-        target = tuple(slice(a - part.start, b - part.start) for (a, b), part in zip(bounds, region, strict=True))
-        read_chunk(files[chunk.file], chunk, tensor.dtype, source, out[target])
+        regions = overlap(region, chunk.offsets, chunk.sizes)
+        if regions is not None:
+            source, target = regions
+            read_chunk(files[chunk.file], chunk, tensor.dtype, source, out[target])
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from archon.checkpoint.formats.dcp.plain_pickle import GlobalName, PickledDict, Record, read_pickle
-from archon.checkpoint.safetensors_file import fail
+from archon.checkpoint.safetensors_file import fail, overlap
 
 METADATA_FILE = ".metadata"
 # The metadata of 70 billion parameters on 512 ranks takes 150 MB.
@@ -66,13 +66,6 @@ class Chunk:
     length: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-    def overlaps(self, other: Chunk) -> bool:
-        """Return whether two chunks of a tensor share an element."""
-        return all(
-            max(a, b) < min(a + m, b + n)
-            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
 
 
 @dataclass(frozen=True)
@@ -158,10 +151,11 @@ class _Parser:
         dim = max(range(len(shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
         chunks.sort(key=lambda chunk: chunk.offsets[dim])
         for i, chunk in enumerate(chunks):
+            region = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
             for other in chunks[i + 1 :]:
                 if other.offsets[dim] >= chunk.offsets[dim] + chunk.sizes[dim]:
                     break
-                if chunk.overlaps(other):
+                if overlap(region, other.offsets, other.sizes):
                     fail(self.file, f"chunks of {name!r} at {list(chunk.offsets)} and {list(other.offsets)} overlap")
 
     def places(self, storage: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:

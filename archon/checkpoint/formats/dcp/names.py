@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-import torch
 from torch import Tensor
 
 import archon
 from archon.checkpoint.atomic import write_json
 from archon.checkpoint.hf_export import require_zero_biases
 from archon.checkpoint.hf_reader import WEIGHT_DTYPES
-from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
+from archon.checkpoint.safetensors_file import LazyTensor, Region, bitwise_equal, fail
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import ConfigError
 
@@ -217,8 +216,8 @@ def _check_extra_tensors(
             continue
         name = key.removeprefix(prefix)
         if name == scheme.copy:
-            if not _bitwise_equal(tensors[key], tensors[prefix + scheme.embedding]):
-                fail(folder, f"tensor {key!r} differs from the embedding, but the config ties them")
+            if not bitwise_equal(tensors[key], tensors[prefix + scheme.embedding]):
+                fail(folder, f"tensor {key!r} differs from the embedding, to which the config ties it")
         elif _BIAS.fullmatch(name):
             biases.append(key)
         elif scheme.names == "hf" and adapter.is_passthrough(name):
@@ -226,18 +225,6 @@ def _check_extra_tensors(
         else:
             fail(folder, f"tensor {key!r} is not part of this model; does the config belong to another model?")
     require_zero_biases([key for key in biases if bool(tensors[key].read().any())])
-
-
-def _bitwise_equal(first: LazyTensor, second: LazyTensor) -> bool:
-    """Return whether two tensors are bitwise equal, reading some rows at a time."""
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    step = 1024
-    for row in range(0, first.shape[0], step):
-        region = (slice(row, min(row + step, first.shape[0])), *full_region(first.shape[1:]))
-        if not torch.equal(first.read(region).view(torch.uint8), second.read(region).view(torch.uint8)):
-            return False
-    return True
 
 
 def _reorder_rope_rows(

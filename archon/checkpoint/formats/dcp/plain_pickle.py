@@ -63,6 +63,7 @@ class GlobalName:
     name: str
 
     def __call__(self, *args: Any) -> Record:
+        """Record a call instead of making it."""
         return Record(self.name, args)
 
 
@@ -87,7 +88,7 @@ class _Unpickler(pickle._Unpickler):
     """Unpickler with an allow-list of opcodes and of names."""
 
     dispatch = {opcode: pickle._Unpickler.dispatch[opcode] for opcode in _OPCODES} | {
-        pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),  # type: ignore[attr-defined]
+        pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),
         pickle.BUILD[0]: _build,
         pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],
     }
@@ -97,11 +98,13 @@ class _Unpickler(pickle._Unpickler):
         self.allowed = allowed
 
     def find_class(self, module: str, name: str) -> GlobalName:
+        """Return an allowed name, unimported."""
         if f"{module}.{name}" not in self.allowed:
             raise ValueError(f"it names '{module}.{name}', which is not among the names that are allowed there")
         return GlobalName(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Record:
+        """Record a reference outside the pickle."""
         return Record(PERSISTENT, pid)
 
 
