@@ -30,7 +30,7 @@ def describe_blocks(args: BaseModelArgs) -> list[str]:
     """Return pseudo-code of embeddings, each kind of block, and head; T is the number of tokens.
 
     Args:
-        args: The arguments of the model. Layers with equal specs share one description.
+        args: arguments of the model; layers with equal specs share one description.
     """
     kinds: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(args.layer_specs):
@@ -43,10 +43,10 @@ def describe_blocks(args: BaseModelArgs) -> list[str]:
 
 
 class _Section:
-    """Lines of one module; tracks which of its tensors the text has named.
+    """Lines of one module, and its tensors that no line has named yet.
 
     Attributes:
-        shapes: Shape of each parameter and buffer that is not named yet.
+        shapes: shape of each unnamed parameter and buffer.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], indent: str = "  ") -> None:
@@ -74,7 +74,7 @@ class _Section:
         return f"{name}: {size}" + (" + bias" if bias else "")
 
     def finish(self) -> list[str]:
-        """Return the lines, with a last one for tensors that no line names."""
+        """Return the lines; a last line lists the unnamed tensors."""
         if self.shapes:
             self.add("...", *(f"{name}: {[*shape]}" for name, shape in self.shapes.items()))
         return self.lines

@@ -17,7 +17,7 @@ from tests.tools.bench.made import record, row
     ("arguments", "message"),
     [
         ((), "give a model to measure"),
-        (("MODEL", "d1"), "set document lengths"),
+        (("MODEL", "d1"), "no document lengths"),
         (("MODEL", "d1", "--seq", "1000"), "--tokens 8192 is not a multiple of --seq 1000"),
         (("MODEL", "d2x", "--seq", "64"), "layout"),
         (("MODEL", "--seq", "sixty"), "seq.0: got 'sixty'"),
@@ -28,7 +28,7 @@ from tests.tools.bench.made import record, row
         (("MODEL", "--seq", "64", "--compile", "perhaps"), "compile.0: got 'perhaps'"),
         (("MODEL", "--seq", "64", "--micro-batch", "32"), "do not fit micro-batches of 32"),
         (("MODEL", "--seq", "64", "--warmup", "1"), "warmup: got 1"),
-        (("MODEL", "--seq", "64", "--set", "layout=d2"), "engine.layout was given, but the sweep sets it"),
+        (("MODEL", "--seq", "64", "--set", "layout=d2"), "engine.layout is set by the sweep"),
         (("MODEL", "--seq", "64", "--set", "layout"), "override 'layout' is not key=value"),
         (("MODEL", "--seq", "64", "--record", "nowhere/a.json"), "nowhere is not a folder"),
         (("MODEL", "--seq", "64", "--device", "tpu"), "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),

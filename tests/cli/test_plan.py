@@ -67,11 +67,11 @@ def test_calibration_measures_this_machine(archon, tmp_path, checkpoint):
 def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, tmp_path):
     asked = ("plan", checkpoint, "--gpus", 2, "--tokens", 1024, "--seq", 32)
     full = archon(*asked)
-    assert "adapters are trained" not in full.out and "  lora  " not in full.out and "lora:" not in full.out
+    assert "LoRA: weights are frozen" not in full.out and "  lora  " not in full.out and "lora:" not in full.out
     file = tmp_path / "run.yaml"
     planned = archon(*asked, "--lora", "rank=2", "--lora", "targets=[q_proj]", "--output", file)
     assert planned.code == 0, planned.err
-    assert "only LoRAs are trained; frozen weights" in planned.out and "  lora  " in planned.out
+    assert "LoRA: weights are frozen" in planned.out and "  lora  " in planned.out
     run = yaml.safe_load(file.read_text())
     assert run["model"]["lora"] == {"rank": 2, "targets": ["q_proj"]}
     again = archon("plan", "--config", file, "--gpus", 2)
@@ -92,13 +92,13 @@ def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
     inner = ("--fp8", "rowwise_inner")
     made = archon("plan", model, *asked, "--tokens", 1024, "--seq", 32, *inner, "--output", file)
     assert made.code == 0, made.err
-    assert "products of blocks in 8 bits, rowwise_inner" in made.out
-    assert "the first and the last block in bfloat16" in made.out
+    assert "FP8 matmuls in blocks (rowwise_inner)" in made.out
+    assert "the first and last blocks run in bfloat16" in made.out
     assert yaml.safe_load(file.read_text())["model"]["fp8"] == "rowwise_inner"
     again = archon("plan", "--config", file, *asked)
-    assert "the first and the last block in bfloat16" in again.out and "fp8: rowwise_inner" in again.out
+    assert "the first and last blocks run in bfloat16" in again.out and "fp8: rowwise_inner" in again.out
     plain = archon("plan", "--config", file, *asked, "--fp8", "none")
-    assert plain.code == 0 and "8 bits" not in plain.out and "fp8" not in plain.out
+    assert plain.code == 0 and "FP8 matmuls" not in plain.out and "fp8" not in plain.out
     told = archon("plan", checkpoint, *asked, *inner).complaint
     assert "fp8 = rowwise_inner leaves none of 2 blocks in FP8" in told
 

@@ -1,4 +1,4 @@
-"""The record of a sweep: a JSON file with one row per point, measured or failed."""
+"""Record of a sweep: a JSON file with one row per point, measured or failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from archon.tools.bench.origin import Machine, NumericCheck, Spread, max_by_name
 
 Status = Literal["ok", "refused", "out of memory", "hung", "deviates", "failed"]
 Segment = tuple[str, float, float]
-"""A phase or kind of collective, its start and its duration, in microseconds."""
+"""(phase or kind of collective, start, duration), in microseconds."""
 
 # Collectives that send hidden states between pipeline stages; waiting for them counts as bubble.
 BETWEEN_STAGES = frozenset({"send", "recv", "send_recv"})
@@ -25,7 +25,7 @@ COMPUTE = ("forward", "backward", "head", "optimizer")
 
 
 class Losses(StrictModel):
-    """The losses of two steps on a batch."""
+    """Losses of two steps on a batch."""
 
     loss: float = Field(description="of the first step, nats a token")
     grad_norm: float = Field(description="of the first step")
@@ -33,7 +33,7 @@ class Losses(StrictModel):
 
 
 class CollectiveTraffic(StrictModel):
-    """Collectives of one kind over one group in a step. `bytes` are of the larger of input and output."""
+    """Collectives of one kind over one group in a step; `bytes` counts the larger of input and output."""
 
     kind: str
     group: str = Field(description="mesh dimension")
@@ -43,9 +43,9 @@ class CollectiveTraffic(StrictModel):
 
 
 class RankResult(StrictModel):
-    """The measurements of one rank."""
+    """Measurements of one rank."""
 
-    step_s: list[float] = Field(description="seconds of each timed step; none of them is profiled")
+    step_s: list[float] = Field(description="seconds of each timed step, without the profiler")
     memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(description="allocated, reserved, rss_growth")
     profiled_s: float = Field(description="wall-clock seconds of the profiled step")
     start_us: float = Field(description="start of the profiled step, on a clock shared by all ranks")
@@ -59,21 +59,21 @@ class RankResult(StrictModel):
 
 
 class Measurement(StrictModel):
-    """The measurements of a point over all ranks."""
+    """Measurements of a point over all ranks."""
 
     ranks: int = Field(ge=1, lt=2**31)
     threads: int
     losses: Losses
     routing: Literal["natural", "forced"] | None = Field(
-        None, description="of experts: by the model's router, or forced to be even; null for a dense model"
+        None, description="expert choice: by the router, or forced to be even; null for a dense model"
     )
-    traffic: list[CollectiveTraffic] = Field(description="of rank 0")
+    traffic: list[CollectiveTraffic] = Field(description="collectives of rank 0")
     by_rank: list[RankResult] = Field(min_length=1)
     peak_flops: float | None = Field(gt=0, description="peak FLOP/s of all ranks together, the denominator of MFU")
     peak_source: str
-    flops_full: float = Field(description="of a step, all ranks; attention counted without causality")
+    flops_full: float = Field(description="FLOPs of a step, all ranks; attention counted in full")
     flops_causal: float
-    step_s: Spread = Field(description="of the slowest rank")
+    step_s: Spread = Field(description="seconds of a step on the slowest rank")
     tokens_per_s: Spread
 
     @model_validator(mode="after")
@@ -82,12 +82,12 @@ class Measurement(StrictModel):
         phases = [sum(rank.phases_s.values()) for rank in self.by_rank if rank.phases_s]
         spans = [self.step_s.median, self.tokens_per_s.median, *phases, *(last - first for first, last, _ in schedules)]
         if min(spans) <= 0:
-            raise ValueError("a step has a duration or a token rate of 0; expected more")
+            raise ValueError("a step has a duration or token rate of 0; expected a positive number")
         return self
 
 
 class PointRequest(StrictModel):
-    """Input of the ranks of a point. `reference`: a layout and its losses, to compare with."""
+    """Input of a point's ranks; `reference` is a layout and its losses, for comparison."""
 
     config: SweepConfig
     point: Point
@@ -95,7 +95,7 @@ class PointRequest(StrictModel):
 
 
 class PointResult(StrictModel):
-    """The output of a point's ranks."""
+    """Output of a point's ranks."""
 
     measurement: Measurement
     checks: list[NumericCheck]
@@ -106,7 +106,7 @@ class BenchRow(StrictModel):
 
     point: Point
     status: Status
-    reason: str = Field("", description="one line that names the failure")
+    reason: str = Field("", description="the failure in one line")
     checks: list[NumericCheck] = Field(default_factory=list)
     measured: Measurement | None = None
     notes: list[str] = Field(default_factory=list)
@@ -133,14 +133,14 @@ class BenchRow(StrictModel):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the largest rank: allocated memory on a GPU, growth of resident memory on a CPU."""
+        """Peak bytes of the largest rank: allocated on a GPU, growth of resident memory on a CPU."""
         return self.peak_memory.get("allocated", self.peak_memory.get("rss_growth"))
 
     @property
     def bubble(self) -> list[float] | None:
-        """Share of the schedule in which each rank of a pipeline is idle; None without a pipeline.
+        """Idle fraction of the schedule on each pipeline rank; None without a pipeline.
 
-        A rank is idle when it neither computes nor is in a collective of its stage. The schedule spans from the first
+        A rank is idle if it neither computes nor runs a collective within its stage. The schedule spans from the first
         forward to the last backward of any stage.
         """
         m = self.measured
@@ -153,7 +153,7 @@ class BenchRow(StrictModel):
 
 
 def sum_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the sum of each name's values."""
+    """Return the sum of the values of each name."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in values:
         sums[name] += value
@@ -161,7 +161,7 @@ def sum_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def schedule_span(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
-    """Return start of the first forward, end of the last backward and busy time between, in µs; None without both."""
+    """Return (first forward's start, last backward's end, busy time between) in µs; None without passes."""
     passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
     if not passes:
         return None
@@ -175,7 +175,7 @@ class BenchRecord(StrictModel):
 
     benchmark: Literal["layouts"] = "layouts"
     command: str
-    commit: str = Field(description="ends with `+` if tracked files differed from it")
+    commit: str = Field(description="commit; ends with `+` if tracked files differed")
     date: str
     versions: dict[str, str]
     machine: Machine
@@ -187,7 +187,7 @@ class BenchRecord(StrictModel):
         sweep = self.setup.get("sweep", {})
         for part in (sweep, self.setup.get("model", {}), sweep.get("engine", {}) if isinstance(sweep, dict) else None):
             if not isinstance(part, dict):
-                raise ValueError("setup: expected the fields of sweep, of its engine and of model")
+                raise ValueError("setup: expected mappings sweep, sweep.engine and model")
         return self
 
     def write(self, path: str | Path) -> None:
@@ -196,16 +196,16 @@ class BenchRecord(StrictModel):
         rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in data.pop("rows"))
         head = json.dumps(data, indent=1, ensure_ascii=False).removesuffix("\n}")
         partial = Path(path).with_name(f".{Path(path).name}.new")
-        # A folder name may hold bytes that are not valid text.
+        # A folder name may contain bytes that are not valid text.
         partial.write_text(f'{head},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8", errors="replace")
         partial.replace(path)
 
 
 def read_record(path: str | Path) -> BenchRecord:
-    """Return the record in a file. Raises ConfigError for a file that is not a sweep's record."""
+    """Return the record in a file, or raise ConfigError if the file is no sweep record."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        json.dumps(data, ensure_ascii=False).encode()  # fails on a lone surrogate, which no page could show
+        json.dumps(data, ensure_ascii=False).encode()  # fails on a lone surrogate, which no page can show
         return BenchRecord.model_validate(data)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, other fields, a number of thousands of digits
-        raise ConfigError(f"{path} is not a record of archon bench; expected the JSON that --record writes") from None
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, wrong fields, a huge number
+        raise ConfigError(f"{path} is not a record of archon bench; expected a JSON file written by --record") from None

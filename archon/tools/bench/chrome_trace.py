@@ -1,4 +1,4 @@
-"""Writes the profiled step of every rank as a Chrome trace, for chrome://tracing or Perfetto."""
+"""Chrome trace of every rank's profiled step, for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from archon.tools.bench.bench_record import BenchRecord
 
-# Process ids of the first ranks of two points differ by this.
+# Difference between the process ids of the first ranks of successive points.
 PROCESSES_PER_POINT = 100_000
 
 
 def write_trace(record: BenchRecord, path: Path) -> None:
-    """Write the trace of a record; each rank of each measured point is a process in it."""
+    """Write the trace of a record; every rank of a measured point is a process."""
     path.write_text(json.dumps({"traceEvents": list(_events(record)), "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def _events(record: BenchRecord) -> Iterator[dict[str, Any]]:
-    """Yield the trace's events; times are in microseconds since the first rank of the point started its step."""
+    """Yield the events; times are microseconds since the start of the point's first rank."""
     for number, row in enumerate(record.rows):
         if row.measured is None:
             continue

@@ -1,4 +1,4 @@
-"""Compares two records of sweeps."""
+"""Comparison of two records of sweeps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from archon.tools.bench.table import align_columns
 
 
 def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
-    """Return a line for each point of both records: throughput, memory, the ratios B / A, and `faster` or `slower`.
+    """Return a line per point: throughput and memory of both records, the ratios B / A, and `faster` or `slower`.
 
-    A point is faster or slower if the two ranges of throughput, minimum to maximum, do not overlap.
+    A point is faster or slower if the two throughput ranges (minimum to maximum) do not overlap.
     """
     rows_of_b: dict[str, list[BenchRow]] = {}
     for row in b.rows:
         rows_of_b.setdefault(row.point.model_dump_json(), []).append(row)
     lines = [f"{name}: {r.command} at {r.commit}, {r.date}, {r.machine.cpu}" for name, r in (("A", a), ("B", b))]
     if a.machine != b.machine:
-        lines.append("the two are from different machines, so their times are not comparable")
+        lines.append("the records come from different machines; their times are not comparable")
     first, second = _settings(a.setup), _settings(b.setup)
     for name in first | second:
         if first.get(name) != second.get(name):
-            lines.append(f"the two differ in {name}: {first.get(name)} and {second.get(name)}")
+            lines.append(f"the records differ in {name}: {first.get(name)} and {second.get(name)}")
     rows = [("point", "A tok/s", "B tok/s", "B / A", "", "A MiB", "B MiB", "B / A")]
     unmatched = []
     for row in a.rows:
@@ -50,19 +50,19 @@ def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
                     "-" if not size or other_size is None else f"{other_size / size:.3f}",
                 )
             )
-    unmatched += [f"{row.point.name}: only in B" for rest in rows_of_b.values() for row in rest]
+    unmatched += [f"{row.point.name}: only in B" for rows_left in rows_of_b.values() for row in rows_left]
     return [*lines, *(align_columns(rows) if len(rows) > 1 else []), *unmatched]
 
 
 def _verdict(a: Spread, b: Spread) -> str:
-    """Return `faster` or `slower` for B if the two ranges do not overlap, else an empty string."""
+    """Return `faster` or `slower` for B, or an empty string if the ranges overlap."""
     if b.min > a.max:
         return "faster"
     return "slower" if b.max < a.min else ""
 
 
 def _settings(setup: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a sweep besides its points: model, engine, threads and device."""
+    """Return the settings of a sweep except its points: model, engine, threads and device."""
     sweep = setup.get("sweep", {})
     values = {f"the model's {name}": value for name, value in sorted(setup.get("model", {}).items())}
     values |= {f"the engine's {name}": value for name, value in sorted(sweep.get("engine", {}).items())}

@@ -1,4 +1,4 @@
-"""The points of a sweep: layouts × shapes × micro-batches × recomputation × compilation × dtypes."""
+"""Points of a sweep: layouts × shapes × micro-batches × recomputation × compilation × dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from archon.schema.errors import ConfigError, UserError
 from archon.tools.bench.shapes import Shape, even_shape, parse_shape
 
 Recompute = Annotated[str, AfterValidator(lambda name: ActivationCheckpointConfig.from_name(name).name)]
-"""The name of a recompute policy, as `archon plan` prints it."""
+"""Name of a recompute policy, as printed by `archon plan`."""
 # Fields of EngineConfig that a point or the sweep sets.
 SWEEP_FIELDS = frozenset(
     {"path", "layout", "dtype", "max_tokens_per_mb", "compile", "activation_checkpoint", "timeout_s", "device"}
@@ -22,7 +22,7 @@ SWEEP_FIELDS = frozenset(
 
 
 class Point(StrictModel):
-    """One configuration to measure."""
+    """Configuration to measure."""
 
     layout: str
     shape: Shape
@@ -33,19 +33,19 @@ class Point(StrictModel):
 
     @property
     def loss_key(self) -> tuple[str, str]:
-        """Documents and dtype; points with equal keys must compute the same loss, up to rounding."""
+        """Documents and dtype; points with equal keys compute the same loss, up to rounding."""
         return str(self.shape.lengths), self.dtype
 
     @property
     def name(self) -> str:
-        """A line that identifies the point within a sweep."""
+        """Unique name within the sweep."""
         recompute = "" if self.recompute == "none" else f" recompute {self.recompute}"
         compiled = " compiled" if self.compile else ""
         return f"{self.layout} {self.shape.name} mb {self.micro_batch} {self.dtype}{recompute}{compiled}"
 
 
 class SweepConfig(StrictModel):
-    """A model and the options to vary. All layouts must reproduce the losses of the first one."""
+    """Model and options to vary; the losses of all layouts are compared with the first layout."""
 
     model: str = Field(description="Hugging Face checkpoint folder, or a config.json")
     layouts: list[str] = Field(["d1"], min_length=1, description="parallel layouts")
@@ -59,13 +59,13 @@ class SweepConfig(StrictModel):
     compile: list[bool] = Field([False], min_length=1, description="torch.compile each block")
     dtype: list[ComputeDtype] = Field(["float32"], min_length=1, description="compute dtype")
     steps: int = Field(5, ge=1, description="timed steps")
-    warmup: int = Field(2, ge=2, description="steps before the timed ones; the losses of the first two are checked")
+    warmup: int = Field(2, ge=2, description="steps before the timed steps; the losses of the first two are checked")
     device: str = Field("auto", description="auto | cpu | cuda")
     threads: int | None = Field(None, ge=1, description="threads of a process; null divides the cores evenly")
     peak_tflops: float | None = Field(None, gt=0, description="peak TFLOP/s of a device, for MFU")
     time_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS, description="maximum seconds of a point")
     fresh: bool = Field(False, description="use random weights even if the checkpoint has weights")
-    engine: dict[str, Any] = Field(default_factory=dict, description="further fields of EngineConfig")
+    engine: dict[str, Any] = Field(default_factory=dict, description="additional fields of EngineConfig")
 
     @model_validator(mode="after")
     def _check_engine(self) -> SweepConfig:
@@ -75,13 +75,13 @@ class SweepConfig(StrictModel):
         lora = self.engine.get("lora")
         if isinstance(lora, dict) and lora.get("loras") is not None:
             raise ValueError(
-                "engine.lora.loras has several LoRAs, but a sweep's documents name none; configure one LoRA"
+                "engine.lora.loras has several LoRAs, but a sweep's documents select none; use a single LoRA"
             )
         return self
 
     @property
     def folder(self) -> Path:
-        """The model's folder."""
+        """Folder of the model."""
         path = Path(self.model)
         return path.parent if path.name == "config.json" else path
 
@@ -91,14 +91,14 @@ class SweepConfig(StrictModel):
         return self.fresh or not any(self.folder.glob("*.safetensors"))
 
     def shapes(self) -> list[Shape]:
-        """Return a shape for each document length and each ragged shape."""
+        """Return a shape for each document length and each entry of `lengths`."""
         if not self.seq and not self.lengths:
-            raise ConfigError("set document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
+            raise ConfigError("no document lengths; set --seq 1024, or --lengths 700,90,13 or lognormal:1024")
         even = [even_shape(length, self.tokens) for length in self.seq]
         return even + [parse_shape(text, self.tokens) for text in self.lengths]
 
     def points(self) -> list[Point]:
-        """Return all points; those with equal losses are consecutive.
+        """Return all points; points with equal losses are consecutive.
 
         Raises:
             LayoutError: a layout is malformed.
@@ -121,7 +121,7 @@ class SweepConfig(StrictModel):
         return points
 
     def error(self, point: Point) -> str:
-        """Return why a point cannot be measured, as far as is known without running it, or an empty string."""
+        """Return the reason that a point cannot be measured, or an empty string if none is known in advance."""
         from archon.engine.build import resolve_device
 
         try:
@@ -137,7 +137,7 @@ class SweepConfig(StrictModel):
         )
 
     def engine_config(self, point: Point) -> EngineConfig:
-        """Return the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""
+        """Return the engine config of a point, without shared prefixes so that all layouts do equal work."""
         fields = {
             "path": str(self.folder),
             "layout": point.layout,

@@ -1,4 +1,4 @@
-"""Starts the ranks of one point, and turns any failure into a status and one line."""
+"""Launcher of one point's ranks; turns a failure into a status and one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archon.tools.bench.bench_record import PointRequest, PointResult, Status
 from archon.tools.bench.rank_process import ERROR, RESULT, STACKS
 
 OUTPUT = "output.txt"
-# Seconds beyond the time limit for the ranks to start and to exit by themselves.
+# Seconds beyond the time limit for the ranks to start and exit.
 GRACE_S = 60.0
 # Seconds for torchrun to end its ranks.
 TERMINATE_TIMEOUT_S = 40.0
@@ -24,9 +24,10 @@ MAX_REASON_LENGTH = 300
 
 
 def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> PointResult | tuple[Status, str]:
-    """Run `archon.tools.bench.rank_process` in `ranks` processes under torchrun.
+    """Run `archon.tools.bench.rank_process` in `ranks` processes under torchrun, with `folder` for their files.
 
-    Returns the result that they write to `folder`, or the status of their failure and its reason.
+    Returns:
+        The result of the ranks, or the status and the reason of their failure.
     """
     path = folder / "request.json"
     path.write_text(request.model_dump_json())
@@ -49,7 +50,7 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
 
 
 def _terminate(process: subprocess.Popen[Any]) -> None:
-    """Terminate torchrun, which ends its ranks, if it is running."""
+    """Terminate torchrun, which ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -60,10 +61,10 @@ def _terminate(process: subprocess.Popen[Any]) -> None:
 
 
 def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
-    """Return the status of a failed point and the reason, from the files that its ranks wrote to `folder`."""
+    """Return the status and the reason of a failed point, from the files of its ranks in `folder`."""
     output = (folder / OUTPUT).read_text(errors="replace")
     exit_codes = [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
-    # A rank killed by a signal is the cause, and errors of the others follow from it; torchrun ends them by SIGTERM.
+    # A rank killed by a signal is the cause of the errors on other ranks, which torchrun ends by SIGTERM.
     if signals := [-number for number in exit_codes if number < 0 and number != -signal.SIGTERM]:
         return _signal_failure(signals[0])
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob(ERROR.format("*")))]
@@ -71,11 +72,11 @@ def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
         first = min(errors, key=lambda error: error["time"])
         return _status(first["kinds"], first["message"]), one_line(f"{first['kinds'][0]}: {first['message']}")
     if frames := _innermost_frames(folder):
-        return "hung", one_line(f"no end after {limit:g} s: {frames}")
+        return "hung", one_line(f"still running after {limit:g} s: {frames}")
     if exit_codes and max(exit_codes) > 0:
         return "failed", f"a rank ended with exit code {max(exit_codes)}"
     if -signal.SIGTERM in (code, *exit_codes):
-        return "hung", f"no end after {limit:g} s, and the ranks wrote no stacks"
+        return "hung", f"still running after {limit:g} s; the ranks wrote no stacks"
     if code < 0:
         return _signal_failure(-code)
     lines = [line for line in output.splitlines() if line.strip()]
@@ -83,9 +84,9 @@ def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
 
 
 def _signal_failure(number: int) -> tuple[Status, str]:
-    """Return the status and the reason of a rank that was ended by a signal."""
+    """Return the status and the reason for a rank that a signal ended."""
     if number == signal.SIGKILL:
-        return "out of memory", "a rank was killed by signal 9, most likely because memory ran out"
+        return "out of memory", "a rank was killed by signal 9, most likely out of memory"
     return "failed", f"a rank was ended by signal {number}"
 
 
@@ -99,7 +100,7 @@ def _status(kinds: list[str], message: str) -> Status:
 
 
 def _innermost_frames(folder: Path) -> str:
-    """Return the innermost Python frame of each rank's main thread, one for all ranks in the same place."""
+    """Return the innermost Python frame of each rank's main thread, grouped by place."""
     places: dict[str, list[str]] = {}
     for path in sorted(folder.glob(STACKS.format("*"))):
         main_thread = path.read_text().split("(most recent call first):")[-1]
@@ -111,5 +112,5 @@ def _innermost_frames(folder: Path) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line, shortened to the length of a reason."""
+    """Return the text as one line of at most `MAX_REASON_LENGTH` characters."""
     return textwrap.shorten(text, MAX_REASON_LENGTH, placeholder=" …")

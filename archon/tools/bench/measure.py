@@ -1,4 +1,4 @@
-"""The measurement of one point on its ranks: build, check losses, time steps, record collectives, profile."""
+"""Measurement of one point on its ranks: build, check losses, time steps, record collectives, profile."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from archon.tools.bench.partition import merge_short_segments
 from archon.tools.bench.profiling import profile_step
 from archon.tools.bench.shapes import shard_documents
 
-# Allowed relative differences between two layouts on the same batch. They are larger after AdamW's first step, because
+# Maximum relative differences between two layouts on the same batch. They are larger after AdamW's first step, because
 # the sign of a nearly zero gradient depends on rounding.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 TOLERANCE_AFTER_STEP = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
-# A matrix product that exceeds a core's caches and takes a fraction of a second.
+# A matmul that exceeds a core's caches and takes a fraction of a second.
 GEMM_SIZE, GEMM_ROUNDS = 1024, 8
 
 
@@ -47,9 +47,10 @@ class DeviationError(ArithmeticError):
 
 
 def measure(request: PointRequest) -> PointResult:
-    """Measure a point. Returns on every rank the measurement of all ranks and the checks of the losses. A collective.
+    """Measure a point; return the measurement of all ranks and the loss checks. A collective.
 
-    Raises DeviationError, before anything is timed, if the losses differ from the reference, and the engine's errors.
+    Raises:
+        DeviationError: the losses differ from the reference; raised before anything is timed.
     """
     sweep, point = request.config, request.point
     config = sweep.engine_config(point)
@@ -78,7 +79,7 @@ def measure(request: PointRequest) -> PointResult:
         step()
     world.barrier()
     profile, profiled_s = profile_step(step, engine.model, device)
-    rank_result = RankResult(
+    result = RankResult(
         step_s=seconds,
         memory_bytes=memory,
         profiled_s=profiled_s,
@@ -90,7 +91,7 @@ def measure(request: PointRequest) -> PointResult:
         gemm_flops=gemm_flops(getattr(torch, point.dtype), world) if device.type == "cpu" else 0.0,
     )
     by_rank = [
-        RankResult.model_validate(json.loads(data)) for data in world.all_gather(rank_result.model_dump_json().encode())
+        RankResult.model_validate(json.loads(data)) for data in world.all_gather(result.model_dump_json().encode())
     ]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
     products = replace(MatmulShape.from_args(engine.args), lora=active_parameters(engine.adapter, engine.lora))
@@ -117,27 +118,23 @@ def measure(request: PointRequest) -> PointResult:
 
 
 def compare_losses(losses: Losses, layout: str, reference: Losses, dtype: str) -> list[NumericCheck]:
-    """Check `losses` against `reference`, the losses in `layout`.
-
-    Raises:
-        DeviationError: they differ.
-    """
+    """Check `losses` against `reference`, the losses in `layout`; raise DeviationError if they differ."""
     checks = []
-    for what, value in losses:
-        other = getattr(reference, what)
-        tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]
+    for name, value in losses:
+        other = getattr(reference, name)
+        tolerance = (TOLERANCE_AFTER_STEP if name == "loss_after_one_step" else TOLERANCE)[dtype]
         difference = relative_difference(value, other)
         if not difference <= tolerance:
             raise DeviationError(
-                f"{what.replace('_', ' ')} is {value:.9g}, but {other:.9g} in {layout}: they differ by "
+                f"{name.replace('_', ' ')} is {value:.9g}, but {other:.9g} in {layout}: they differ by "
                 f"{difference:.1e}, allowed {tolerance:.0e}; the point is not timed"
             )
-        checks.append(NumericCheck(what=what, peer=layout, difference=difference, tolerance=tolerance))
+        checks.append(NumericCheck(what=name, peer=layout, difference=difference, tolerance=tolerance))
     return checks
 
 
 def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
-    """Return the seconds of a step that all ranks start at the same time."""
+    """Return the seconds of a step that starts at the same time on all ranks."""
     world.barrier()
     start = time.perf_counter()
     step()
@@ -145,14 +142,14 @@ def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
 
 
 def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
-    """Return the memory peaks of the timed steps; resident memory is relative to the start without a model."""
+    """Return the memory peaks of the timed steps; resident memory is relative to before the model was built."""
     peaks = steps.read()
     sizes = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
     return sizes | ({"rss_growth": peaks["rss_peak"] - start.rss} if "rss_peak" in peaks and start.rss else {})
 
 
 def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
-    """Return FLOP/s of this process's fastest matrix product, with the models' kernel, while all ranks run one."""
+    """Return FLOP/s of this process's fastest matmul with the models' kernel, while all ranks run one."""
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
     best = float("inf")
     world.barrier()
@@ -166,11 +163,11 @@ def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
 def _peak_flops(
     device: torch.device, dtype: str, peak_flops: float | None, by_rank: list[RankResult]
 ) -> tuple[float | None, str]:
-    """Return peak FLOP/s of all ranks together, None where unknown, and the source of the number."""
+    """Return the peak FLOP/s of all ranks together (None if unknown) and the source of the number."""
     if peak_flops is not None:
         return peak_flops * 1e12 * len(by_rank), f"--peak-flops, {peak_flops:g} TFLOP/s a rank"
     if device.type == "cpu":
-        return sum(rank.gemm_flops for rank in by_rank), f"measured product of {GEMM_SIZE}² matrices, {dtype}"
+        return sum(rank.gemm_flops for rank in by_rank), f"measured matmul of {GEMM_SIZE}² matrices, {dtype}"
     name = torch.cuda.get_device_name(device)
     part = max((part for part in PEAK_BF16_FLOPS if part in name), key=len, default=None)
     if part is None or dtype != "bfloat16":

@@ -1,4 +1,4 @@
-"""Peak memory of a process, from the kernel's counters and, on a GPU, from torch's allocator."""
+"""Peak memory of a process, from the kernel's counters and torch's GPU allocator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def status_bytes(field: str, pid: int | str = "self") -> int:
 
 
 def trim_free_memory() -> None:
-    """Collect garbage and release the C library's free memory, so that a measurement starts from the memory in use."""
+    """Collect garbage and release the C library's free memory, so a measurement starts from the used memory."""
     gc.collect()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -30,11 +30,11 @@ def trim_free_memory() -> None:
 class MemoryMeter:
     """Measures the peak memory of this process from construction to `read`.
 
-    `rss_peak` is the process's peak of resident memory, `rss_above_start` its growth; on a GPU also torch's peaks
-    `allocated` and `reserved`. `rss` is the resident memory at the start, 0 if it cannot be determined.
+    `rss_peak` is the peak of resident memory, `rss_above_start` its growth. On a GPU, `allocated` and `reserved` are
+    the peaks of torch's allocator. `rss` is the resident memory at the start, 0 if unknown.
 
     Args:
-        on_gpu: measure GPU memory too, if there is a GPU.
+        on_gpu: also measure GPU memory, if there is a GPU.
     """
 
     def __init__(self, on_gpu: bool = True) -> None:
@@ -47,7 +47,7 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak of the resident memory
             self.rss = status_bytes("VmRSS")
         except OSError:
-            self.rss = 0  # without the reset the peak would be since the start of the process
+            self.rss = 0  # without the reset, the peak would include everything since process start
 
     def synchronize(self) -> None:
         """Wait until the GPU, if there is one, is idle."""
@@ -55,7 +55,7 @@ class MemoryMeter:
             self._gpu.synchronize()
 
     def read(self) -> dict[str, int]:
-        """Return peak bytes by kind, without the kinds that cannot be determined here."""
+        """Return peak bytes by kind; kinds that are unknown on this machine are omitted."""
         sizes: dict[str, int] = {}
         if self.rss:
             peak = status_bytes("VmHWM")
@@ -66,5 +66,5 @@ class MemoryMeter:
 
 
 def _cuda() -> Any:
-    torch = sys.modules.get("torch")  # a process that has not imported torch has nothing on a GPU
+    torch = sys.modules.get("torch")  # without torch, the process uses no GPU
     return torch.cuda if torch is not None and torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""The origin of a measurement (command, commit, machine) and statistics of its values. Does not import torch."""
+"""Origin of a measurement (command, commit, machine) and statistics of its values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pydantic import Field
 from archon.schema.config import StrictModel
 
 ROOT = Path(__file__).resolve().parents[3]
-# Git pathspecs that exclude files on which no measurement depends.
+# Git pathspecs that exclude files without influence on measurements.
 EXCLUDED_PATHS = (":!benchmarks/records", ":!*.md")
 PACKAGES = ("torch", "transformers", "peft", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
 
 
 class Machine(StrictModel):
-    """The machine of a measurement."""
+    """Machine of a measurement."""
 
     cpu: str
     cores: int = Field(ge=1, description="cores this process may use")
@@ -33,16 +33,16 @@ class Machine(StrictModel):
 
 
 class NumericCheck(StrictModel):
-    """A comparison of values that passed before steps were timed."""
+    """Comparison that passed before steps were timed."""
 
     what: str
     peer: str
-    difference: float = Field(description="relative; 0 where equality was required")
+    difference: float = Field(description="relative difference; 0 if equality was required")
     tolerance: float
 
 
 class Spread(StrictModel):
-    """Statistics of the values of repeated runs, and their memory."""
+    """Statistics of repeated runs, and their memory."""
 
     unit: str
     median: float
@@ -65,7 +65,7 @@ def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]]
 
 
 def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the maximum of each name's values."""
+    """Return the maximum of the values of each name."""
     peaks: dict[str, int] = {}
     for by_name in sizes:
         for name, size in by_name.items():
@@ -74,12 +74,12 @@ def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def relative_difference(value: float, reference: float) -> float:
-    """Return |ours - theirs| / |theirs|."""
+    """Return |value - reference| / |reference|."""
     return abs(value - reference) / max(abs(reference), 1e-30)
 
 
 def origin(command: str) -> dict[str, Any]:
-    """Return the fields of every record: command, commit, date (UTC), versions and machine."""
+    """Return the common fields of records: command, commit, date (UTC), versions and machine."""
     return {
         "command": command,
         "commit": commit(),
@@ -99,9 +99,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with `+` if tracked files differ from it; `unknown` outside a checkout.
+    """Return the commit of the checkout, with `+` if tracked files differ; `unknown` outside a checkout.
 
-    Records and Markdown pages are ignored, because a run writes them.
+    Records and Markdown pages do not count, because a run writes them.
     """
     if not (ROOT / ".git").exists():
         return "unknown"
@@ -114,12 +114,12 @@ def commit() -> str:
 
 
 def processor(info: str) -> str:
-    """Return the processor name in /proc/cpuinfo, with family and model.
+    """Return name, family and model from the text of /proc/cpuinfo.
 
-    Virtual machines only say `AMD EPYC` for processors with matmul speeds that differ by half.
+    Virtual machines report the bare name `AMD EPYC` for processors that differ by half in speed.
     """
-    named = (line.partition(":") for line in info.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in named}
+    lines = (line.partition(":") for line in info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
     numbers = ", ".join(
         f"{name} {fields[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in fields
     )

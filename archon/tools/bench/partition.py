@@ -1,9 +1,9 @@
-"""Partition a profiled step into segments without gaps or overlaps: phases, collectives, and other time.
+"""Partition of a profiled step into segments without gaps or overlaps: phases, collectives, and the rest.
 
-On a CPU the training thread's time is partitioned: a collective has the time in which the thread starts it and waits
-for it. On a GPU the device's time is partitioned: a phase while computation runs, a kind of collective while only
-collectives run, else `other`, in which the device waits for the host. The segments add up to the step, and a collective
-that overlaps with computation counts nothing.
+On a CPU, it partitions the time of the training thread; a collective has the time of its start and of the wait for it.
+On a GPU, it partitions the time of the device: a phase while computation runs, a kind of collective while only
+collectives run, else `other`, the wait for the host. The segments add up to the step, so a collective that overlaps
+with computation counts nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = "step"
 OTHER = "other"
 # Autograd's names of the head's backward pass.
 HEAD_NODES = ("_WeightedLossBackward", "_TokenScoresBackward")
-# Maximum number of segments that a record keeps; the shortest are merged with their neighbors.
+# Maximum number of segments in a record; the shortest are merged with their neighbors.
 MAX_SEGMENTS = 2000
 
 _KIND_OF_NCCL_KERNEL = {
@@ -35,7 +35,7 @@ _KIND_OF_NCCL_KERNEL = {
 
 @dataclass(frozen=True)
 class Span:
-    """A named interval from `start` to `end`, in microseconds."""
+    """Named interval from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Profile:
-    """One rank's profiled step: `start` in microseconds on a clock shared by all ranks; segments relative to it."""
+    """Profiled step of one rank: `start` in microseconds on a shared clock, and segments relative to it."""
 
     start: float
     segments: list[Segment]
@@ -52,7 +52,7 @@ class Profile:
 
 
 def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
-    """Return the profile of a trace exported by `torch.profiler` that contains one `archon:step`."""
+    """Return the profile in a `torch.profiler` trace that has one `archon:step`."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     step = next(event for event in events if event["name"] == LABEL + STEP and event.get("cat") == "user_annotation")
     outer = Span(STEP, step["ts"], step["ts"] + step["dur"])
@@ -69,7 +69,7 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
 
 
 def _span(event: dict[str, Any]) -> Span | None:
-    """Return the span of a host event; None if it is neither a phase nor a collective."""
+    """Return the span of a phase or collective on the host; None for other events."""
     name, category = event["name"], event.get("cat")
     label: str | None = None
     if category == "user_annotation" and name.startswith(LABEL) and name != LABEL + STEP:
@@ -83,9 +83,9 @@ def _span(event: dict[str, Any]) -> Span | None:
 
 
 def partition_nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
-    """Return the partition of `outer` by the spans in it: the innermost span, or `other` without one.
+    """Partition `outer` by its innermost spans; time without a span is `other`.
 
-    A `wait` has the name of the collective that was started last.
+    A `wait` has the name of the last started collective.
     """
     result: list[Span] = []
     open_spans: list[Span] = [Span(OTHER, outer.start, outer.end)]
@@ -114,7 +114,7 @@ def partition_nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable[Span]:
-    """Yield the spans of the device: collectives by kind, other kernels by the host's phase that launched them."""
+    """Yield the spans of the device: collectives by kind, other kernels by the host phase of their launch."""
     starts = [span.start for span in host]
     launches = {
         event["args"]["correlation"]: event["ts"]
@@ -127,7 +127,7 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
         name, end = event["name"], event["ts"] + event["dur"]
         if "nccl" in name.lower():
             kind = next((kind for part, kind in _KIND_OF_NCCL_KERNEL.items() if part in name), "collective")
-            # NCCL implements all-to-all by its send-receive kernel; torch records which of the two was called.
+            # NCCL implements all-to-all with its send-receive kernel; torch records the called collective.
             called = str(event.get("args", {}).get("Collective name", "")).replace("_", "")
             kind = "all_to_all" if kind == "send_recv" and called.startswith("alltoall") else kind
             yield Span(kind, event["ts"], end)
@@ -135,14 +135,14 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
         launched = launches.get(event.get("args", {}).get("correlation"), event["ts"])
         index = bisect.bisect_right(starts, launched) - 1
         phase = host[index].name if 0 <= index < len(host) else OTHER
-        # Copies that a collective makes besides its kernel count as `other`.
+        # A collective's copies outside its kernel count as `other`.
         yield Span(phase if phase in COMPUTE else OTHER, event["ts"], end)
 
 
 def partition_overlapping(outer: Span, spans: Iterable[Span]) -> list[Span]:
-    """Return the partition of `outer` by overlapping spans; time that no span covers is `other`.
+    """Partition `outer` by overlapping spans; time without a span is `other`.
 
-    Computation has precedence over `other`, which has precedence over collectives; among equals the latest start wins.
+    Precedence: computation, then `other`, then collectives; among equals, the latest start.
     """
     edges: list[tuple[float, int, int, Span]] = []
     for number, span in enumerate(spans):
@@ -167,7 +167,7 @@ def partition_overlapping(outer: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
-    """Return segments (name, start, duration) of the spans, with neighbors of equal name merged."""
+    """Return segments (name, start, duration) of the spans; neighbors with equal names are merged."""
     result: list[Segment] = []
     for part in parts:
         if result and result[-1][0] == part.name:
@@ -179,7 +179,7 @@ def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
 
 
 def merge_short_segments(segments: list[Segment], most: int = MAX_SEGMENTS) -> list[Segment]:
-    """Return about the `most` longest segments; shorter ones are merged with the one before them."""
+    """Return about the `most` longest segments; shorter segments are merged into their predecessor."""
     if len(segments) <= most:
         return segments
     least = sorted(length for _, _, length in segments)[-most]

@@ -1,4 +1,4 @@
-"""Profiles one training step by torch's profiler, with the labels that `archon.tools.bench.partition` reads."""
+"""Profile of one training step by torch's profiler, with the labels of `archon.tools.bench.partition`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archon.parallel.phase import phase_listener
 from archon.parallel.torch_private import wrap_waits
 from archon.tools.bench.partition import LABEL, STEP, Profile, read_profile
 
-# Kinds of collectives by c10d's `OpType`, the only information that a wait has.
+# Kinds of collectives by c10d's `OpType`, the only information of a wait.
 _KIND_OF_OP_TYPE = {
     0: "broadcast",
     1: "all_reduce",
@@ -36,12 +36,12 @@ _KIND_OF_OP_TYPE = {
 
 
 def phase_label(name: str) -> record_function:
-    """Return a profiler label of the phase `name`."""
+    """Return a context that labels a phase in the trace."""
     return record_function(LABEL + name)
 
 
 def profile_step(step: Callable[[], Any], model: nn.Module, device: torch.device) -> tuple[Profile, float]:
-    """Return the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
+    """Return the profile and the wall-clock seconds of one call of `step`, which must wait for the device."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler, phase_listener(phase_label), _label_head(model), label_waits():
@@ -58,7 +58,7 @@ def profile_step(step: Callable[[], Any], model: nn.Module, device: torch.device
 
 @contextmanager
 def _label_head(model: nn.Module) -> Iterator[None]:
-    """Label the forward of the head, which also computes the gradient of a fused loss."""
+    """Label the head's forward, which also computes the gradient of a fused loss."""
     opened: list[Any] = []
 
     def before(*_: Any) -> None:
@@ -76,6 +76,19 @@ def _label_head(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def label_waits() -> AbstractContextManager[None]:
-    """Label the waits for collectives in Python, which the profiler does not record as operators."""
-    return wrap_waits(lambda kind: phase_label(_KIND_OF_OP_TYPE.get(kind, "collective")))
+@contextmanager
+def label_waits() -> Iterator[None]:
+    """Label Python waits for collectives; the profiler records no operator for them."""
+    work_class: Any = dist.Work
+    wait = work_class.wait
+
+    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
+        with phase_label(kind):
+            return wait(work, *args, **kwargs)
+
+    work_class.wait = labeled_wait
+    try:
+        yield
+    finally:
+        work_class.wait = wait

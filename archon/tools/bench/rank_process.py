@@ -1,7 +1,7 @@
 """One rank of one point: `python -m archon.tools.bench.rank_process REQUEST.json`.
 
-`archon.tools.bench.sweep` starts it. It writes its result, or its error, to the request's directory. A rank that
-exceeds the time limit writes its stack there and exits, even if it hangs in a kernel or a collective.
+`archon.tools.bench.sweep` starts it. It writes its result or its error to the request's folder. After the time limit, a
+rank writes its stack there and exits, even if it hangs in a kernel or a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
 
 
 def main(path: Path) -> None:
-    """Run the rank of the request at `path`."""
+    """Measure the point of the request in `path`."""
     rank, folder = os.environ.get("RANK", "0"), path.parent
     request = PointRequest.model_validate_json(path.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")
@@ -35,13 +35,13 @@ def main(path: Path) -> None:
             (folder / RESULT).write_text(result.model_dump_json())
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001 -- the sweep continues, with a row that has the error's message
+    except Exception as error:  # noqa: BLE001 -- the sweep continues with a row that has the message
         kinds = [kind.__name__ for kind in type(error).__mro__]
         content = {"kinds": kinds, "message": str(error), "time": time.time()}
         (folder / ERROR.format(rank)).write_text(json.dumps(content))
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # immediately: other ranks may wait in a collective and cannot take part in a clean exit
+        os._exit(1)  # at once: other ranks may wait in a collective, so a regular exit would hang
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,4 +1,4 @@
-"""The documents of a step: their lengths and tokens."""
+"""Documents of a step: lengths and tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DOCUMENTS = 1_000_000
 
 
 class Shape(StrictModel):
-    """The lengths, in tokens, of the documents of one step, over all ranks."""
+    """Lengths in tokens of the documents of one step, over all ranks."""
 
     name: str
     lengths: list[int] = Field(min_length=1)
@@ -29,17 +29,17 @@ class Shape(StrictModel):
     @model_validator(mode="after")
     def _check_lengths(self) -> Shape:
         if min(self.lengths) < 2:
-            raise ValueError(f"shape {self.name}: a document needs 2 tokens to predict one, got {min(self.lengths)}")
+            raise ValueError(f"shape {self.name}: a document has {min(self.lengths)} tokens; expected at least 2")
         return self
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Total number of tokens."""
         return sum(self.lengths)
 
 
 def even_shape(length: int, tokens: int) -> Shape:
-    """Return `tokens` in documents of `length`. Raises ConfigError if they do not divide evenly."""
+    """Return `tokens` tokens in documents of `length`, or raise ConfigError if they do not divide evenly."""
     if length < 2 or tokens % length:
         raise ConfigError(
             f"--tokens {tokens} is not a multiple of --seq {length}; documents are not split across steps"
@@ -48,15 +48,12 @@ def even_shape(length: int, tokens: int) -> Shape:
 
 
 def parse_shape(text: str, tokens: int) -> Shape:
-    """Parse document lengths.
+    """Return the shape of a text such as `700,90,13`, `uniform:1024` or `lognormal:1024`.
 
-    Args:
-        text: `700,90,13` (these lengths), or `uniform:1024` or `lognormal:1024`: random lengths up to 1024 from a fixed
-        seed.
-        tokens: sum of random lengths.
+    The latter two are random lengths up to 1024 from a fixed seed; they sum to `tokens`.
 
     Raises:
-        ConfigError: any other text.
+        ConfigError: the text has another form.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         lengths = [int(part) for part in text.split(",")]
@@ -64,7 +61,7 @@ def parse_shape(text: str, tokens: int) -> Shape:
     match = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
     if match is None:
         raise ConfigError(
-            f"--lengths {text!r} is not a shape; expected for example 700,90,13 or uniform:1024 or lognormal:1024"
+            f"--lengths is {text!r}; expected lengths such as 700,90,13, or uniform:1024, or lognormal:1024"
         )
     kind, longest = match[1], int(match[2])
     if not 2 <= longest <= tokens:
@@ -82,7 +79,10 @@ def parse_shape(text: str, tokens: int) -> Shape:
 def shard_documents(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
     """Return the documents of data-parallel rank `rank` of `ranks`: every `ranks`-th one in order of length.
 
-    The random tokens of a document do not depend on the layout. Raises ConfigError for fewer documents than ranks.
+    The random tokens of a document do not depend on the layout.
+
+    Raises:
+        ConfigError: there are fewer documents than ranks.
     """
     import torch
 

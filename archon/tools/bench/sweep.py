@@ -1,4 +1,4 @@
-"""Run a sweep: each point in separate processes, with one row per point even if it fails."""
+"""Runner of a sweep: each point in separate processes, with one row per point even if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from archon.tools.bench.launch import one_line, run_ranks
 from archon.tools.bench.origin import machine, origin
 from archon.tools.bench.partition import STEP
 
-# Allowed difference of the sum of phases from the step's wall-clock time, which includes starting the profiler's step.
+# Maximum relative difference between the sum of phases and the wall-clock time, which includes the profiler's start.
 PHASE_TOLERANCE = 0.05
 
 
@@ -26,14 +26,20 @@ def run_sweep(
     command: str | None = None,
     on_start: Callable[[Point], None] = lambda point: None,
 ) -> BenchRecord:
-    """Measure every point of `config` and return the record.
+    """Measure every point of `config`; return the record.
+
+    A point that is rejected, fails, runs out of memory or hangs has a row with the reason.
 
     Args:
-        config: the sweep.
-        record: file to write the record to, after each point.
+        config: model and options to vary.
+        record: file of the record, written after each point.
         on_row: called with each row.
-        command: the command that repeats the sweep; by default `archon` and this process's arguments.
+        command: command that repeats the sweep; by default `archon` and this process's arguments.
         on_start: called with each point before it runs.
+
+    Raises:
+        ConfigError: no point can be measured, or the record's folder does not exist; raised before any start.
+        LayoutError: a layout is malformed.
     """
     points = config.points()
     sweep = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
@@ -53,7 +59,7 @@ def run_sweep(
 
 
 def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] | None = None) -> BenchRow:
-    """Measure one point and return its row; `reference` is a layout and its losses, to compare with."""
+    """Measure one point, compare its losses with `reference` (a layout and its losses), and return its row."""
     from archon.parallel.layout import parse_layout
 
     ranks = parse_layout(point.layout).world_size
@@ -70,12 +76,12 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
 
 
 def _notes(measured: Measurement) -> list[str]:
-    """Return warnings about phases that do not add up to the step."""
+    """Return warnings about ranks with phases that do not add up to the step."""
     notes = []
     for rank, result in enumerate(measured.by_rank):
         total, clock = sum(result.phases_s.values()), result.profiled_s
         if abs(total - clock) > PHASE_TOLERANCE * clock:
-            notes.append(f"rank {rank}: the phases add up to {total:.4g} s, the {STEP} took {clock:.4g} s by the clock")
+            notes.append(f"rank {rank}: phases add up to {total:.4g} s, but the {STEP} took {clock:.4g} s")
     return notes
 
 
@@ -84,6 +90,6 @@ def _setup(config: SweepConfig) -> dict[str, object]:
     from archon.models import get_model_spec
 
     hf_config = read_hf_config(str(config.folder))
-    get_model_spec(str(hf_config.get("model_type")))  # raises for an unsupported model before anything is started
+    get_model_spec(str(hf_config.get("model_type")))  # raises for an unsupported model, before any start
     plain = {name: value for name, value in hf_config.items() if isinstance(value, int | float | str)}
     return {"sweep": config.model_dump(), "model": plain}

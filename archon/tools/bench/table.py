@@ -1,4 +1,4 @@
-"""Formats the rows of a sweep as text."""
+"""Rows of a sweep as text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS g
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns, the first to the left, the others to the right."""
+    """Return lines with aligned columns: the first column to the left, all others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ([row[0].ljust(first), *map(str.rjust, row[1:], widths)] for row in rows)
     return ["  ".join(line).rstrip() for line in lines]
 
 
 def table(record: BenchRecord) -> list[str]:
-    """Return one line per point; failed points have their reason."""
+    """Return one line per point; a failed point shows its reason."""
     kinds = next((row.peak_memory for row in record.rows if row.measured is not None), {})
     memory = f"{' / '.join(MEMORY.get(kind, kind) for kind in kinds) or 'memory'}, MiB"
     rows: list[tuple[str, ...]] = [
@@ -89,7 +89,7 @@ def _phases(row: BenchRow, m: Measurement) -> list[str]:
     lines = [f"  phases, ms  {parts}; {1e3 * total:.2f} in total, under the profiler"]
     busy = sum_by_name((kind, s / m.ranks) for rank in m.by_rank for kind, s in rank.collective_busy_s.items())
     if busy:
-        lines.append("  hidden or exposed, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
+        lines.append("  collectives, ms, overlap included  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
     return lines
 
 

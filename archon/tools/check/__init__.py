@@ -1,1 +1,1 @@
-"""Contracts that every model family must fulfill, runnable on any registered family: `archon check-model`."""
+"""Contracts of model families; `archon check-model` runs them on any registered family."""

@@ -1,4 +1,4 @@
-"""Check every contract of a family."""
+"""Contracts of a family and their results."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, parity
 from archon.tools.check.round_trip import native_round_trip, round_trip
 from archon.tools.check.silent_defaults import STYLES, field_outcomes, unread_fields
 
-# How many configurations each contract tries, of a quick check and of a full one.
+# Seeds of the configurations of a contract; a full check uses more.
 DEFAULT_SEEDS = range(6)
 SLOW_TEST_SEEDS = range(2)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one contract.
+    """Result of one contract.
 
     Attributes:
-        text: measured result, or the violation.
+        text: summary, or the violation.
         passed: None for a contract that could not be checked.
     """
 
@@ -42,12 +42,12 @@ class Finding:
 
 
 def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield the result of each contract, or of those named in `only`.
+    """Yield the finding of each contract, or of the contracts named in `only`.
 
-    `full` tries every configuration, tied models in layouts, and all pages.
+    `full` tries all configurations, tied models in layouts, and all page sizes.
 
     Raises:
-        ConfigError: unknown contract.
+        ConfigError: an unknown contract.
     """
     if unknown := set(only) - CONTRACTS.keys():
         raise ConfigError(f"no contract is named {sorted(unknown)[0]!r}; expected one of {', '.join(CONTRACTS)}")
@@ -58,16 +58,16 @@ def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[
         try:
             text = contract(family, full)
         except _NoReferenceError:
-            text, passed = "transformers has no such type", None
+            text, passed = "transformers lacks this type", None
         except (ContractError, UserError) as error:
             text, passed = " ".join(str(error).split()), False
-        except Exception as error:  # noqa: BLE001 - a family's code may raise anything; the other contracts go on
+        except Exception as error:  # noqa: BLE001 - a family's code may raise anything; the other contracts continue
             text, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
         yield Finding(name, text, passed, time.monotonic() - started)
 
 
 class _NoReferenceError(Exception):
-    """The contract compares with transformers, which has no such type."""
+    """The contract compares with transformers, which does not have this type."""
 
 
 def _reference(family: CheckedFamily) -> str:
@@ -77,22 +77,22 @@ def _reference(family: CheckedFamily) -> str:
 
 
 def _parameters(family: CheckedFamily, full: bool) -> str:
-    """Compare the parameter count of the published default sizes with transformers, both on the meta device."""
+    """Compare the parameter count at the published default sizes with transformers, on the meta device."""
     reference = _reference(family)
     config_class, model_class = hf_classes(reference)
-    config, which = config_class(), "the default config"
+    config, source = config_class(), "the default config"
     try:
         adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
-    except ConfigError:  # for example GLM-4.5, which rotates 21 of the 42 features of a head
-        config, which = random_config(0, family.model_type, reference), "a drawn config, since the default is refused"
+    except ConfigError:  # such as GLM-4.5, which rotates 21 of the 42 features of a head
+        config, source = random_config(0, family.model_type, reference), "a random config (the default is rejected)"
         adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
     with torch.device("meta"):
         hf_model = model_class._from_config(config)
     expected = sum(weight.numel() for name, weight in hf_model.named_parameters() if not adapter.is_passthrough(name))
     actual = sum(math.prod(shape) for shape in adapter.native_shapes.values())
     if actual != expected:
-        raise ContractError(f"{actual:,} parameters by {which} of transformers, which has {expected:,}")
-    return f"{actual:,} by {which}"
+        raise ContractError(f"{actual:,} parameters with {source} of transformers, which has {expected:,}")
+    return f"{actual:,} with {source}"
 
 
 def _parity(family: CheckedFamily, full: bool) -> str:
@@ -112,7 +112,7 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
     if family.reference is None:
         if lines := unread_fields(family.model_type):
             raise ContractError("; ".join(lines))
-        return "each mapped field reaches the model's arguments; not compared with transformers"
+        return "each mapped field changes the model's arguments; not compared with transformers"
     counts, wrong = {"equal": 0, "rejected": 0}, []
     for style in STYLES if full else STYLES[:1]:
         outcomes, lines = field_outcomes(family.model_type, style, family.reference)
@@ -120,7 +120,7 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
         counts = {name: count + outcomes[name] for name, count in counts.items()}
     if wrong:
         raise ContractError("; ".join(wrong))
-    return f"{counts['equal']} variants as transformers', {counts['rejected']} refused by name"
+    return f"{counts['equal']} variants equal to transformers, {counts['rejected']} rejected by name"
 
 
 def _round_trip(family: CheckedFamily, full: bool) -> str:
@@ -141,7 +141,7 @@ def _isolation(family: CheckedFamily, full: bool) -> str:
     shared = sum(check_shared_prefixes(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
     forks = sum(check_forks(seed, family.model_type) for seed in SLOW_TEST_SEEDS)
     prefixes = "also with shared prefixes" if shared else "prefixes are not shared"
-    return f"{documents} documents changed, no other noticed; {prefixes}; {forks} forked answers as alone"
+    return f"{documents} documents changed, all others unaffected; {prefixes}; {forks} forked answers as alone"
 
 
 def _generation(family: CheckedFamily, full: bool) -> str:

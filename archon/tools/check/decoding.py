@@ -1,4 +1,4 @@
-"""Greedy answers through the paged cache equal transformers' token for token, with forks and preemption."""
+"""Greedy answers through the paged cache, compared with transformers token by token, forks and preemption included."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from archon.tools.check.round_trip import fresh_model
 NEW_TOKENS = 13
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 33)
 PAGE_SIZES = (1, 3, 64)
-# Fields for decoding: windows shorter than the prompts, no id that ends an answer.
+# Fields for decoding: windows shorter than the prompts, no end-of-sequence id.
 FIXED: dict[str, Any] = {"max_position_embeddings": 256, "pad_token_id": None}
 
 
 def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
-    """Return random prompts of different lengths; one occurs twice, so that its cache is shared and forked."""
+    """Return random prompts of different lengths; one occurs twice, so its cache is shared and forked."""
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randint(vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
-    return [*made, made[3]]
+    distinct = [torch.randint(vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [*distinct, distinct[3]]
 
 
 def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
-    """Return the most likely `count` tokens after a prompt by transformers' `generate`."""
+    """Return `count` greedy tokens after a prompt from transformers' `generate`."""
     ids = torch.tensor([list(prompt)])
     reference.generation_config.eos_token_id = None
     if getattr(reference.generation_config, "use_mtp", None):
-        # Newer transformers would draft with layers that the model does not have.
+        # Newer transformers drafts with MTP layers, which the model lacks.
         reference.generation_config.use_mtp = False
     out = reference.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -43,7 +43,7 @@ def transformers_greedy_tokens(reference: Any, prompt: Sequence[int], count: int
 
 @torch.no_grad()
 def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count: int = NEW_TOKENS) -> list[int]:
-    """Return the same answers without a cache, by a whole forward for each token."""
+    """Return `count` greedy tokens after a prompt, by a forward over the whole document for each token."""
     tokens = list(prompt)
     for _ in range(count):
         n = len(tokens)
@@ -53,7 +53,7 @@ def uncached_greedy_tokens(model: BaseArchonModel, prompt: Sequence[int], count:
 
 
 def answers(engine: InProcessEngine, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the greedy answers of an engine to prompts."""
+    """Return the engine's greedy answers to the prompts."""
     settings = GenerationHyperparameters(greedy=True, max_new_tokens=NEW_TOKENS)
     return [answer.output_tokens for answer in engine.generate([ModelRequest(list(p), settings) for p in prompt_ids])]
 
@@ -61,23 +61,24 @@ def answers(engine: InProcessEngine, prompt_ids: Sequence[Sequence[int]]) -> lis
 def check_decoding(
     seed: int, model_type: str, reference: str | None = None, page_sizes: Sequence[int] = PAGE_SIZES
 ) -> int:
-    """Compare greedy answers in float64, where a near tie of two tokens decides nothing. Returns their tokens.
+    """Compare greedy answers in float64, which separates near ties; return their number of tokens.
 
-    The reference is transformers' `generate`, or without a `reference` the model's forward over whole documents. Pages
-    are few, so that answers are preempted and computed again; then the weights are replaced.
+    The reference is transformers' `generate`; without a `reference`, the model's forward over whole documents. With few
+    pages, answers are preempted and recomputed. Then the weights are replaced.
 
-    Raises ContractError for the first answer that differs.
+    Raises:
+        ContractError: an answer differs.
     """
     fixed = {name: value for name, value in FIXED.items() if name in _fields(model_type)}
     total = 0
     if reference is not None:
         config = random_config(seed, model_type, reference, rope_kind="default", **fixed)
-        hf_model, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
-        other, second, _ = build_pair(config, seed=seed + 1, dtype=torch.float64, model_type=model_type)
-        hf_model.eval(), other.eval()
+        hf_first, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
+        hf_second, second, _ = build_pair(config, seed=seed + 1, dtype=torch.float64, model_type=model_type)
+        hf_first.eval(), hf_second.eval()
         pairs = [
-            (first, lambda p: transformers_greedy_tokens(hf_model, p)),
-            (second, lambda p: transformers_greedy_tokens(other, p)),
+            (first, lambda p: transformers_greedy_tokens(hf_first, p)),
+            (second, lambda p: transformers_greedy_tokens(hf_second, p)),
         ]
     else:
         fields = {"model_type": model_type} | draw_fields(seed, model_type, rope_kind="default", **fixed)
@@ -96,13 +97,13 @@ def check_decoding(
         for number, (model, _) in enumerate(pairs):
             if number:
                 engine.update_weights(model)
-            for prompt, answer, right in zip(prompt_ids, answers(engine, prompt_ids), expected[number], strict=True):
-                if answer != right:
+            for prompt, actual, right in zip(prompt_ids, answers(engine, prompt_ids), expected[number], strict=True):
+                if actual != right:
                     raise ContractError(
-                        f"pages of {page_size}{', new weights' if number else ''}: a prompt of {len(prompt)} tokens is "
-                        f"answered by {answer}, expected {right}"
+                        f"pages of {page_size}{', new weights' if number else ''}: a prompt of {len(prompt)} tokens "
+                        f"has the answer {actual}, expected {right}"
                     )
-                total += len(answer)
+                total += len(actual)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Find the family to check by its model type, its module or its file."""
+"""Family to check, named by its model type, its module or its file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from archon.models.layers.attention import AttentionLayer
 from archon.schema.errors import ConfigError, UnknownModelError
 from archon.tools.check.oracle import has_reference
 
-# Types that transformers computes under another name.
+# Types with another name in transformers.
 REFERENCES = {"kimi_k2": "deepseek_v3"}
-# Line budget of a family's file: dense, with experts or another attention, with a mixer of its own type.
+# Maximum lines of a family's file: dense, with experts, with a mixer other than attention.
 LINE_BUDGETS = (80, 150, 250)
 
 
@@ -25,8 +25,8 @@ class CheckedFamily:
     """One model type of a family.
 
     Attributes:
-        target: argument of `load_families` that finds the family in another process.
-        reference: equivalent transformers type; None if transformers has none.
+        target: argument of `load_families`, to load the family in another process.
+        reference: equivalent type in transformers; None if there is none.
     """
 
     target: str
@@ -36,23 +36,23 @@ class CheckedFamily:
 
     @property
     def file(self) -> Path:
-        """The file of the family's model class."""
+        """File of the family's model class."""
         return Path(inspect.getfile(self.spec.model_class))
 
     @property
     def description(self) -> str:
-        """The first paragraph of the file's docstring."""
+        """First paragraph of the file's docstring."""
         text = sys.modules[self.spec.model_class.__module__].__doc__ or self.spec.name
         return " ".join(text.strip().split("\n\n")[0].split())
 
     @property
     def lines(self) -> int:
-        """The lines of the file."""
+        """Number of lines of the file."""
         return len(self.file.read_text(encoding="utf-8").splitlines())
 
     @property
     def line_budget(self) -> int:
-        """The lines that the file may have, by the layers of a small configuration."""
+        """Maximum lines of the file, from the layers of a small configuration."""
         from archon.tools.check.random_configs import draw_fields
 
         config = {"model_type": self.model_type} | draw_fields(0, self.model_type)
@@ -63,14 +63,14 @@ class CheckedFamily:
 
 
 def load_families(target: str, reference: str | None = None) -> list[CheckedFamily]:
-    """Return the family of a model type, or each type of a family defined in a module or `.py` file with `SPEC`.
+    """Return the family of a model type, or each type of the family that a module or `.py` file defines as `SPEC`.
 
     Args:
-        target: model type, module name or file.
-        reference: equivalent transformers type, by default the type itself if transformers has it.
+        target: model type, module or `.py` file.
+        reference: equivalent type in transformers; by default the type itself if transformers has it.
 
     Raises:
-        UnknownModelError: nothing of this name defines a family.
+        UnknownModelError: no family has this name.
     """
     if is_supported_model(target):
         spec, model_types = get_model_spec(target, text_only=True), [target]
@@ -80,7 +80,7 @@ def load_families(target: str, reference: str | None = None) -> list[CheckedFami
             register_model_spec(spec)
         model_types = sorted(spec.supported_model_types)
     if reference is not None and not has_reference(reference):
-        raise ConfigError(f"--reference is {reference!r}; expected a causal language model's type in transformers")
+        raise ConfigError(f"--reference is {reference!r}; expected the type of a causal language model in transformers")
     return [CheckedFamily(target, spec, name, reference or _default_reference(name)) for name in model_types]
 
 
@@ -93,14 +93,14 @@ def _load_spec(target: str) -> ModelSpec:
     path = Path(target)
     if path.suffix == ".py":
         if not path.is_file():
-            raise UnknownModelError(f"{target} is not a file; expected a family's file, which defines SPEC")
+            raise UnknownModelError(f"{target} is not a file; expected a Python file that defines SPEC")
         name = f"archon_family_{path.stem}"
         if name not in sys.modules:
-            module_spec = importlib.util.spec_from_file_location(name, path)
-            assert module_spec is not None and module_spec.loader is not None
-            module = importlib.util.module_from_spec(module_spec)
+            file_spec = importlib.util.spec_from_file_location(name, path)
+            assert file_spec is not None and file_spec.loader is not None
+            module = importlib.util.module_from_spec(file_spec)
             sys.modules[name] = module
-            module_spec.loader.exec_module(module)
+            file_spec.loader.exec_module(module)
         module = sys.modules[name]
     else:
         try:
@@ -108,9 +108,9 @@ def _load_spec(target: str) -> ModelSpec:
         except ModuleNotFoundError as error:
             if error.name is None or not target.startswith(error.name):
                 raise
-            get_model_spec(target)  # raises an error that lists the available types
+            get_model_spec(target)  # raises with the available types
             raise
     spec = getattr(module, "SPEC", None)
     if not isinstance(spec, ModelSpec):
-        raise UnknownModelError(f"{target} defines no SPEC of a family; expected a ModelSpec of that name")
+        raise UnknownModelError(f"{target} does not define SPEC; expected a ModelSpec with that name")
     return spec

@@ -1,7 +1,7 @@
-"""Documents and answers are independent: when one changes, the others keep their results bit for bit.
+"""Isolation of documents and answers: if one changes, the others keep their results bit for bit.
 
-Covers packed documents, documents with shared prefixes, and answers that fork from one prompt;
-`archon.tools.check.layouts` covers documents on two ranks.
+It covers packed documents, documents with shared prefixes, and answers forked from one prompt.
+`archon.tools.check.layouts` covers two ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from archon.tools.check.random_configs import draw_fields
 from archon.tools.check.round_trip import fresh_model
 
 LENGTHS = [9, 13, 1, 31]
-# Lengths of shared prefixes: short, computed as a tree, and longer than a tree node.
+# Lengths of shared prefixes: a short one is computed as a tree, a long one exceeds a tree.
 PREFIX_LENGTHS, SUFFIX_LENGTHS = (12, 150), (7, 5, 9)
-# Experts process the tokens that chose them together, in products of other sizes: rounding of float64.
+# Relative, float64 rounding: experts process their tokens together, in matmuls of other sizes.
 EXPERTS_TOLERANCE = 1e-12
-# The same of an answer that is decoded in a matrix of one row: relative to a log-probability.
+# Relative to a log-probability; an answer alone is decoded in matrices of one row.
 ISOLATION_TOLERANCE = 1e-11
 PROMPT_TOKENS, NEW_TOKENS = 19, 13
 SAMPLE_SEEDS = range(12)
 
 
 def check_isolation(seed: int, model_type: str) -> int:
-    """Change each packed document in turn, in float64. Returns the number of documents.
+    """Change each packed document in turn, in float64; return the number of documents.
 
-    Raises ContractError where another document's logits change: by one bit, or with experts by more than rounding.
+    Raises:
+        ContractError: another document's logits change by a bit, or with experts by more than rounding.
     """
     model = _random_model(seed, model_type)
     vocab = model.args.vocab_size
@@ -52,12 +53,11 @@ def check_isolation(seed: int, model_type: str) -> int:
 
 
 def check_shared_prefixes(seed: int, model_type: str) -> bool:
-    """Change the private tokens of documents that share a prefix, and return whether the family shares prefixes.
+    """Change the suffixes of documents with a shared prefix; return whether the family shares prefixes.
 
     Raises:
-        ContractError: another document's logits change by a bit (with experts: by more than rounding), or sharing
-        changes
-            logits by more than rounding.
+        ContractError: another document's logits change by a bit, or with experts by more than rounding; or sharing
+            changes logits by more than rounding.
     """
     model = _random_model(seed, model_type)
     if not model.args.shares_prefixes:
@@ -68,7 +68,7 @@ def check_shared_prefixes(seed: int, model_type: str) -> bool:
         packed = model(*_packed_inputs(tokens, lengths)).detach().split(lengths)
         difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(before, packed, strict=True))
         if difference > ISOLATION_TOLERANCE:
-            raise ContractError(f"sharing a prefix of {prefix_length} tokens changes logits by {difference:.1e}")
+            raise ContractError(f"sharing a prefix of {prefix_length} tokens changes the logits by {difference:.1e}")
         for changed in range(len(lengths)):
             parts = list(tokens.split(lengths))
             last = torch.zeros_like(parts[changed])
@@ -79,32 +79,32 @@ def check_shared_prefixes(seed: int, model_type: str) -> bool:
 
 
 def check_forks(seed: int, model_type: str) -> int:
-    """Sample answers from the state after one prompt, in float64, and return the number of answers compared.
+    """Sample two answers from the state after one prompt, in float64; return the number of compared answers.
 
     Raises:
-        ContractError: an answer depends on the tokens of another one: by one bit of a log-probability, or with experts
-        by
-            more than rounding; or it differs from the answer to a separate prompt.
+        ContractError: an answer depends on the other's tokens, by a bit of a log-probability or with experts by more
+            than rounding; or it differs from the answer to a separate prompt.
     """
     known = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
     model = _random_model(seed, model_type, rope_kind="default", **{k: v for k, v in FIXED.items() if k in known})
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.args.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
-    # Equal answers are decoded as one until they differ, so three with different first tokens are chosen.
-    begins = {answer[0][0]: number for number, answer in enumerate(_answers(model, prompt, SAMPLE_SEEDS))}
-    if len(begins) < 3:
-        raise ContractError(f"{len(SAMPLE_SEEDS)} sampled answers have {len(begins)} first tokens, expected 3 or more")
-    a, b, c = [*begins.values()][:3]
+    # Equal answers are decoded as one until they differ, so choose three with different first tokens.
+    first_tokens = {answer[0][0]: number for number, answer in enumerate(_answers(model, prompt, SAMPLE_SEEDS))}
+    if len(first_tokens) < 3:
+        count = len(first_tokens)
+        raise ContractError(f"{len(SAMPLE_SEEDS)} samples have {count} different first tokens; expected at least 3")
+    a, b, c = [*first_tokens.values()][:3]
     (first, second), (same, other) = (_answers(model, prompt, seeds) for seeds in ((a, b), (a, c)))
-    _compare_answers("another fork's tokens", first, same, EXPERTS_TOLERANCE if _has_experts(model) else 0.0)
-    for answer, own_seed in ((first, a), (second, b), (other, c)):
-        (alone,) = _answers(model, prompt, (own_seed,))
-        _compare_answers("a fork", answer, alone, ISOLATION_TOLERANCE)
+    _compare_answers("another fork", first, same, EXPERTS_TOLERANCE if _has_experts(model) else 0.0)
+    for answer, sample_seed in ((first, a), (second, b), (other, c)):
+        (alone,) = _answers(model, prompt, (sample_seed,))
+        _compare_answers("forking", answer, alone, ISOLATION_TOLERANCE)
     return 4
 
 
 Answer = tuple[tuple[int, ...], Tensor]
-"""An answer's tokens and their log-probabilities."""
+"""Tokens of an answer and their log-probabilities."""
 
 
 def _answers(model: BaseArchonModel, prompt: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
@@ -114,14 +114,15 @@ def _answers(model: BaseArchonModel, prompt: Sequence[int], seeds: Sequence[int]
     settings = [GenerationHyperparameters(max_new_tokens=NEW_TOKENS, seed=seed) for seed in seeds]
     actual = engine.generate([ModelRequest([*prompt], one) for one in settings])
     if engine.stats.shared_prompts != len(seeds) - 1:
-        raise ContractError("answers to one prompt did not fork from one computation of it")
+        raise ContractError("answers to one prompt did not fork from one prefill")
     return [(tuple(a.output_tokens), torch.tensor(a.output_logprobs, dtype=torch.float64)) for a in actual]
 
 
-def _compare_answers(what: str, actual: Answer, expected: Answer, tolerance: float) -> None:
-    if actual[0] != expected[0] or (difference := float((actual[1] - expected[1]).abs().max())) > tolerance:
-        by = "other tokens" if actual[0] != expected[0] else f"{difference:.1e}"
-        raise ContractError(f"{what} alters an answer by {by}")
+def _compare_answers(cause: str, actual: Answer, expected: Answer, tolerance: float) -> None:
+    if actual[0] != expected[0]:
+        raise ContractError(f"{cause} changes the tokens of an answer")
+    if (difference := float((actual[1] - expected[1]).abs().max())) > tolerance:
+        raise ContractError(f"{cause} changes a log-probability of an answer by {difference:.1e}")
 
 
 def _random_model(seed: int, model_type: str, **options: Any) -> BaseArchonModel:
@@ -133,13 +134,13 @@ def _has_experts(model: BaseArchonModel) -> bool:
 
 
 def _documents_with_prefix(prefix_length: int, vocab: int, seed: int) -> tuple[Tensor, list[int]]:
-    """Return tokens and lengths of documents with equal first `prefix_length` tokens and different next ones."""
+    """Return tokens and lengths of documents with `prefix_length` equal tokens and different next ones."""
     generator = torch.Generator().manual_seed(seed)
-    beginning = torch.randint(vocab, (prefix_length,), generator=generator)
-    ends = [torch.randint(vocab, (count,), generator=generator) for count in SUFFIX_LENGTHS]
-    for number, end in enumerate(ends):
-        end[0] = number
-    tokens = torch.cat([part for end in ends for part in (beginning, end)])
+    prefix = torch.randint(vocab, (prefix_length,), generator=generator)
+    suffixes = [torch.randint(vocab, (count,), generator=generator) for count in SUFFIX_LENGTHS]
+    for number, suffix in enumerate(suffixes):
+        suffix[0] = number
+    tokens = torch.cat([part for suffix in suffixes for part in (prefix, suffix)])
     return tokens, [prefix_length + count for count in SUFFIX_LENGTHS]
 
 
@@ -158,13 +159,13 @@ def _shared_logits(model: BaseArchonModel, tokens: Tensor, lengths: list[int]) -
 
 
 def _compare(
-    model: BaseArchonModel, before: Sequence[Tensor], after: Sequence[Tensor], changed: int, what: str
+    model: BaseArchonModel, before: Sequence[Tensor], after: Sequence[Tensor], changed: int, kind: str
 ) -> None:
-    """Raise ContractError if logits of unchanged documents differ, or those of the changed one do not."""
+    """Raise ContractError if the changed document keeps its logits, or if another one's logits change."""
     tolerance = EXPERTS_TOLERANCE if _has_experts(model) else 0.0
     for other, (old, new) in enumerate(zip(before, after, strict=True)):
         difference = float((old - new).abs().max() / old.abs().max())
         if other == changed and difference == 0:
-            raise ContractError(f"{what} {changed + 1} has the same logits with other tokens")
+            raise ContractError(f"{kind} {changed + 1} has the same logits after its tokens changed")
         if other != changed and difference > tolerance:
-            raise ContractError(f"{what} {other + 1} changes by {difference:.1e} when {what} {changed + 1} does")
+            raise ContractError(f"{kind} {other + 1} changes by {difference:.1e} when {kind} {changed + 1} does")

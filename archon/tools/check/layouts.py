@@ -1,4 +1,4 @@
-"""Two ranks against one process, in float64: the loss, every gradient, and independent documents."""
+"""Two ranks against one process, in float64: the loss, every gradient, and the isolation of documents."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from archon.tools.check.rank_pool import Pool, RankError
 from archon.tools.check.round_trip import fresh_checkpoint
 
 FP64_TOLERANCE = 1e-10
-"""Tolerance of max|a - b| / max|b| per tensor: the same terms, summed in another order."""
+"""Maximum max|a - b| / max|b| per tensor: sums in another order."""
 VOCAB = 104
-# Odd lengths that no rank count divides, two equal neighbors, one document without a prediction.
+# Odd lengths that no rank count divides, two equal neighbors, one document of a single token.
 LENGTHS = (13, 5, 5, 1, 21, 8, 3, 17, 2, 9, 30)
 MAX_TOKENS = 40
-# Sizes that two ranks divide, where a family has the field.
+# Sizes divisible by two ranks; fields that a family lacks are ignored.
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout of two ranks with engine options; `needs_experts` excludes dense models."""
+    """Layout of two ranks with engine options; `needs_experts` excludes dense models."""
 
     layout: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class LayoutCase:
 
     @property
     def name(self) -> str:
-        """Layout and options."""
+        """Layout and values of the options."""
         return " ".join([self.layout, *(str(value) for value in self.options.values())])
 
 
@@ -66,7 +66,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The largest difference of a layout from one process, or why the engine refuses it for this family."""
+    """Largest difference of a layout from one process, or the engine's reason to reject the layout."""
 
     case: str
     difference: float | None = None
@@ -74,10 +74,10 @@ class LayoutResult:
 
 
 class SequenceLoss:
-    """A loss that needs whole documents in their order: each document's mean log-probability, squared."""
+    """Loss over whole documents in order: the squared mean log-probability of each document."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics."""
+        """Return the loss and the sum of log-probabilities."""
         counts = document_sums(mb["loss_mask"].to(logprobs.dtype), mb).clamp(min=1)
         means = document_sums(logprobs * mb["loss_mask"], mb) / counts
         loss = means.square().sum() - 0.1 * (logprobs * mb["loss_mask"]).sum()
@@ -87,7 +87,7 @@ class SequenceLoss:
 
 
 def padded_batch(lengths: tuple[int, ...], vocab: int, seed: int) -> dict[str, Tensor]:
-    """Return a padded batch; the second document is not trained at all, and prompts of the others are not."""
+    """Return a padded batch that trains no prompts and nothing of the second document."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -110,9 +110,10 @@ def rank_rows(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tenso
 
 
 def compare(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Return max|a - b| / max|b| of each tensor that this rank holds; between them the ranks must hold all.
+    """Return max|a - b| / max|b| of each tensor that this rank holds.
 
-    Raises AssertionError for tensors of other shapes, and for a reference that is all zero.
+    Raises:
+        AssertionError: shapes differ, or a reference tensor is all zero.
     """
     differences = {}
     for name, expected in reference.items():
@@ -120,21 +121,21 @@ def compare(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str
             continue
         scale = float(expected.abs().max())
         assert scale > 0, f"the reference's {name} is all zero"
-        got = actual[name]
-        assert got.shape == expected.shape, f"{name}: {tuple(got.shape)}, expected {tuple(expected.shape)}"
-        differences[name] = float((got.double() - expected.double()).abs().max()) / scale
+        tensor = actual[name]
+        assert tensor.shape == expected.shape, f"{name}: {tuple(tensor.shape)}, expected {tuple(expected.shape)}"
+        differences[name] = float((tensor.double() - expected.double()).abs().max()) / scale
     return differences
 
 
 def check_layouts(family: CheckedFamily, folder: Path, *, seed: int = 0, tied: bool = False) -> list[LayoutResult]:
-    """Return the result of each layout of two ranks, against one process with the same weights.
+    """Compare each layout of two ranks with one process that has the same weights.
 
     Raises:
         ContractError: a layout differs, omits a gradient, or mixes documents.
     """
     fields = family.spec.model_args_class.hf_fields
     fixed = {name: value for name, value in SIZES.items() if name in fields}
-    if "kv_lora_rank" in fields:  # each head has separate keys
+    if "kv_lora_rank" in fields:  # every head has separate keys
         fixed["num_key_value_heads"] = fixed["num_attention_heads"]
     if "tie_word_embeddings" in fields:
         fixed["tie_word_embeddings"] = tied
@@ -165,7 +166,7 @@ def _compare_case(case: LayoutCase, ranks: list[dict[str, float] | str], names: 
     if len(refused) == len(ranks):
         return LayoutResult(case.name, refused=refused[0])
     if refused:
-        raise ContractError(f"only some ranks refuse it: {refused[0]}")
+        raise ContractError(f"only some ranks reject it: {refused[0]}")
     held = [rank for rank in ranks if isinstance(rank, dict)]
     if missing := set(names) - set().union(*held):
         raise ContractError(f"no rank holds {sorted(missing)[:3]}")
@@ -176,7 +177,7 @@ def _compare_case(case: LayoutCase, ranks: list[dict[str, float] | str], names: 
 
 
 def measure_rank(target: str, checkpoint: str, case: LayoutCase) -> dict[str, float] | str:
-    """Return this rank's differences from one process, or why the layout is refused. Every rank calls it."""
+    """Return this rank's differences from one process, or the reason of a rejected layout. A collective."""
     load_families(target)
     try:
         engine = _engine(Path(checkpoint), case)
@@ -194,11 +195,7 @@ def _engine(checkpoint: Path, case: LayoutCase) -> ArchonEngine:
 
 
 def _measure(engine: ArchonEngine) -> dict[str, Tensor]:
-    """Return loss, norm and every gradient of one batch.
-
-    Raises:
-        ContractError: documents influence each other.
-    """
+    """Return loss, norm and all gradients of one batch, after checking that documents are isolated."""
     ranks = engine.ranks
     data = rank_rows(padded_batch(LENGTHS, VOCAB, 10), ranks.dp.rank, ranks.dp.size)
     grads, metrics = engine.gradients(data, SequenceLoss(), loss_token_count, 0.8, full=False)
@@ -213,23 +210,23 @@ def _measure(engine: ArchonEngine) -> dict[str, Tensor]:
 
 
 def _require_isolation(engine: ArchonEngine, data: dict[str, Tensor]) -> None:
-    """Change a document between others: their scores must stay as they are."""
+    """Check that a changed document leaves the scores of its neighbors unchanged."""
     changed, row = data["input_ids"].clone(), int(data["attention_mask"].sum(1).argmax())
     changed[row] = (changed[row] + 1) % VOCAB * data["attention_mask"][row]
     before, after = (engine.forward_batch(data | {"input_ids": ids}) for ids in (data["input_ids"], changed))
     differences = (before - after).abs().amax(1)
     if not differences[row] > 0:
-        raise ContractError("another document has the scores of the one before it")
-    # Experts process the tokens that chose them together, in products of other sizes.
+        raise ContractError("a changed document keeps its scores")
+    # Experts process their tokens together, in matmuls of other sizes.
     sparse = any(layer.feed_forward.n_experts for layer in engine.args.layer_specs)
     tolerance = FP64_TOLERANCE if sparse else 0.0
     differences[row] = 0
     if (difference := float(differences.max())) > tolerance:
-        raise ContractError(f"a changed document alters another one's scores by {difference:.1e}")
+        raise ContractError(f"a changed document changes another one's scores by {difference:.1e}")
 
 
 def describe_layouts(results: list[LayoutResult]) -> str:
-    """Summarize the layouts in one line: those that agree with one process, and the refused ones."""
-    proven = [result.case for result in results if result.refused is None]
+    """Return the verified and the rejected layouts as one line of text."""
+    verified = [result.case for result in results if result.refused is None]
     refused = [result.case for result in results if result.refused is not None]
-    return ", ".join(proven) + (f"; refused: {', '.join(refused)}" if refused else "")
+    return ", ".join(verified) + (f"; refused: {', '.join(refused)}" if refused else "")

@@ -1,4 +1,4 @@
-"""Generator of a new family's file from a config and checkpoint keys: the nearest family's file, renamed."""
+"""Generator of a new family's file from a config and checkpoint keys: a renamed copy of the nearest family."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Coverage:
     """Coverage of a config and a checkpoint by a registered family.
 
     Attributes:
-        refused: the error for each config field that it does not support, by name.
-        added: fields among them that other families map to arguments that this family has too.
-        unknown_keys: templates and counts of checkpoint tensors that it lacks, or has with another shape.
-        missing_keys: templates and counts of tensors that it expects and the checkpoint lacks.
+        refused: error of each config field that the family rejects, by name.
+        added: rejected fields that another family maps to an argument of this family.
+        unknown_keys: number of the checkpoint's tensors that the family lacks or has in another shape, by template.
+        missing_keys: number of the family's tensors that the checkpoint lacks, by template.
     """
 
     spec: ModelSpec
@@ -38,28 +38,29 @@ class Coverage:
 
     @property
     def gaps(self) -> tuple[int, int, int]:
-        """Unsupported keys and fields, and added fields; the family with the fewest is the nearest."""
+        """Numbers of uncovered keys, uncovered fields and added fields; the nearest family has the fewest."""
         keys = len(self.unknown_keys) + len(self.missing_keys)
         return keys, len(self.refused) - len(self.added), len(self.added)
 
 
 def read_new(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return the config of a folder or a `config.json`, and the shapes of the checkpoint's tensors; {} without any.
+    """Return the config of a folder or a `config.json`, and the shapes of the checkpoint's tensors, if any.
 
-    Raises ConfigError for a model type that is supported already.
+    Raises:
+        ConfigError: the model type is already supported.
     """
     if path.is_file() and path.name != "config.json":
-        raise ConfigError(f"{path} is a file; expected config.json, or the folder that holds it")
+        raise ConfigError(f"{path} is a file; expected config.json or its folder")
     folder = path.parent if path.is_file() else path
     config = read_hf_config(folder)
     model_type = str(config.get("model_type"))
     if is_supported_model(model_type):
         raise ConfigError(
-            f"model_type {model_type!r} is the family {get_model_spec(model_type).name!r} already; check it by "
+            f"model_type {model_type!r} already belongs to family {get_model_spec(model_type).name!r}; check it with "
             f"`archon check-model {model_type}`"
         )
     if not re.fullmatch(r"[A-Za-z]\w*", model_type):
-        raise ConfigError(f"model_type is {model_type!r}; expected a name that a Python module can have")
+        raise ConfigError(f"model_type is {model_type!r}; expected a valid Python module name")
     if not any(folder.glob("*.safetensors")):
         return config, {}
     with HFCheckpoint(folder) as checkpoint:
@@ -67,10 +68,10 @@ def read_new(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 
 
 def coverages(config: Mapping[str, Any], shapes: Shapes) -> list[Coverage]:
-    """Return the coverage by each registered family, the nearest first."""
+    """Return the coverage of each registered family, nearest first."""
     specs = {get_model_spec(name).name: (get_model_spec(name), name) for name in get_supported_model_types()}
-    candidates = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
-    return sorted(candidates, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
+    unsorted = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
+    return sorted(unsorted, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
 
 
 def _coverage(spec: ModelSpec, model_type: str, config: Mapping[str, Any], shapes: Shapes) -> Coverage:
@@ -99,21 +100,19 @@ def _template(key: str) -> str:
 
 
 def _fields_of_other_families(spec: ModelSpec, refused: Mapping[str, str]) -> dict[str, Field]:
-    """Return the refused fields that another family reads into an argument which this family's models have as well."""
+    """Return the rejected fields that another family maps to an argument of this family."""
     arguments = {argument.name for argument in fields(spec.model_args_class)}
     known = {
         name: mapped
         for model_type in sorted(get_supported_model_types())
         for name, mapped in get_model_spec(model_type).model_args_class.hf_fields.items()
     }
-    others = {name: known[name] for name in refused if name in known and name not in spec.model_args_class.hf_fields}
-    return {name: mapped for name, mapped in others.items() if mapped.native in arguments}
+    unmapped = [name for name in refused if name in known and name not in spec.model_args_class.hf_fields]
+    return {name: known[name] for name in unmapped if known[name].native in arguments}
 
 
 def family_source(coverage: Coverage, model_type: str) -> str:
-    """Return the source of a new family's file: the nearest family's, with the new names and the added fields.
-
-    Its docstring lists unsupported fields and keys.
+    """Return the source of the nearest family with new names and added fields; its docstring lists the gaps.
 
     Raises:
         ConfigError: the nearest family's file does not have the usual form.
@@ -128,7 +127,7 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     fields_end = re.search(r"^    hf_fields = .*?(?=\n(?:\n|    [\w#]))", text, re.DOTALL | re.MULTILINE)
     if f"frozenset({{{types}}})" not in text or not definition.search(text) or (coverage.added and not fields_end):
         raise ConfigError(
-            f"the file of the nearest family {spec.name!r} does not have the usual form; write yours by hand"
+            f"the file of the nearest family, {spec.name!r}, has an unusual form; write the new file by hand"
         )
     if coverage.added and fields_end is not None:
         lines = "".join(f"        {_field_line(name, mapped)}\n" for name, mapped in coverage.added.items())
@@ -157,25 +156,24 @@ def _field_line(name: str, mapped: Field) -> str:
 
 def _docstring(coverage: Coverage, model_type: str) -> str:
     lines = [
-        f'"""The family {model_type}, by `archon new-model` from {coverage.spec.name}, the nearest family.',
+        f'"""The family {model_type}, generated by `archon new-model` from the nearest family, {coverage.spec.name}.',
         "",
-        "Field defaults come from that family; replace them by the defaults of your config class.",
+        f"Field defaults come from {coverage.spec.name}; replace them by the defaults of your config class.",
     ]
-    if left := uncovered_lines(coverage):
-        lines += ["", "Not covered:", *(f"- {line}" for line in left)]
+    if gaps := uncovered_lines(coverage):
+        lines += ["", "Not covered:", *(f"- {line}" for line in gaps)]
     return "\n".join([*lines, '"""', ""])
 
 
 def uncovered_lines(coverage: Coverage) -> list[str]:
-    """Return a line for each field and key that the file does not cover."""
+    """Return a line for each uncovered field and key."""
     lines = [error for name, error in coverage.refused.items() if name not in coverage.added]
     lines += [f"the checkpoint has {key} ({count} tensors)" for key, count in coverage.unknown_keys.items()]
     return lines + [f"the checkpoint lacks {key} ({count} tensors)" for key, count in coverage.missing_keys.items()]
 
 
 def describe_coverage(coverage: Coverage, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
-    """Return lines on the supported and unsupported parts of the nearest family."""
-    left = uncovered_lines(coverage)
+    """Return the coverage and the gaps of the nearest family as lines of text."""
     n_unknown = sum(coverage.unknown_keys.values())
     lines = [
         f"  nearest       {coverage.spec.name}",
@@ -184,4 +182,4 @@ def describe_coverage(coverage: Coverage, config: Mapping[str, Any], shapes: Sha
     lines += [f"  from others   {name}: {mapped.native}" for name, mapped in coverage.added.items()]
     if shapes:
         lines.append(f"  checkpoint    {len(shapes) - n_unknown} of {len(shapes)} tensors covered")
-    return [*lines, *(f"  not covered   {line}" for line in left)]
+    return [*lines, *(f"  not covered   {line}" for line in uncovered_lines(coverage))]

@@ -1,4 +1,4 @@
-"""transformers as the reference of a family: a model with the same weights, run on one document at a time."""
+"""transformers as the reference of a family: its model with the same weights, run on one document at a time."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ContractError(Exception):
-    """A family breaks a contract; the message is one line."""
+    """A family violates a contract; the message is one line."""
 
 
 def has_reference(model_type: str) -> bool:
-    """Return whether transformers has a causal language model of this type, or the whole model of a composite one."""
+    """Return whether transformers has a causal language model, or a composite model, of this type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _model_mapping(model_type)
 
 
 def hf_classes(model_type: str) -> tuple[Any, Any]:
-    """Return the config class and the causal language model of transformers for a model type.
+    """Return transformers' config class and model class of a model type.
 
-    A composite type returns the whole model, because its checkpoints are read.
+    The model class is the causal language model, or the whole model of a composite type.
 
     Raises:
-        ConfigError: transformers has no such type.
+        ConfigError: transformers has neither.
     """
     from transformers import CONFIG_MAPPING
 
     if not has_reference(model_type):
-        raise ConfigError(f"transformers has no causal language model of the type {model_type!r} to compare with")
+        raise ConfigError(f"transformers has no causal language model of type {model_type!r} to compare with")
     config_class = CONFIG_MAPPING[model_type]
     return config_class, _model_mapping(model_type)[config_class]
 
@@ -48,25 +48,25 @@ def _model_mapping(model_type: str) -> Any:
 
 
 def is_composite(model_type: str) -> bool:
-    """Return whether a family reads the text decoder of a composite model of this type."""
+    """Return whether a family loads the text decoder of a composite model of this type."""
     return is_supported_model(model_type) and model_type in get_model_spec(model_type).model_args_class.composite_types
 
 
 def random_config(
     seed: int, model_type: str, reference: str | None = None, *, rope_kind: str | None = None, **fixed: Any
 ) -> Any:
-    """Return a transformers config with the fields of `draw_fields`, of type `reference` if it is set."""
+    """Return a transformers config with the fields of `draw_fields`, of type `reference` or else `model_type`."""
     return hf_classes(reference or model_type)[0](**draw_fields(seed, model_type, rope_kind=rope_kind, **fixed))
 
 
 def family_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
-    """Return a transformers config as the `config.json` of a family, by default with its model type."""
+    """Return a transformers config as `config.json` of `model_type`, by default of the same type."""
     fields: dict[str, Any] = config.to_dict()
     return fields | {"model_type": model_type or config.model_type}
 
 
 def hf_model(config: Any, **options: Any) -> Any:
-    """Return a fresh transformers model; experts run one at a time, the only float64 implementation."""
+    """Return a fresh transformers model; experts run one at a time, the only way that supports float64."""
     if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
     model_class = hf_classes(config.model_type)[1]
@@ -77,22 +77,22 @@ def hf_model(config: Any, **options: Any) -> Any:
 
 @torch.no_grad()
 def randomize_vectors(model: nn.Module) -> None:
-    """Draw biases and norms at random, which fresh models set to 0 and 1; biases among the buffers too."""
+    """Randomize biases and norms, buffers included; fresh models set them to 0 and 1."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
         if name.endswith("A_log"):
-            parameter.uniform_(-3.0, -1.0)  # slow decays, which reach far
+            parameter.uniform_(-3.0, -1.0)  # slow decays have long memory
     randomize_buffers(model)
 
 
 SLOW_DECAYS = (0.03, 0.05)
-"""Slow decays of recurrent mixers, which reveal leaks between documents; fast ones would hide them."""
+"""Range of slow decays of recurrent mixers; fast decays would hide leaks between documents."""
 
 
 @torch.no_grad()
 def draw_slow_decays(model: nn.Module) -> None:
-    """Draw the decays of recurrent mixers among slow ones."""
+    """Randomize the decays of recurrent mixers within `SLOW_DECAYS`."""
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.uniform_(*SLOW_DECAYS).log_()
@@ -100,7 +100,7 @@ def draw_slow_decays(model: nn.Module) -> None:
 
 @torch.no_grad()
 def randomize_buffers(model: nn.Module) -> None:
-    """Draw the checkpointed buffers, for example router biases."""
+    """Randomize bias buffers that checkpoints store, such as the routers' expert biases."""
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and buffer.dim() == 1:
@@ -115,17 +115,17 @@ def build_pair(
     dtype: torch.dtype = torch.float32,
     model_type: str | None = None,
 ) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
-    """Return a transformers model with random weights, archon's model with the same weights, and its adapter.
+    """Return a random transformers model, archon's model with the same weights, and the state-dict adapter.
 
     Args:
         config: config of the transformers model.
-        seed: seed of the weights.
-        dtype: dtype of both models.
         attention: transformers' attention implementation.
-        model_type: type of archon's family, by default the config's.
+        seed: seed of the weights.
+        dtype: dtype of the weights.
+        model_type: type of archon's family; by default the type of the config.
 
     Raises:
-        ContractError: the parameters of the two models differ.
+        ContractError: the two models have different parameters.
     """
     torch.manual_seed(seed)
     reference = hf_model(config, attn_implementation=attention).to(dtype)
@@ -135,7 +135,7 @@ def build_pair(
     model = spec.model_class(adapter.args).to(dtype)
     missing, unexpected = model.load_state_dict(adapter.from_hf(checkpoint_tensors(reference)), strict=False)
     if unexpected or not set(missing) <= {"output.weight"}:
-        raise ContractError(f"a checkpoint of transformers leaves out {missing} and fills {unexpected}")
+        raise ContractError(f"transformers' checkpoint lacks {missing} and has unexpected {unexpected}")
     model.tie_weights()
     return reference, model, adapter
 
@@ -143,10 +143,10 @@ def build_pair(
 def checkpoint_tensors(
     reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
 ) -> dict[str, Tensor]:
-    """Return the weights of a transformers model, or their gradients, with checkpoint names and shapes.
+    """Return the weights of a transformers model, or their gradients, with the names and shapes of its checkpoints.
 
-    In memory transformers stacks the experts and fuses gate and up; in a file each may have separate matrices.
-    Checkpointed buffers are included, also with the gradients. Passthrough keys of `adapter` are omitted.
+    In memory, transformers stacks experts, gate and up; a checkpoint may have separate matrices. The result includes
+    stored buffers, and excludes the passthrough tensors of `adapter`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -163,9 +163,9 @@ def checkpoint_tensors(
 
 
 def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Return logits [T, V] of documents run one at a time, each with the rotary state of a fresh model.
+    """Return logits [T, V] of documents that run one at a time, each with fresh rotary state.
 
-    transformers remembers the longest document that dynamic RoPE has processed; here only the document's length counts.
+    transformers would keep the dynamic RoPE of the longest document so far; archon uses each document's length.
     """
     decoder, logits = reference.get_decoder(), []
     for document in tokens.split(lengths):
@@ -176,7 +176,7 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
 
 
 def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return random tokens [T] of documents, their positions [T], boundaries int32 [B + 1] and the longest length."""
+    """Return random tokens [T], positions [T], document boundaries int32 [B + 1] and the longest length."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -185,7 +185,7 @@ def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Ten
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return max|a - b| / max|b|. Raises ContractError for tensors of different shapes."""
+    """Return max|a - b| / max|b|, or raise ContractError if shapes differ."""
     if actual.shape != expected.shape:
-        raise ContractError(f"a tensor of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        raise ContractError(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     return ((actual - expected).abs().max() / expected.abs().max()).item()

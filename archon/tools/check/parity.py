@@ -1,4 +1,4 @@
-"""Logits and every gradient of a random configuration against transformers'."""
+"""Logits and all gradients of random configurations, compared with transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ from archon.tools.check.oracle import (
 from archon.tools.check.random_configs import random_lengths
 
 FP32_TOLERANCE = 1e-5
-"""Tolerance of max|a - b| / max|b| per tensor in float32: the same operations in another order.
-
-One ulp is 6e-8, and sums have fewer than 1e3 terms.
-"""
+"""Maximum max|a - b| / max|b| per float32 tensor: one ulp is 6e-8, and reordered sums have fewer than 1e3 terms."""
 ROUNDING = 4.0
-"""Allowed ratio between archon's and transformers' float32 rounding, for tensors beyond FP32_TOLERANCE.
+"""Maximum ratio of archon's float32 rounding to transformers', for tensors beyond FP32_TOLERANCE.
 
-Measured: 1.8 for the bias of keys, whose gradient mostly cancels.
-"""
+The largest observed ratio is 1.8, for the gradient of a key bias, which mostly cancels."""
 SEEDS = range(18)
 
 
@@ -37,18 +33,18 @@ def parity(
 ) -> dict[str, float]:
     """Return max|a - b| / max|b| of the logits and of each parameter's gradient, by name.
 
-    transformers runs one document at a time, with eager attention or SDPA; archon runs all packed. If float32 differs
-    by more than FP32_TOLERANCE, float64 with the same weights decides: archon's float32 error may be ROUNDING times
-    transformers' float32 error, and the float64 difference is returned. Otherwise the float32 difference is returned.
+    transformers runs one document at a time, with eager attention or SDPA; archon packs all documents. If a float32
+    difference exceeds FP32_TOLERANCE, both models run in float64. If archon's float32 error is at most ROUNDING times
+    transformers' float32 error, the float64 difference replaces the float32 difference.
 
     Args:
         seed: seed of configuration, weights and documents.
-        model_type: type of the family.
-        dtype: dtype of both models.
-        reference: equivalent transformers type, by default `model_type`.
+        model_type: type of archon's family.
+        reference: equivalent type in transformers; by default `model_type`.
+        dtype: dtype of the weights.
 
     Raises:
-        ContractError: parameters differ or a gradient of the reference is all zero.
+        ContractError: the models have different parameters, or a reference gradient is all zero.
     """
     config = random_config(seed, model_type, reference)
     hf_model, model, adapter = build_pair(
@@ -58,34 +54,34 @@ def parity(
     differences = {name: relative_error(actual[name], expected[name]) for name in actual}
     beyond = [name for name, difference in differences.items() if not difference <= FP32_TOLERANCE]
     if beyond and dtype is torch.float32:
-        exact, wanted_exact = _results(model.double(), hf_model.double(), adapter, seed)
+        actual64, expected64 = _results(model.double(), hf_model.double(), adapter, seed)
         for name in beyond:
-            rounding = relative_error(expected[name].double(), wanted_exact[name])
-            if relative_error(actual[name].double(), wanted_exact[name]) <= ROUNDING * rounding:
-                differences[name] = relative_error(exact[name], wanted_exact[name])
+            rounding = relative_error(expected[name].double(), expected64[name])
+            if relative_error(actual[name].double(), expected64[name]) <= ROUNDING * rounding:
+                differences[name] = relative_error(actual64[name], expected64[name])
     return differences
 
 
 def _results(
     model: BaseArchonModel, hf_model: Any, adapter: BaseStateDictAdapter, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return logits and gradients by native name: archon's, and transformers'."""
+    """Return logits and gradients of archon and of transformers, by native name."""
     lengths = random_lengths(seed)
     tokens, positions, cu_seqlens, longest = pack(lengths, model.args.vocab_size, seed)
     logits = model(tokens, positions, cu_seqlens, longest)
-    expected = reference_logits(hf_model, tokens, lengths)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).to(expected.dtype)
+    hf_logits = reference_logits(hf_model, tokens, lengths)
+    weight = torch.randn(hf_logits.shape, generator=torch.Generator().manual_seed(seed)).to(hf_logits.dtype)
     (logits * weight).sum().backward()
-    (expected * weight).sum().backward()
+    (hf_logits * weight).sum().backward()
 
-    results, references = {"logits": logits.detach()}, {"logits": expected.detach()}
-    references |= adapter.from_hf(checkpoint_tensors(hf_model, gradients=True, adapter=adapter))
+    actual, expected = {"logits": logits.detach()}, {"logits": hf_logits.detach()}
+    expected |= adapter.from_hf(checkpoint_tensors(hf_model, gradients=True, adapter=adapter))
     for name, parameter in model.named_parameters():
-        if name not in references:
+        if name not in expected:
             raise ContractError(f"transformers has no parameter for {name}")
-        if parameter.grad is None or not references[name].abs().max() > 0:
+        if parameter.grad is None or not expected[name].abs().max() > 0:
             raise ContractError(f"the gradient of {name} is {'missing' if parameter.grad is None else 'all zero'}")
-        results[name] = parameter.grad
+        actual[name] = parameter.grad
     model.zero_grad()
     hf_model.zero_grad()
-    return results, references
+    return actual, expected

@@ -1,7 +1,7 @@
-"""Small random configurations of any family: each field of its `config.json` is drawn by name.
+"""Small random configurations of any family.
 
-A family lists values for unusual fields in `hf_examples` of its arguments. Of the other unknown fields, booleans and
-numbers with a default are varied, and the rest keep their default.
+Every field of `config.json` has a draw by its name: a draw below, or example values in the family's `hf_examples`.
+Other booleans and floats with a default are varied; all remaining fields keep their defaults.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 PERIODIC_ROPE_KINDS = ("yarn", "llama3", "longrope")
-"""RoPE kinds with an original context length, the period of length factors on queries."""
+"""RoPE kinds with an original context; query factors grow with its length."""
 ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 WINDOWS = (2, 5, 11)
 OMIT: Any = object()
 """Result of a draw that omits the field."""
 
 Draw = Callable[[random.Random, dict[str, Any], frozenset[str]], Any]
-"""Function from the random stream, earlier draws and field names of the family to the value of a field."""
+"""Draw of a field from (random generator, fields drawn before, names of the family's fields)."""
 
 
 def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
@@ -32,7 +32,7 @@ def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) 
 
 def _n_experts(config: Mapping[str, Any]) -> int:
     counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return next((experts for experts in counts if experts), 0)
+    return next((count for count in counts if count), 0)
 
 
 def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
@@ -42,9 +42,9 @@ def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozen
 
 
 def _hidden_size(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
-    """Return a multiple of the heads, which some config classes require, of at least 24.
+    """Return a multiple of the heads (required by some config classes) of at least 24.
 
-    Gradients of narrower models cancel: transformers then differs by 3e-5 from its float64 result.
+    Gradients of narrower models cancel: float32 and float64 of transformers then differ by 3e-5.
     """
     heads = config["num_attention_heads"]
     width = max(rng.choice([config.get("head_dim", 8), 6]), -(-24 // heads))
@@ -76,7 +76,7 @@ def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozense
 
 
 def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
-    """Return 1 for all layers if keys have a bias: without rotation its gradient is 0."""
+    """Return RoPE in all layers if keys have a bias: without rotation, the gradient of a key bias is 0."""
     return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
 
 
@@ -84,13 +84,13 @@ def _pick(*values: Any) -> Draw:
     return lambda rng, config, names: rng.choice(values)
 
 
-# In the order of drawing, since some depend on others. Sizes are small and odd.
+# In drawing order, because later draws depend on earlier ones. Sizes are small and odd.
 DRAWS: dict[str, Draw] = {
     "num_hidden_layers": _pick(2, 3),
-    # One head that expands a small latent: transformers differs by 1.5e-5 from its float64 result.
+    # Not 1 with latent attention: float32 and float64 of transformers would differ by 1.5e-5.
     "num_key_value_heads": lambda rng, config, names: rng.choice([2, 3, 4] if "kv_lora_rank" in names else [1, 2, 3]),
     "num_attention_heads": lambda rng, config, names: (
-        # Latent attention has as many key heads as query heads.
+        # Latent attention has equally many query and key heads.
         config.get("num_key_value_heads", 2) * (1 if "kv_lora_rank" in names else rng.choice([1, 2, 3, 4]))
     ),
     "head_dim": _pick(6, 8, 10, 16),
@@ -102,8 +102,8 @@ DRAWS: dict[str, Draw] = {
     "rms_norm_eps": _pick(1e-6, 1e-5),
     "max_position_embeddings": _pick(16, 32, 64),
     "pad_token_id": _pick(None, None, 3),
-    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, transformers
-    # differs by 3e-5 from its float64 result in tensors with cancelling gradients.
+    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a canceling
+    # gradient makes float32 and float64 of transformers differ by 3e-5.
     "initializer_range": _pick(0.13),
     "use_sliding_window": _pick(True, False),
     "sliding_window": _sliding_window,
@@ -123,7 +123,7 @@ DRAWS: dict[str, Draw] = {
     "moe_intermediate_size": _pick(8, 20),
     "shared_expert_intermediate_size": _pick(12, 28),
     "n_shared_experts": _pick(1, 2),
-    # The normalized weight of a single expert is always 1, so the router would have no gradient.
+    # The normalized weight of a single expert is always 1, so the router has no gradient.
     "norm_topk_prob": lambda rng, config, names: rng.random() < 0.5 and config["num_experts_per_tok"] > 1,
     "decoder_sparse_step": _pick(1, 2),
     "mlp_only_layers": lambda rng, config, names: (
@@ -135,20 +135,20 @@ DRAWS: dict[str, Draw] = {
     "final_logit_softcapping": _pick(None, 2.0, 20.0),
     "attn_logit_softcapping": _pick(None, 2.0, 20.0),
 }
-# Fields with another meaning in a family, or ignored by transformers.
+# Fields with another meaning in a family, or that transformers ignores.
 FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
-    # Norms of small results magnify rounding: at 0.13 transformers differs by 4e-5 from its float64 result.
+    # Norms of small outputs magnify rounding: at 0.13, float32 and float64 of transformers differ by 4e-5.
     "olmo3": {"initializer_range": _pick(0.3)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
-        # A single head has a single sink, and its gradient may cancel.
+        # The gradient of a single sink may cancel.
         "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
         "intermediate_size": lambda rng, config, names: rng.choice([config["hidden_size"], 20]),
-        # The weight of a single expert is always 1, so the router would have no gradient.
+        # The weight of a single expert is always 1, so the router has no gradient.
         "num_experts_per_tok": lambda rng, config, names: max(2, _experts_per_token(rng, config, names)),
     },
-    # Its config class counts LongRoPE's divisors by hidden_size // num_attention_heads, whatever head_dim says.
+    # Its config class derives the number of LongRoPE divisors from hidden_size // num_attention_heads, not head_dim.
     "phi3": {
         "num_attention_heads": lambda rng, config, names: config["num_key_value_heads"] * rng.choice([1, 2, 3]),
         "head_dim": _pick(24, 28),
@@ -157,14 +157,14 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
             + rng.choice([0, (config["num_attention_heads"] - 1) // 2 * 2])
         ),
         "original_max_position_embeddings": _pick(8, 16),
-        "initializer_range": _pick(0.08),  # since it is wider than others
+        "initializer_range": _pick(0.08),  # wider than other families
     },
-    # Gradients of keys cancel where no window cuts attention short: at 0.13, float32 is 1.5e-5 away from float64.
+    # Gradients of keys cancel without a window: at 0.13, float32 and float64 differ by 1.5e-5.
     "qwen3_vl_text": {"initializer_range": _pick(0.2)},
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
-    "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # which the config class does not declare
+    "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # not declared by the config class
 }
-# The vision tower of a composite model, which is carried and not computed: as small as it can be.
+# Smallest possible vision encoder of a composite model; its tensors pass through.
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 8,
@@ -177,7 +177,7 @@ FAMILY_VISION: dict[str, dict[str, Any]] = {"qwen3_vl": {"deepstack_visual_index
 
 
 def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` of one kind, with the optional fields there or not."""
+    """Return `rope_parameters` of one kind; optional fields are present at random."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([10.0, 1_000.0, 1_000_000.0])}
     if kind in ("linear", "dynamic", "yarn", "llama3"):
         rope["factor"] = rng.choice([1.5, 2.0, 4.0, 8.0])
@@ -196,7 +196,7 @@ def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any
 
 
 def rope_kinds(policy: RopePolicy) -> tuple[str, ...]:
-    """Return the kinds of RoPE that a family's configurations walk through."""
+    """Return the kinds of RoPE that a family's configurations cycle through."""
     if policy.kinds is not None:
         return policy.kinds
     return PERIODIC_ROPE_KINDS if policy.query_beta_field is not None else ROPE_KINDS
@@ -211,9 +211,9 @@ def _rope_draw(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
         share = config.get("partial_rotary_factor")
         rotary_dim = int(head_dim * (share or 1))
         if policy.partial is not None and share is None:
-            rotary_dim = rng.choice(range(4, head_dim + 1, 2))  # dynamic RoPE divides by 2 features less
+            rotary_dim = rng.choice(range(4, head_dim + 1, 2))  # dynamic RoPE divides by rotary_dim - 2
         rope = random_rope(rng, chosen, rotary_dim)
-        if chosen == "yarn" and "kv_lora_rank" in names:  # whose attention's scale depends on it
+        if chosen == "yarn" and "kv_lora_rank" in names:  # these fields change the attention scale
             rope |= rng.choice([{"mscale": 0.7, "mscale_all_dim": 1.1}, {"mscale_all_dim": 0.6}])
         if policy.partial is not None and share is None:
             rope["partial_rotary_factor"] = rotary_dim / head_dim
@@ -221,14 +221,14 @@ def _rope_draw(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
             rope[policy.query_beta_field] = rng.choice([0.1, 0.5])
         if policy.local_theta is None:
             return rope
-        rope.pop("truncate", None)  # which transformers overlooks here
+        rope.pop("truncate", None)  # ignored by transformers here
         return {GLOBAL: rope, LOCAL: random_rope(rng, rng.choice(("default", "default", "linear")), head_dim)}
 
     return draw
 
 
 def _vary(field: Field) -> Draw:
-    """Return the draw of a field that is known by its type alone."""
+    """Return the draw of a field by its type."""
 
     def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
         if field.kind is bool:
@@ -243,14 +243,14 @@ def _vary(field: Field) -> Draw:
 def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
     """Return the fields of a random configuration of a family, without `model_type`.
 
-    For a composite model the fields of the text decoder are in `text_config`. Each field has a separate random stream,
-    so that a new field changes no other.
+    A composite model has the fields of the text decoder in `text_config`. Every field has a separate random stream, so
+    a new field changes no other.
 
     Args:
-        seed: consecutive seeds cycle through the kinds of RoPE.
+        seed: random seed; successive seeds cycle through the kinds of RoPE.
         model_type: type of the family.
-        rope_kind: kind of RoPE, or the family's first if it does not support it.
-        fixed: fields with fixed values.
+        rope_kind: fixed kind of RoPE; a family without it uses its first kind.
+        **fixed: values of fields that are not drawn.
     """
     args = get_model_spec(model_type, text_only=True).model_args_class
     text_type = args.composite_types.get(model_type, model_type)
@@ -274,7 +274,7 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
 
 
 def random_lengths(seed: int) -> list[int]:
-    """Return odd document lengths: one token, equal lengths, and one longer than some of the context lengths.
+    """Return odd document lengths: 1, two equal ones, and one beyond some of the drawn context lengths.
 
     Every fourth pack has a document long enough for blockwise attention without a window.
     """

@@ -1,8 +1,8 @@
-"""A pool of rank processes that outlives its cases: gloo over loopback, one thread a rank.
+"""Pool of reusable rank processes: gloo over loopback, one thread per rank.
 
-Starting eight processes costs more than the cases do, so they stay, and each case is a function that all of them call.
-A rank that raises, dies or hangs ends its case with every rank's traceback; the pool is then restarted, so that no
-case inherits another's broken collectives.
+Starting processes costs more than a typical case, so they stay alive; a case is a function that all of them call. A
+rank that raises, dies or hangs ends its case with the tracebacks of all ranks. The pool then restarts, so no case
+inherits broken collectives.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CASE_SECONDS = 240.0
 
 
 class RankError(AssertionError):
-    """A case failed on some ranks; the message holds their tracebacks."""
+    """A case failed on some ranks; the message has their tracebacks."""
 
 
 class Pool:
-    """`size` rank processes, started on first use.
+    """Pool of `size` rank processes, started on first use.
 
     with Pool(4) as pool:
-        results = pool.run(function, argument, …)   # one result a rank; `function` is a module's, arguments pickle
+        results = pool.run(function, argument, …)  # a module-level function and picklable arguments; one result a rank
     """
 
     def __init__(self, size: int) -> None:
@@ -45,17 +45,17 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results in rank order.
+        """Call `function(*args)` on every rank; return the results in rank order.
 
         Raises:
-            RankError: ranks failed; with their tracebacks.
+            RankError: some ranks failed; has their tracebacks.
         """
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send((function.__module__, function.__qualname__, args))
         results = self._collect(timeout)
-        failed = {rank: text for rank, (fine, text) in results.items() if not fine}
+        failed = {rank: text for rank, (succeeded, text) in results.items() if not succeeded}
         if failed:
             self.close()
             raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())))
@@ -67,15 +67,14 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.size):
-            parent_end, child_end = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.size, port, child_end, self._trace(rank), dict(os.environ)), daemon=True
-            )
+            pipe, rank_pipe = context.Pipe()
+            arguments = (rank, self.size, port, rank_pipe, self._trace(rank), dict(os.environ))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            child_end.close()
-            self._ranks.append((process, parent_end))
+            rank_pipe.close()
+            self._ranks.append((process, pipe))
         ready = self._collect(START_SECONDS)
-        if any(not fine for fine, _ in ready.values()):
+        if any(not succeeded for succeeded, _ in ready.values()):
             self.close()
             raise RankError("\n".join(str(text) for _, text in ready.values()))
 
@@ -83,7 +82,7 @@ class Pool:
         return str(Path(self._folder.name) / f"rank{rank}.txt")
 
     def _collect(self, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """(whether it went well, result or traceback) of each rank; after a failure the others have a few seconds."""
+        """Return (success, result or traceback) of each rank; after a failure, wait only 5 seconds for the others."""
         results: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < self.size:
@@ -99,7 +98,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + 5.0)
             if not ready and time.monotonic() >= deadline:
                 for rank in pipes.values():
-                    results[rank] = (False, f"no answer in time; it stood at\n{self._stack(rank)}")
+                    results[rank] = (False, f"no result before the timeout; current stack:\n{self._stack(rank)}")
         return results
 
     def _stack(self, rank: int) -> str:
@@ -107,10 +106,10 @@ class Pool:
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.3)
-        return Path(self._trace(rank)).read_text() if Path(self._trace(rank)).exists() else "(nothing was written)"
+        return Path(self._trace(rank)).read_text() if Path(self._trace(rank)).exists() else "(no stack was written)"
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill the processes."""
         for process, pipe in self._ranks:
             pipe.close()
             process.kill()
@@ -127,7 +126,7 @@ class Pool:
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, environment: dict[str, str]) -> None:
     replace_environment(environment)
-    handle = open(trace, "w")  # noqa: SIM115 - for as long as the process lives
+    handle = open(trace, "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -147,7 +146,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, enviro
             timeout=timedelta(seconds=CASE_SECONDS),
         )
         pipe.send((True, None))
-    except BaseException:  # noqa: BLE001 - passed to the waiting thread
+    except BaseException:  # noqa: BLE001 - the pool raises it
         pipe.send((False, traceback.format_exc()))
         return
     while True:
@@ -160,5 +159,5 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, enviro
             for part in name.split("."):
                 function = getattr(function, part)
             pipe.send((True, function(*args)))  # type: ignore[operator]
-        except BaseException:  # noqa: BLE001 - passed to the waiting thread
+        except BaseException:  # noqa: BLE001 - the pool raises it
             pipe.send((False, traceback.format_exc()))

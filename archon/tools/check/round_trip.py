@@ -1,4 +1,4 @@
-"""Checkpoints: transformers' names, and bitwise equal weights after a round trip."""
+"""Checkpoint round trips: names as in transformers, and bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from archon.tools.check.random_configs import draw_fields
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint folder by name."""
+    """Return all tensors in a checkpoint folder, by name."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def _require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def _require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], label: str) -> None:
     if actual.keys() != expected.keys():
-        raise ContractError(f"{what}: tensors {sorted(actual.keys() ^ expected.keys())[:4]} are on one side only")
+        raise ContractError(f"{label}: only one side has tensors {sorted(actual.keys() ^ expected.keys())[:4]}")
     for name, tensor in expected.items():
         if actual[name].dtype != tensor.dtype or not torch.equal(actual[name], tensor):
-            raise ContractError(f"{what}: {name} is not bitwise the same")
+            raise ContractError(f"{label}: {name} is not bitwise equal")
 
 
 def round_trip(seed: int, model_type: str, folder: Path, reference: str | None = None) -> int:
-    """Load a checkpoint of transformers and write it again. Returns its number of tensors.
+    """Load a checkpoint of transformers and write it again; return its number of tensors.
 
-    Raises ContractError where names, shapes or one bit differ.
+    Raises:
+        ContractError: names, shapes or a bit differ.
     """
     config = random_config(seed, model_type, reference)
     hf_model, _, adapter = build_pair(config, seed=seed, model_type=model_type)
@@ -53,7 +54,7 @@ def round_trip(seed: int, model_type: str, folder: Path, reference: str | None =
 def fresh_checkpoint(
     folder: Path, config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> BaseArchonModel:
-    """Write a checkpoint of random weights for a config. Returns its model."""
+    """Write a checkpoint of random weights for a config; return its model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = fresh_model(config, seed, dtype)
@@ -62,7 +63,7 @@ def fresh_checkpoint(
 
 
 def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> BaseArchonModel:
-    """Return a model of a config with every weight drawn at random, with slow decays where it has any."""
+    """Return a model of a config with random weights and, if it has decays, slow ones."""
     from archon.tools.check.oracle import draw_slow_decays, randomize_vectors
 
     spec = get_model_spec(config["model_type"], text_only=True)
@@ -77,9 +78,12 @@ def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torc
 
 
 def native_round_trip(seed: int, model_type: str, folder: Path) -> int:
-    """Write fresh weights, read them, and write them again. Returns the number of tensors.
+    """Write fresh weights, load them, and write them again; return the number of tensors.
 
-    It is the check of a family that transformers does not have. Raises ContractError where one bit differs.
+    For families that transformers does not have.
+
+    Raises:
+        ContractError: a bit differs.
     """
     config = {"model_type": model_type} | draw_fields(seed, model_type)
     model = fresh_checkpoint(folder, config, seed)

@@ -1,4 +1,4 @@
-"""No config field is ignored: removed or changed, it alters the outputs as transformers' do, or is rejected by name."""
+"""No config field is ignored: a removed or changed field has the effect of transformers, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from archon.tools.check.parity import FP32_TOLERANCE
 
 Style = Literal["transformers 5", "hub"]
 STYLES: tuple[Style, ...] = ("transformers 5", "hub")
-# A document longer than every window and original context that is drawn.
+# A document longer than every drawn window and original context.
 LENGTHS = [41]
 SEED = 3
-# Standard deviation of the weights, whatever `initializer_range` says: large ones saturate attention.
+# Scale of the weights, regardless of `initializer_range`: large weights saturate the attention.
 WEIGHT_SCALE = 0.13
-# Removing these fields builds a published model of billions of parameters; archon rejects it by name.
+# Without these fields, transformers builds a model of billions of parameters; archon rejects them by name.
 CLASS_SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 ALTERNATIVE_VALUES: dict[type, Any] = {
     bool: lambda value: [not value],
@@ -46,7 +46,7 @@ ALTERNATIVE_VALUES: dict[type, Any] = {
 
 
 def hub_style(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
+    """Return the config in the form before transformers 5: theta at the top level, `rope_scaling` or null."""
     policy = get_model_spec(config["model_type"], text_only=True).model_args_class.hf_ropes
     if is_composite(config["model_type"]):
         return config | {"text_config": _with_outer_rope(config["text_config"], policy)}
@@ -59,15 +59,15 @@ def _with_outer_rope(config: dict[str, Any], policy: RopePolicy) -> dict[str, An
     outer["rope_theta"] = rope.pop("rope_theta")
     if policy.local_theta_field is not None:
         outer[policy.local_theta_field] = config["rope_parameters"][LOCAL]["rope_theta"]
-    elif policy.local_theta is not None:  # which the old form cannot change
+    elif policy.local_theta is not None:  # the old form cannot change it
         outer["rope_theta"] = policy.theta
     return outer | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
 
 
 def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each field with a config in which it is missing or changed, including RoPE fields.
+    """Yield (field, config without it or with another value), RoPE fields included.
 
-    For a composite config these are the fields of the text decoder and the scalar fields around it.
+    A composite config yields its top-level fields and the fields of its text decoder.
     """
     if text := config.get("text_config"):
         yield from ((name, config | {"text_config": changed}) for name, changed in variants(text))
@@ -92,19 +92,20 @@ def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def restyled_fields(config: dict[str, Any]) -> set[str]:
-    """Return the fields that `hub_style` writes differently, and those read together with RoPE fields."""
-    read_with = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
+    """Return the fields that `hub_style` rewrites, and the fields that RoPE depends on."""
+    dependencies = {"head_dim", "layer_types", "max_position_embeddings", "partial_rotary_factor", "sliding_window"}
     text = config.get("text_config", config)
     rope = text["rope_parameters"]
     inner = {name for part in (rope, rope.get(GLOBAL, {}), rope.get(LOCAL, {})) for name in part}
     restyled = hub_style(config).get("text_config", hub_style(config))
-    return {name for name in restyled if "rope" in name} | inner | (read_with & text.keys())
+    return {name for name in restyled if "rope" in name} | inner | (dependencies & text.keys())
 
 
 def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:
-    """Return `rejected`, `unusable` (for transformers itself) or `equal`.
+    """Return `rejected`, `unusable` (in transformers) or `equal`.
 
-    Raises ContractError where the outputs differ, or the field is rejected without its name.
+    Raises:
+        ContractError: the outputs differ, or the field is rejected without its name.
     """
     model_type = config["model_type"]
     spec = get_model_spec(model_type, text_only=True)
@@ -112,9 +113,9 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         args = spec.model_args_class.from_hf_config(config)
     except ConfigError as error:
         field = spec.model_args_class.hf_fields.get(name)
-        names = (name, field.native if field else name, "layer_types")  # which counts the layers
+        names = (name, field.native if field else name, "layer_types")  # layer_types determines the number of layers
         if not any(other in str(error) for other in names):
-            raise ContractError(f"rejected without its name: {error}") from error
+            raise ContractError(f"rejected, but the error does not name it: {error}") from error
         return "rejected"
     if removed and name in CLASS_SIZES:
         raise ContractError(f"{name} is missing and was not rejected")
@@ -125,10 +126,10 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         hf_model, model, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
     except (ContractError, RuntimeError) as error:
         raise ContractError(f"transformers builds other parameters: {error}") from error
-    except Exception:  # noqa: BLE001 - any error of transformers' checks
+    except Exception:  # noqa: BLE001 - transformers' checks may raise anything
         return "unusable"
     if args.initializer_range != scale:
-        raise ContractError(f"initializer_range is {args.initializer_range}, transformers' {scale}")
+        raise ContractError(f"initializer_range is {args.initializer_range}, in transformers {scale}")
     changed = spec.model_class(args)
     changed.load_state_dict(model.state_dict())
     tokens, positions, cu_seqlens, longest = pack(LENGTHS, args.vocab_size, SEED)
@@ -145,13 +146,13 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
 def field_outcomes(
     model_type: str, style: Style, reference: str | None = None, *, restyled_only: bool = False
 ) -> tuple[Counter[str], list[str]]:
-    """Return how often removing or changing a field had each `outcome`, and a line for each violation.
+    """Remove or change each field; return the count of each `outcome` and a line for each violation.
 
     Args:
         model_type: type of the family.
-        style: style of `config.json`; `hub` has RoPE fields at the top level.
-        reference: equivalent transformers type, by default `model_type`.
-        restyled_only: omit the fields that both styles write and read alike.
+        style: style of `config.json`; `hub` has the RoPE fields at the top level.
+        reference: equivalent type in transformers; by default `model_type`.
+        restyled_only: skip the fields that are equal in both styles.
     """
     config = family_config(random_config(SEED, model_type, reference), model_type)
     chosen = restyled_fields(config) if restyled_only else None
@@ -161,18 +162,17 @@ def field_outcomes(
         if chosen is not None and name not in chosen:
             continue
         try:
-            outcomes[
-                outcome(name, changed, reference or model_type, removed=name not in changed.get("text_config", changed))
-            ] += 1
+            removed = name not in changed.get("text_config", changed)
+            outcomes[outcome(name, changed, reference or model_type, removed)] += 1
         except ContractError as error:
             wrong.append(f"{name} = {changed.get(name, 'missing')!r} ({style}): {error}")
     return outcomes, wrong
 
 
 def unread_fields(model_type: str) -> list[str]:
-    """Return a line for each mapped field whose change does not change the model arguments.
+    """Return a line for each mapped field that does not change the model's arguments.
 
-    This is the weaker check of a family that transformers does not have.
+    A weaker check, for families that transformers does not have.
     """
     from archon.tools.check.random_configs import draw_fields
 
@@ -190,5 +190,5 @@ def unread_fields(model_type: str) -> list[str]:
             except ConfigError:
                 changes.append(True)
         if changes and not any(changes):
-            lines.append(f"{name}: no other value than {value!r} changes the model")
+            lines.append(f"{name}: no value other than {value!r} changes the model")
     return lines

@@ -1,6 +1,6 @@
 """Checks of a layout on real ranks: collectives of every group, equality of replicas, memory, placements.
 
-Every function but `placements` is a collective that returns the same on all ranks; only integers are communicated.
+Every function except `placements` is a collective with the same result on all ranks; only integers are communicated.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_region, local_tensor
 
-MAX_DIMS = 5  # of a parameter: those of a vision encoder that embeds patches
+MAX_DIMS = 5  # of a parameter; the patch embedding of a vision encoder has most
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank: shards of the weights and moments, and the peak of its GPU or its process."""
+    """Bytes on one rank: shards of weights and moments, and the peak of the GPU or else of the process."""
 
     parameters: int
     optimizer: int
@@ -37,7 +37,7 @@ class RankMemory:
 
 
 def _all_gather_rows(rows: list[list[int]]) -> Tensor:
-    """Return all ranks' rows, int64 [ranks, n, k], of n rows of k integers on each."""
+    """Gather n rows of k integers from every rank: int64 [ranks, n, k]."""
     return ControlPlane.world().all_gather_tensor(torch.tensor(rows))
 
 
@@ -74,7 +74,8 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor], bool]] = {
 def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
     """Run every collective over every group of the layout on known numbers.
 
-    Returns a line for each mesh dimension and collective with a wrong result, and the ranks that got it.
+    Returns:
+        A line for each mesh dimension and collective with a wrong result, with the affected ranks.
     """
     groups = [(name, Group.from_process_group(pg)) for name, pg in layout_groups(dims)]
     if not groups:
@@ -90,11 +91,11 @@ def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
 
 
 def replica_mismatches(engine: ArchonEngine) -> list[str]:
-    """Return a line for each region of a parameter, LoRA or router bias with replicas that are not bitwise equal.
+    """Return a line for each region of a weight, LoRA or balancing bias with replicas that are not bitwise equal.
 
-    Replicas are ranks that hold the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of
-    an unsharded parameter, or the first and last stages of a pipeline with a tied matrix. A line names the ranks that
-    differ from the majority.
+    Replicas are ranks with the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of an
+    unsharded parameter, or the first and last pipeline stages of a tied matrix. A line names the ranks that differ from
+    the majority.
     """
     names = sorted(engine.adapter.native_shapes)
     names += [f"layers.{layer}.moe.router.expert_bias" for layer in range(engine.args.n_layers)]
@@ -119,12 +120,12 @@ def replica_mismatches(engine: ArchonEngine) -> list[str]:
         common = Counter(digests.values()).most_common(1)[0][0]
         differ = [rank for rank, digest in digests.items() if digest != common]
         agree = [rank for rank, digest in digests.items() if digest == common]
-        lines.append(f"{names[region[0]]}: {_ranks(differ)} differ from {_ranks(agree)}, but should be copies")
+        lines.append(f"{names[region[0]]}: {_ranks(differ)} differ from {_ranks(agree)}, but replicas must be equal")
     return lines
 
 
 def _digest_row(number: int, tensor: Tensor) -> list[int]:
-    """Return the parameter's number, the bounds of this rank's region in each dimension and a digest of its data."""
+    """Return [parameter number, bounds of this rank's region in each dimension, digest of its data]."""
     data = local_tensor(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).digest()
     bounds = [edge for part in local_region(tensor) for edge in (part.start, part.stop)]
@@ -137,29 +138,30 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def memory(engine: ArchonEngine) -> list[RankMemory]:
-    """Return one report per rank, in rank order."""
+    """Return the memory of every rank, in rank order."""
     optimizers = [engine.optimizer, *(lora.optimizer for lora in engine.loras.values())]
     state = [per for optimizer in optimizers if optimizer is not None for per in optimizer.state.values()]
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
-    lora = [local_tensor(parameter) for parameter in engine.model.parameters()]
+    weights = [local_tensor(parameter) for parameter in engine.model.parameters()]
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
-    else:  # KiB, but on macOS bytes
+    else:  # in KiB, on macOS in bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (lora, moments)]
+    sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (weights, moments)]
     return [RankMemory(*row) for row in _all_gather_rows([[*sizes, peak]])[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """Placement of the parameters with one name, in which layers are `*`.
+    """Placement of the parameters with one name, in which layer indices are `*`.
 
     Attributes:
         count: number of these parameters on this rank.
-        shape, local: shapes of the full parameter and of this rank's shard.
-        places: sharded dimensions, for example `dp_shard_cp: dim 0`.
-        sharded: whether FSDP shards it.
-        uneven: whether the shards differ in size.
+        shape: full shape.
+        local: shape of this rank's part.
+        places: placement by mesh dimension, such as `dp_shard_cp: dim 0`.
+        sharded: whether FSDP shards the parameter.
+        uneven: whether the parts of ranks differ in size.
     """
 
     name: str
@@ -172,7 +174,7 @@ class ParameterPlacement:
 
 
 def placements(engine: ArchonEngine) -> list[ParameterPlacement]:
-    """Return the placements of this rank's parameters, with equal ones of several layers counted as one."""
+    """Return the placements of this rank's parameters; equal placements in several layers are counted together."""
     counts: Counter[ParameterPlacement] = Counter()
     for name, parameter in engine.model.named_parameters():
         parts = ["*" if part.isdigit() else part for part in name.split(".")]

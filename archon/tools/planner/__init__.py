@@ -1,1 +1,1 @@
-"""Finds the fastest layout that fits, by predicting memory and time from config.json; runs no training step."""
+"""Planner of parallel layouts: predicts memory and time from config.json, without a training step."""

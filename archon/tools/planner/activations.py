@@ -1,8 +1,7 @@
-"""Activation memory of a block and of the head: each tensor saved for the backward pass, with shape and bytes.
+"""Activation memory of a block and of the head: every tensor saved for the backward pass, with shape and bytes.
 
-Shapes: T tokens of a rank (of a micro-batch of T·c), r = T / t tokens in the sequence-parallel regions, H and G query
-and key heads of a rank, D features of a head, F hidden features of a rank; n rows processed by a rank's experts,
-assuming that every expert is chosen equally often.
+Shapes on a rank: T tokens (a micro-batch has T·c), r = T / t tokens in sequence-parallel regions, H query heads, G key
+heads, D features of a head, F hidden features, n rows of experts. Routing is assumed to be even.
 """
 
 from __future__ import annotations
@@ -31,10 +30,13 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a block.
+    """Tensor of a block.
 
-    `saved`: autograd keeps it. `is_op`: it is the result of a matrix product or of attention, which the recompute
-    policy `selective: op` keeps.
+    Attributes:
+        name: description and shape.
+        bytes: size.
+        saved: autograd keeps it.
+        is_op: output of a matmul or of attention; the recompute policy `selective: op` keeps it.
     """
 
     name: str
@@ -45,24 +47,24 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """One block's tensors; `working` is the peak of further bytes during its backward."""
+    """Tensors of a block; `working` is the peak bytes of temporaries in its backward pass."""
 
     tensors: tuple[SavedTensor, ...]
     working: int
 
     @property
     def input(self) -> int:
-        """Bytes that a fully recomputed block keeps: its input."""
+        """Bytes of the block's input, which full recomputation keeps."""
         return self.tensors[0].bytes
 
     @property
     def saved(self) -> int:
-        """Bytes that a block saves without recomputation."""
+        """Bytes that autograd keeps without recomputation."""
         return sum(t.bytes for t in self.tensors if t.saved)
 
     @property
     def kept_by_op(self) -> int:
-        """Bytes kept by `selective: op`: the block's input and the results of products and attention."""
+        """Bytes kept by `selective: op`: the block's input, and the outputs of matmuls and attention."""
         return self.input + sum(t.bytes for t in self.tensors if t.is_op)
 
     @property
@@ -73,7 +75,7 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class MicroBatchShard:
-    """A rank's shard of a micro-batch of `pack` tokens; `bytes` is the item size of the compute dtype."""
+    """Shard of a micro-batch of `pack` tokens on a rank; `bytes` is the item size of the compute dtype."""
 
     layout: ParallelLayout
     pack: int
@@ -81,24 +83,24 @@ class MicroBatchShard:
 
     @property
     def tokens(self) -> int:
-        """T: a multiple of t, padding included."""
+        """T, a multiple of t with padding."""
         t = self.layout.tp
         return -(-self.pack // (self.layout.cp * t)) * t
 
     @property
     def rows(self) -> int:
-        """Tokens between the matmuls of a block, with sequence parallelism."""
+        """r, the tokens in sequence-parallel regions."""
         return self.tokens // self.layout.tp
 
     @property
     def wide(self) -> int:
-        """Item size of statistics, masters and gradients, which are at least float32."""
+        """Item size of statistics, masters and gradients: at least float32."""
         return max(self.bytes, 4)
 
 
 @dataclass(frozen=True)
 class LoRAMatrix:
-    """A matrix with a LoRA: its name in the layer, for example attention.wq, its role, features, and rank."""
+    """Matrix with a LoRA: name in the layer (such as attention.wq), role, features, and LoRA rank."""
 
     name: str
     role: str
@@ -107,15 +109,14 @@ class LoRAMatrix:
     rank: int
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
-        """Return the LoRA parameters that a token uses, in a layer with this network."""
-        times = network.top_k if self.role == "experts" else 1
+        """Return the LoRA parameters that a token uses in a layer with this feed-forward network."""
+        times = network.n_active_experts if self.role == "experts" else 1
         return times * self.rank * (self.in_features + self.out_features)
 
 
 LoRAMatrices = tuple[LoRAMatrix, ...] | None
-"""The adapted matrices of a layer; None where all weights are trained."""
-# Matmul inputs that layers save only for the gradient of a weight or a LoRA: the matrices with this input, by
-# tensor name.
+"""Matrices of a layer with LoRA; None if all weights are trained."""
+# Matmul inputs that are saved only for the gradient of a weight or of a LoRA, with the matrices that use them.
 _INPUTS = {
     "normed [T, dim]": ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
     "act(gate) · up [T, F]": ("feed_forward.w2",),
@@ -127,37 +128,37 @@ _INPUTS = {
 def block_activations(
     dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, lora: LoRAMatrices = None
 ) -> BlockActivations:
-    """Return the tensors of a layer in a model of width `dim`; its weights are frozen if it has `lora`."""
+    """Return the tensors of a layer in a model of width `dim`; with `lora`, all other weights are frozen."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
     attention = [
         SavedTensor("input [r, dim]", hidden),
         SavedTensor("attention_norm: 1/rms [r]", rows * wide, saved=before),
-        # Without a norm and without tensor parallelism it is the input.
+        # Without a norm and without tensor parallelism, it is the input.
         SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or shard.layout.tp > 1),
         *mixer_activations(layer.mixer, shard, context_parallel),
-        SavedTensor("wo's result [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
-        SavedTensor("attention_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after),
+        SavedTensor("wo output [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
+        SavedTensor("attention_post_norm: input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after),
         SavedTensor("after attention [r, dim]", hidden),
         SavedTensor("ffn_norm: 1/rms [r]", rows * wide, saved=before),
     ]
     tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)
     first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
     network = [first, *tensors[1:]]
-    network.append(SavedTensor("ffn_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
+    network.append(SavedTensor("ffn_post_norm: input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
     tensors = [*attention, *network]
     if lora is not None:
         names = {matrix.name for matrix in lora}
         kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
         tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
         tensors += [tensor for matrix in lora for tensor in _lora_tensors(matrix, layer.feed_forward, shard)]
-    # The gradient of the block's output is alive at the same time as the network's working memory.
+    # The gradient of the block's output is alive during the network's backward.
     return BlockActivations(tuple(tensors), working + hidden)
 
 
 def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
-    """Return the tensors of a LoRA: x A, which is saved, and (x A) B."""
+    """Return the tensors of a LoRA: x a, which it saves, and x a b."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
         rows = shard.rows * layout.etp * network.top_k
@@ -173,12 +174,12 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
 
 @singledispatch
 def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
-    """Return the tensors of a mixer between its input and the result of its last matmul; one function for each type.
+    """Return the tensors of a mixer from its input to its last matmul. Register one function per type of mixer.
 
     Raises:
-        ConfigError: the type has no function; register one for a new mixer.
+        ConfigError: no function is registered for this type.
     """
-    raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}: register it with mixer_activations")
+    raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}; register it with mixer_activations")
 
 
 @mixer_activations.register
@@ -188,15 +189,15 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
     q, k = T * H * D * b, T * G * D * b
     kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, mixer.n_heads, mixer.n_kv_heads)
     normed = mixer.qk_norm is not None
-    projected = [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=normed, is_op=True)]
+    projected = [SavedTensor("wq, wk outputs [T, H + G, D]", q + k, saved=normed, is_op=True)]
     if normed:
         projected.append(SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide))
     out = [
-        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("attention output [T, H, D]", q, is_op=True),
         SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
     ]
     if mixer.gated:
-        out.append(SavedTensor("the gate and its sigmoid [T, H, D]", 2 * q, is_op=False))
+        out.append(SavedTensor("gate and sigmoid [T, H, D]", 2 * q, is_op=False))
     if layout.cp == 1:
         return [
             *projected,
@@ -204,19 +205,19 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
             SavedTensor("v [T, G, D]", k, is_op=True),
             *out,
         ]
-    projected.append(SavedTensor("wv's result [T, G, D]", k, saved=False, is_op=True))
+    projected.append(SavedTensor("wv output [T, G, D]", k, saved=False, is_op=True))
     if kind == "ulysses":
         keys = k * ulysses_repeat(H, G, layout.cp)
-        # The all-to-all trades tokens for heads, with equal sizes. wo's input is a copy after the second all-to-all.
+        # The all-to-all exchanges tokens for heads, with equal sizes. The second one copies wo's input.
         exchanged = SavedTensor("exchanged q, k, v", q + 2 * keys)
-        return [*projected, exchanged, *out, SavedTensor("wo's input [T, H, D]", q)]
-    # Queries attend to the keys before them: the two chunks of a rank to all tokens and one more chunk together.
+        return [*projected, exchanged, *out, SavedTensor("wo input [T, H, D]", q)]
+    # The causal attention of a rank's two chunks covers all tokens and one more chunk.
     attended = shard.layout.cp * T + T // 2
     return [
         *projected,
         SavedTensor("rotated q [T, H, D]", q),
         SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
-        SavedTensor("their indices", attended * INT64),
+        SavedTensor("indices of keys and values", attended * INT64),
         *out,
     ]
 
@@ -225,47 +226,47 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
 def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
     layout, T, r, b, wide = shard.layout, shard.tokens, shard.rows, shard.bytes, shard.wide
     H, latent = mixer.n_heads // layout.tp, mixer.kv_rank + mixer.rope.dim
-    # Queries, keys and values are padded to one width.
+    # Queries, keys and values are padded to the same width.
     D, V = max(mixer.q_features, mixer.value_features), mixer.value_features
     q, expanded = T * H * D * b, T * H * (mixer.key_features + V) * b
     tensors = [
-        SavedTensor("wkv_a's result [r, C + R]", r * latent * b, is_op=True),
+        SavedTensor("wkv_a output [r, C + R]", r * latent * b, is_op=True),
         SavedTensor("kv_a_norm: 1/rms [r]", r * wide),
         SavedTensor("latents and rotated keys [T, C + R]", T * latent * b),
     ]
     if mixer.q_rank:
         tensors += [
-            SavedTensor("wq_a's result [r, q_rank]", r * mixer.q_rank * b, is_op=True),
+            SavedTensor("wq_a output [r, q_rank]", r * mixer.q_rank * b, is_op=True),
             SavedTensor("q_a_norm: 1/rms [r]", r * wide),
             SavedTensor("normed [T, q_rank]", T * mixer.q_rank * b),
         ]
-    tensors.append(SavedTensor("wq_b's result [T, H, N + R]", T * H * mixer.q_features * b, saved=False, is_op=True))
+    tensors.append(SavedTensor("wq_b output [T, H, N + R]", T * H * mixer.q_features * b, saved=False, is_op=True))
     out = [
-        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("attention output [T, H, D]", q, is_op=True),
         SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
     ]
     if D > V:
-        out.append(SavedTensor("wo's input [T, H, V]", T * H * V * b))
+        out.append(SavedTensor("wo input [T, H, V]", T * H * V * b))
     if layout.cp == 1:
-        # Without padding the values are a view of the expanded tensor.
+        # Without padding, the values are a view of the expanded latents.
         return [
             *tensors,
-            SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=D == V, is_op=True),
+            SavedTensor("wkv_b output [T, H, N + V]", expanded, saved=D == V, is_op=True),
             SavedTensor("q, k [T, 2 H, D]", 2 * q),
             *([SavedTensor("v [T, H, D]", q)] if D > V else []),
             *out,
         ]
     if context_parallel_kind(context_parallel, layout.cp, layout.tp, *mixer.heads) == "ulysses":
-        tensors.append(SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=False, is_op=True))
-        return [*tensors, SavedTensor("exchanged q, k, v", 3 * q), *out, SavedTensor("wo's input [T, H, D]", q)]
+        tensors.append(SavedTensor("wkv_b output [T, H, N + V]", expanded, saved=False, is_op=True))
+        return [*tensors, SavedTensor("exchanged q, k, v", 3 * q), *out, SavedTensor("wo input [T, H, D]", q)]
     attended = layout.cp * T + T // 2
     return [
         *tensors,
         SavedTensor("gathered latents [T·c, C + R]", layout.cp * T * latent * b),
-        SavedTensor("wkv_b's result [T·c, H, N + V]", layout.cp * expanded, saved=False, is_op=True),
+        SavedTensor("wkv_b output [T·c, H, N + V]", layout.cp * expanded, saved=False, is_op=True),
         SavedTensor("q [T, H, D]", q),
         SavedTensor("gathered keys and values [T·c + T/2, 2 H, D]", 2 * attended * H * D * b),
-        SavedTensor("their indices", attended * INT64),
+        SavedTensor("indices of keys and values", attended * INT64),
         *out,
     ]
 
@@ -275,28 +276,28 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
     layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
     H, G = mixer.n_heads // layout.tp, max(1, mixer.n_key_heads // layout.tp)
     keys, values = G * mixer.key_dim, H * mixer.value_dim
-    # Ulysses gives a rank all tokens of some heads; key heads are repeated if they are fewer than ranks.
+    # Ulysses gives a rank all tokens of some heads; fewer key heads than ranks are repeated.
     repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
     channels = 2 * keys * repeat + values
-    # Per token and head: queries and keys repeated, scaled, by chunk, as the operands of two products (twice in another
-    # order), decayed and solved for; values by chunk, solved for and corrections; two square matrices of a chunk before
-    # and after their decay, and the decay.
+    # Per token and head: queries and keys repeated, scaled, by chunk, as operands of two matmuls (twice in another
+    # order), decayed and solved; values by chunk, solved, and corrections; two square matrices of a chunk before and
+    # after their decay, and the decay.
     scan = H * (10 * mixer.key_dim + 3 * mixer.value_dim + 5 * MAX_CHUNK)
     if b < wide:
         scan += 2 * keys * repeat + values
     states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.key_dim * mixer.value_dim
     exchanged = [SavedTensor("exchanged queries, keys and values", T * channels * b)] if layout.cp > 1 else []
     return [
-        SavedTensor("wq's, wk's, wv's results [T, 2 G K + H V]", T * (2 * keys + values) * b, saved=False, is_op=True),
-        SavedTensor("wa's, wb's results, log-decay and beta [T, H]", T * H * (2 * b + 2 * wide)),
+        SavedTensor("wq, wk, wv outputs [T, 2 G K + H V]", T * (2 * keys + values) * b, saved=False, is_op=True),
+        SavedTensor("wa, wb outputs, log-decay and beta [T, H]", T * H * (2 * b + 2 * wide)),
         *exchanged,
-        SavedTensor("the convolution's input and result [T, 2 G K + H V]", 2 * T * channels * b),
+        SavedTensor("convolution input and output [T, 2 G K + H V]", 2 * T * channels * b),
         SavedTensor("activated queries, keys and values", T * channels * b),
-        SavedTensor("the scan's operands, in float32", T * scan * wide),
-        SavedTensor("the chunks' states [T / 64, H, K, V]", 2 * states * wide),
-        SavedTensor("the scan's result and its 1/rms [T, H V + H]", T * (values * b + H * wide)),
-        SavedTensor("wz's result and its gate [T, H V]", T * values * (b + 2 * wide), is_op=False),
-        SavedTensor("wo's input [T, H V]", T * values * b),
+        SavedTensor("scan operands, in float32", T * scan * wide),
+        SavedTensor("chunk states [T / 64, H, K, V]", 2 * states * wide),
+        SavedTensor("scan output and its 1/rms [T, H V + H]", T * (values * b + H * wide)),
+        SavedTensor("wz output and its gate [T, H V]", T * values * (b + 2 * wide), is_op=False),
+        SavedTensor("wo input [T, H V]", T * values * b),
     ]
 
 
@@ -304,11 +305,15 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
 def feed_forward_activations(
     network: FeedForwardSpec, dim: int, shard: MicroBatchShard
 ) -> tuple[list[SavedTensor], int]:
-    """Return the tensors of a feed-forward network, and the peak of further bytes during its backward.
+    """Return the tensors of a feed-forward network, and the peak bytes of temporaries in its backward pass.
 
-    One function for each type; raises ConfigError for a type without one.
+    Register one function per type of network.
+
+    Raises:
+        ConfigError: no function is registered for this type.
     """
-    raise ConfigError(f"the planner cannot estimate a {type(network).__name__}: register it")
+    name = type(network).__name__
+    raise ConfigError(f"the planner cannot estimate a {name}; register it with feed_forward_activations")
 
 
 @feed_forward_activations.register
@@ -320,10 +325,10 @@ def _dense(network: DenseLayer, dim: int, shard: MicroBatchShard) -> tuple[list[
         SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
         SavedTensor("act(gate) [T, F]", inner, saved=network.hidden_act not in ("silu", "swish")),
         SavedTensor("act(gate) · up [T, F]", inner),
-        SavedTensor("w2's result [T, dim]", outer, saved=False, is_op=True),
+        SavedTensor("w2 output [T, dim]", outer, saved=False, is_op=True),
     ]
-    # The peak is the gradients of gate, up and their product, with the temporaries of up less the freed product; or, in
-    # a narrow network, the two gradients of its input: one through gate, one through up.
+    # The peak: gradients of gate, up and their product. In a narrow network: the two gradients of the input, through
+    # gate and through up.
     return tensors, max(3 * inner, 2 * outer - inner)
 
 
@@ -336,7 +341,7 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     tensors = [
         SavedTensor("normed [r, dim]", rows * dim * b),
         *([SavedTensor("normed in float32 [r, dim]", rows * dim * wide)] if network.fp32_logits and b < wide else []),
-        SavedTensor("router's logits [r, E]", rows * network.n_experts * b, saved=False, is_op=True),
+        SavedTensor("router logits [r, E]", rows * network.n_experts * b, saved=False, is_op=True),
         SavedTensor("probabilities [r, E]", rows * network.n_experts * wide),
         SavedTensor("chosen experts [r, k]", rows * chosen * INT64),
         SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if network.normalize else 0)),
@@ -344,20 +349,20 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
         SavedTensor("rows in expert order [n, dim]", outer),
         SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
         SavedTensor("act(gate) · up [n, F]", inner),
-        SavedTensor("w2's result [n, dim]", outer, saved=False, is_op=True),
-        SavedTensor("results in token order [n, dim]", outer),
+        SavedTensor("w2 output [n, dim]", outer, saved=False, is_op=True),
+        SavedTensor("outputs in token order [n, dim]", outer),
     ]
     if layout.etp > 1:
         tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * dim * b))
-    # The forward holds the experts' results before and after the all-to-all; the backward as many gradients, or those
-    # inside the experts, as in a dense network.
+    # The forward holds the experts' outputs before and after the all-to-all. The backward holds as many gradients, or
+    # the gradients inside the experts, as in a dense network.
     working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
     if network.shared_hidden_dim:
         shared, shared_working = _dense(DenseLayer(network.shared_hidden_dim, network.hidden_act), dim, shard)
-        # Without tensor parallelism its input is the router's.
+        # Without tensor parallelism, it shares the router's input.
         shared = shared if layout.tp > 1 else shared[1:]
         if network.shared_gate:
-            shared.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
+            shared.append(SavedTensor("shared experts output [r, dim]", rows * dim * b))
         # Its backward comes first and frees its saved tensors.
         working = max(shared_working, working - sum(t.bytes for t in shared if t.saved))
         tensors += shared
@@ -365,11 +370,11 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
 
 
 def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
-    """Return the bytes of final norm, head and `models.layers.token_scores.weighted_loss`, with all tokens scored.
+    """Return the bytes of final norm, head and loss (`token_scores.weighted_loss`) with all tokens scored.
 
     Returns:
-        The peak in the forward, and the gradient of the head's weight. The forward computes this gradient, which stays
-        until the embedding's gradient has been computed; a frozen head has none.
+        The peak in the forward, and the gradient of the head's weight. The forward computes this gradient, and it stays
+        until the embedding's gradient is computed; a frozen head has none.
     """
     T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
     normed = shard.rows * (dim * b * 2 + wide)
@@ -381,7 +386,7 @@ def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, f
     weight = 0 if frozen else vocab * dim
     sums = (T * dim + weight) * wide
     if b < wide:
-        # A tile and its products in the compute dtype, or at the end both sums converted to it.
+        # A tile and its matmul outputs in the compute dtype, or at the end both sums converted to it.
         temporary = max(rows * columns + (max(rows, columns) + rows) * dim, T * dim + weight) * b
     else:
         temporary = rows * dim * b

@@ -1,7 +1,7 @@
-"""Measures the hardware figures that no data sheet states, on this machine.
+"""Measurement of hardware figures that data sheets do not state.
 
-Every rank of a process group calls `calibrate`. It measures matrix products, copies, collectives, and on a CPU a pass
-of a small model and FSDP over small blocks; it runs no training step of any layout.
+Every rank of a process group calls `calibrate`. It measures matmuls, copies and collectives; on a CPU also a pass of a
+small model and FSDP over small blocks. It runs no training step.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from archon.tools.planner.hardware import Hardware, known_hardware, read_hardwar
 from archon.tools.planner.memory_model import RankParameters
 from archon.tools.planner.time_model import TimeModel
 
-# Rows, columns and inner size of the product; elements of the copied tensor and of the all-reduced one.
+# Rows, columns and inner size of the matmul; elements of the copied and of the all-reduced tensor.
 GEMM = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 2**29, "cpu": 2**24}
 ALL_REDUCE_ELEMENTS = 2**27
 ROUNDS = 5
-# So small that nearly all of its time is host time.
+# Small enough that nearly all of its time is host time.
 TINY: dict[str, Any] = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden_dim": 16, "vocab_size": 32}
-# Large enough for matrix products to matter, in the proportions of a real model.
+# Large enough for matmuls to matter, in the proportions of a real model.
 SMALL = Qwen3ModelArgs(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, vocab_size=2048)
 SMALL_TOKENS = 512
 FEW, MANY = 2, 6
 PASS_ROUNDS = 7
-# Pairs of collectives that are timed together.
+# Pairs of collectives timed together.
 REPEATS = 10
-# Matrix products between two collectives, which take one or two milliseconds, as in a block of a small model.
+# Matmuls between two collectives: one or two milliseconds, as in a block of a small model.
 PRODUCTS = 4
 LARGE_BYTES = 2**22
 
@@ -51,8 +51,8 @@ LARGE_BYTES = 2**22
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     """Return the hardware `like` with the efficiencies measured on this machine. A collective.
 
-    On a CPU the peaks are measured too, and a node has as many ranks as run now. With a single rank, the links keep the
-    figures of `like`.
+    On a CPU the peaks are measured too, and a node has as many ranks as run now. A single rank measures no links and
+    keeps the link figures of `like`.
     """
     known = read_hardware(like)
     if device.type == "cpu":
@@ -61,7 +61,7 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     peak = known.flops(str(dtype).removeprefix("torch."))
     measured: dict[str, Any] = {
         "name": f"{like}-calibrated",
-        "gemm_efficiency": _efficiency("products", _gemm(device, dtype), peak),
+        "gemm_efficiency": _efficiency("matmuls", _gemm(device, dtype), peak),
         "memory_efficiency": _efficiency("copies", _memory(device), known.memory_bandwidth),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
@@ -73,9 +73,9 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
 
 
 def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
-    """Return the speed of one rank alone, how many ranks reach it at the same time, and the cost of collectives.
+    """Measure the speed of a single rank, the number of ranks that reach it at once, and the cost of collectives.
 
-    Times measured on all ranks at once are divided by their oversubscription, because the time model multiplies by it.
+    Times measured on all ranks at once are divided by the oversubscription, because the time model multiplies by it.
     """
     device, world = torch.device("cpu"), ControlPlane.world()
     gemm, processors = _measure_matmuls(dtype, world)
@@ -123,23 +123,23 @@ def _check_name(like: str, device_name: str) -> None:
     """Raise ConfigError if this GPU is known hardware other than `like`."""
     here = next((name for name in known_hardware() if name.split("-")[0].upper() in device_name), like)
     if like in known_hardware() and here.split("-")[0] != like.split("-")[0]:
-        raise ConfigError(f"this GPU is {device_name}, not {like}: pass --gpu {here}")
+        raise ConfigError(f"this GPU is {device_name}, not {like}; set --gpu {here}")
 
 
-def _efficiency(what: str, reached: float, peak: float) -> float:
+def _efficiency(operation: str, reached: float, peak: float) -> float:
     if reached > 1.05 * peak:
         raise ConfigError(
-            f"{what} reach {reached:.3g} per second, more than the peak of {peak:.3g} of this hardware; name the "
-            "machine's GPU with --gpu"
+            f"measured {operation} reach {reached:.3g} per second, above the hardware's peak of {peak:.3g}; set --gpu "
+            "to the GPU of this machine"
         )
     return min(reached / peak, 1.0)
 
 
 def _measure_matmuls(dtype: torch.dtype, world: ControlPlane) -> tuple[float, float]:
-    """Return FLOP/s of a rank alone, and the total FLOP/s of all ranks as a multiple of it.
+    """Return the FLOP/s of a single rank, and the ratio of the FLOP/s of all ranks to it.
 
-    Measures alone and together in turn, because the load of other programs may change. A single process computes the
-    multiple from the cores it may use.
+    Alternates between the two measurements, because the load of other programs may change. A single process computes
+    the ratio from its cores.
     """
     device = torch.device("cpu")
     if world.size == 1:
@@ -149,21 +149,21 @@ def _measure_matmuls(dtype: torch.dtype, world: ControlPlane) -> tuple[float, fl
     for _ in range(ROUNDS):
         alone.append(_measure_on_rank0(lambda: _gemm(device, dtype, 1), world))
         world.barrier()
-        local = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
-        dist.all_reduce(local)
-        together.append(float(local))
+        flops = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
+        dist.all_reduce(flops)
+        together.append(float(flops))
     processors = median(total / one for total, one in zip(together, alone, strict=True))
     return median(alone), min(max(processors, 1.0), world.size)
 
 
 def _measure_on_rank0(measure: Callable[[], Any], world: ControlPlane) -> Any:
-    """Return on every rank the result of rank 0, which measures while the others wait."""
+    """Return the result of rank 0 on every rank; the other ranks wait while it measures."""
     world.barrier()
     return world.broadcast_json(measure)
 
 
 def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
-    """Return FLOP/s of a large matrix product, by the kernel that the models use."""
+    """Return FLOP/s of a large matmul with the models' kernel."""
     n = GEMM[device.type]
     left, right = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     repeats = 10 if device.type == "cuda" else 1
@@ -183,14 +183,14 @@ def _memory(device: torch.device) -> float:
 
 
 def _link(device: torch.device) -> float:
-    """Return bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
+    """Return bytes/s that the slowest rank sends in an all-reduce: nccl-tests' bus bandwidth, factor 2 (n - 1) / n."""
     n, tensor = ControlPlane.world().size, torch.zeros(ALL_REDUCE_ELEMENTS, device=device)
-    bandwidth = 2 * (n - 1) / n * tensor.numel() * 4 / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
-    return -max_over_ranks(-bandwidth)
+    sent = 2 * (n - 1) / n * tensor.numel() * 4
+    return -max_over_ranks(-sent / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS))
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = PASS_ROUNDS) -> float:
-    """Return the median seconds of several calls of `work`, after a warm-up call that is not counted."""
+    """Return the median seconds of `rounds` calls of `work` after one warm-up call."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     times = []
     for _ in range(rounds + 1):
@@ -212,7 +212,7 @@ def max_over_ranks(value: float) -> float:
 
 
 def host_seconds() -> tuple[float, float]:
-    """Return host seconds of a layer (forward and backward) and of the remaining micro-batch, from a tiny model."""
+    """Return host seconds of a layer (forward and backward) and of the rest of a micro-batch, from a tiny model."""
     few, many = (_pass_seconds(Qwen3ModelArgs(n_layers=layers, **TINY), 8, torch.float32) for layers in (FEW, MANY))
     layer = max(0.0, (many - few) / (MANY - FEW))
     return layer, max(0.0, few - FEW * layer)
@@ -221,7 +221,7 @@ def host_seconds() -> tuple[float, float]:
 def matmul_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
     """Return the fraction of the peak that matmuls reach in a pass of a small model.
 
-    Subtracts the time model's prediction for everything else on `draft` from the measured time.
+    The time of the matmuls is the measured time minus the predicted time of all other operations on `draft`.
     """
     config = EngineConfig(path="small", dtype=str(dtype).removeprefix("torch."))
     model = TimeModel(SMALL, draft, SMALL_TOKENS)
@@ -249,10 +249,12 @@ def _pass_seconds(args: Qwen3ModelArgs, tokens: int, dtype: torch.dtype) -> floa
 
 
 class CollectiveTimes(NamedTuple):
-    """Seconds of an all-gather or reduce-scatter on the slowest rank, with all groups of a size running it.
+    """Seconds of an all-gather or reduce-scatter on the slowest rank, while all groups of a size run it.
 
-    `back_to_back` is of a small one directly after another, `between_products` of a small one between matrix products,
-    where a rank also waits for slower ones; `large` is of one that gathers `LARGE_BYTES` from each rank.
+    Attributes:
+        back_to_back: small collectives in a row.
+        between_products: a small collective between matmuls; includes the wait for slower ranks.
+        large: gathers `LARGE_BYTES` from each rank.
     """
 
     back_to_back: float
@@ -261,7 +263,7 @@ class CollectiveTimes(NamedTuple):
 
 
 def time_collectives(ranks: int) -> dict[int, CollectiveTimes]:
-    """Return times by group size: of the smallest groups that divide the ranks, and of all ranks. A collective."""
+    """Return times of the smallest groups that divide the ranks and of all ranks, by group size. A collective."""
     left, right = torch.randn(128, 256), torch.randn(256, 768)
     small, large = torch.zeros(1), torch.zeros(LARGE_BYTES // 4)
 
@@ -289,15 +291,15 @@ def time_collectives(ranks: int) -> dict[int, CollectiveTimes]:
 
 
 def gather_bandwidth(by_size: Mapping[int, CollectiveTimes]) -> float:
-    """Return bytes/s that a rank of the largest group receives in a large all-gather, without its latency."""
+    """Return bytes/s that a rank of the largest group receives in a large all-gather, latency excluded."""
     size, times = max(by_size.items())
     return (size - 1) * LARGE_BYTES / max(times.large - times.back_to_back, 1e-9)
 
 
 def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:
-    """Return the latency of a collective of two ranks and of each further rank, in seconds.
+    """Return the latency of a collective of two ranks, and the latency added per further rank, in seconds.
 
-    With times of a single group size, assumes a ring, which has one step fewer than ranks.
+    A single group size is assumed to be a ring of size - 1 equal steps.
     """
     (few, first), *more = sorted(by_size.items())
     if not more:
@@ -322,9 +324,9 @@ class _SmallBlocks(nn.Module):
 
 
 def shard_seconds(ranks: int) -> float:
-    """Return the seconds of FSDP to gather a block's weights or reduce-scatter its gradients. A collective.
+    """Return FSDP's seconds to gather a block's weights or reduce-scatter its gradients. A collective.
 
-    This is the time that FSDP adds per block, divided by the three such operations of a step.
+    FSDP adds three such operations per block and step.
     """
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
 

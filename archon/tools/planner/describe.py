@@ -1,4 +1,4 @@
-"""Formats a plan as text, as JSON, and as the configuration of a run."""
+"""Plans as text, as JSON, and as the configuration of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
     """Return tokens per second of one GPU, and MFU with attention counted causally and in full."""
     request = plan.request
-    # A step trains on complete documents only.
+    # A step trains complete documents only.
     tokens = request.tokens // request.seq * request.seq
     rate = tokens / candidate.seconds.total / request.gpus
     peak = plan.hardware.flops(request.dtype)
@@ -22,16 +22,18 @@ def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Return the plan as lines of text: the best layouts, how much slower each is, and the rejected ones."""
+    """Return the plan as lines of text: the best layouts, their relative slowdown, and the rejected ones."""
     request, hw = plan.request, plan.hardware
-    asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
-    lines = [f"{asked}; {plan.considered:,} ways considered"]
+    title = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
+    lines = [f"{title}; {plan.considered:,} candidates considered"]
     if request.lora is not None:
-        lines.append("only LoRAs are trained; frozen weights have no masters, gradients or moments")
+        lines.append("LoRA: weights are frozen and have no masters, gradients or moments")
     if request.fp8 != "none":
-        lines.append(f"FP8 matmuls in blocks, {request.fp8}; FP8 rates are from data sheets; MFU refers to bfloat16")
+        lines.append(
+            f"FP8 matmuls in blocks ({request.fp8}), with data-sheet rates; MFU is relative to the bfloat16 peak"
+        )
         if request.fp8.endswith("_inner"):
-            lines.append(f"the first and the last block in {request.dtype}; their time is spread over all blocks")
+            lines.append(f"the first and last blocks run in {request.dtype}; their extra time is spread over all")
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
@@ -62,7 +64,7 @@ def describe(plan: Plan) -> list[str]:
 
 
 def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
-    """Return the bytes of the parts of a rank's memory, the columns of the table."""
+    """Return the memory columns of the table, in bytes."""
     parts = {"weights": memory.parameters}
     if plan.request.lora is not None:
         parts["lora"] = memory.lora
@@ -76,16 +78,18 @@ def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
 
 
 def _gib(size: int) -> str:
-    """Return GiB with one decimal, or three of a size that would be 0.0."""
+    """Return GiB with one decimal, or with three if one decimal would show 0.0."""
     return f"{size / GIB:.3f}" if 0 < size < GIB / 20 else f"{size / GIB:.1f}"
 
 
 def _rejections(plan: Plan) -> list[str]:
-    """Return lines on rejected layouts and on what the search did not try."""
+    """Return lines about rejected and untried candidates."""
     rejected = plan.rejections
-    lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
+    lines = [
+        f"rejected by the engine, {count:,} candidates: {message}" for message, count in rejected.refused.most_common()
+    ]
     if rejected.exceeds_memory:
-        lines.append(f"too large, {rejected.exceeds_memory:,} layouts and schedules: {_state(plan)} alone")
+        lines.append(f"too large, {rejected.exceeds_memory:,} layouts and schedules: {_state(plan)} exceed the memory")
     if rejected.idle:
         too_few = f"{plan.request.tokens:,} tokens are too few documents of {plan.request.seq:,}"
         lines.append(f"idle ranks, {rejected.idle:,} layouts and schedules: {too_few}")
@@ -93,7 +97,7 @@ def _rejections(plan: Plan) -> list[str]:
 
 
 def _state(plan: Plan) -> str:
-    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their LoRAs"
+    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their LoRA"
 
 
 def describe_candidate(candidate: Candidate) -> str:
@@ -103,7 +107,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def _slowdown(best: Candidate, other: Candidate) -> str:
-    """Return how much slower `other` is than `best`, and the part of the step in which it loses most."""
+    """Return the relative slowdown of `other`, and the part of the step with the largest loss."""
     if other is best:
         return "-"
     slower = other.seconds.total / best.seconds.total - 1
@@ -111,20 +115,20 @@ def _slowdown(best: Candidate, other: Candidate) -> str:
 
 
 def explain_no_plan(plan: Plan) -> str:
-    """Return one line on why no layout fits."""
+    """Return one line: the reason that no layout fits."""
     request = plan.request
     if plan.closest is not None:
         closest, lacking = describe_candidate(plan.closest.candidate), -plan.closest.headroom / GIB
         return f"No layout fits; the closest, {closest}, needs {lacking:.1f} GiB more."
     if plan.considered:
         (message, count), *_ = plan.rejections.refused.most_common(1)
-        return f"No layout fits that the engine accepts; it rejects {count:,} with: {message}"
+        return f"The engine rejects every layout that fits; {count:,} of them with: {message}"
     why = []
     if plan.rejections.exceeds_memory:
-        why.append(f"{_state(plan)} alone exceed the memory of {request.gpus} GPUs")
+        why.append(f"{_state(plan)} exceed the memory of {request.gpus} GPUs")
     if plan.rejections.idle:
         few = f"{request.tokens:,} tokens a step are too few documents of {request.seq:,} for every rank"
-        why.append(f"where they fit, {few}" if why else few)
+        why.append(f"in the other layouts, {few}" if why else few)
     return f"No layout fits: {'; '.join(why)}."
 
 

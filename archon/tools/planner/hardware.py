@@ -1,4 +1,4 @@
-"""Performance figures of a GPU, its node and its network: data sheets as files, and a reader of users' files."""
+"""Performance figures of a GPU, its node and its network, from a bundled data sheet or a user's YAML file."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Hardware(StrictModel):
     name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
     fp32_flops: float = Field(gt=0, description="float32 peak, FLOP/s")
-    fp8_flops: float = Field(0, ge=0, description="dense 8-bit peak, FLOP/s; 0: it has no such products")
+    fp8_flops: float = Field(0, ge=0, description="dense FP8 peak, FLOP/s; 0: no FP8 matmuls")
     memory_bytes: int = Field(gt=0, description="memory, bytes")
-    memory_bandwidth: float = Field(gt=0, description="of the memory, bytes/s")
+    memory_bandwidth: float = Field(gt=0, description="memory bandwidth, bytes/s")
     gpus_per_node: int = Field(ge=1, description="GPUs joined by the fast link")
     node_bandwidth: float = Field(gt=0, description="bandwidth of the fast link, bytes/s")
     node_latency_s: float = Field(ge=0, description="latency of a collective within a node, seconds")
     network_bandwidth: float = Field(gt=0, description="bandwidth of the network between nodes, bytes/s")
     network_latency_s: float = Field(ge=0, description="latency of a collective across nodes, seconds")
     reserve_bytes: int = Field(ge=0, description="memory reserved by libraries, bytes")
-    fragmentation: float = Field(ge=0, lt=1, description="share of a step's allocations lost to fragmentation")
-    gemm_efficiency: float = Field(gt=0, le=1, description="share of the peak that large matrix products reach")
-    memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that kernels reach")
-    link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
+    fragmentation: float = Field(ge=0, lt=1, description="fraction of a step's allocations lost to fragmentation")
+    gemm_efficiency: float = Field(gt=0, le=1, description="fraction of the peak that large matmuls reach")
+    memory_efficiency: float = Field(gt=0, le=1, description="fraction of the memory bandwidth that kernels reach")
+    link_efficiency: float = Field(gt=0, le=1, description="fraction of a link's bandwidth that collectives reach")
 
-    # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a separate device.
+    # Only calibrated CPUs set these: on GPUs the host runs ahead, and every rank has a separate device.
     processors: float = Field(0, ge=0, description="ranks of a node that can run at full speed at once; 0: all")
-    overlap: float = Field(1, ge=0, le=1, description="share of FSDP and pipeline traffic overlapped with computation")
-    node_latency_per_rank_s: float = Field(0, ge=0, description="further latency of each rank beyond two, seconds")
+    overlap: float = Field(1, ge=0, le=1, description="fraction of FSDP and pipeline traffic that computation hides")
+    node_latency_per_rank_s: float = Field(0, ge=0, description="added latency of each rank beyond two, seconds")
     layer_overhead_s: float = Field(0, ge=0, description="host time of a layer of a micro-batch, seconds")
     micro_batch_overhead_s: float = Field(0, ge=0, description="host time of a micro-batch outside of layers, seconds")
     shard_overhead_s: float = Field(
@@ -44,26 +44,26 @@ class Hardware(StrictModel):
     )
 
     def flops(self, dtype: str) -> float:
-        """Return the peak of matrix products in `dtype`, FLOP/s."""
+        """Return the peak FLOP/s of matmuls in `dtype`."""
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
 
     def matmul_flops(self, dtype: str, fp8: str) -> float:
-        """Return the peak of a block's matmuls, FLOP/s: FP8 unless `fp8` is none.
+        """Return the peak FLOP/s of a block's matmuls, in FP8 unless `fp8` is "none".
 
         Raises:
-            ConfigError: the hardware has no FP8.
+            ConfigError: the hardware has no FP8 matmuls.
         """
         if fp8 == "none":
             return self.flops(dtype)
         if not self.fp8_flops:
             raise ConfigError(
-                f"fp8 is {fp8}, but {self.name} has no FP8 matmuls (fp8_flops is 0); set it to none, or choose "
-                "another GPU"
+                f"fp8 is {fp8}, but {self.name} has no FP8 matmuls (fp8_flops is 0); set fp8 to none or choose another "
+                "GPU"
             )
         return self.fp8_flops
 
     def oversubscription(self, ranks: int) -> float:
-        """Return the slowdown factor when `ranks` share their nodes' processors; at least 1."""
+        """Return the slowdown of `ranks` that share their nodes' processors; at least 1."""
         in_node = min(ranks, self.gpus_per_node)
         return max(1.0, in_node / self.processors) if self.processors else 1.0
 
@@ -78,7 +78,11 @@ def known_hardware() -> list[str]:
 
 
 def read_hardware(name: str) -> Hardware:
-    """Return the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
+    """Return bundled hardware by name, or hardware from a YAML file with every field.
+
+    Raises:
+        ConfigError: an unknown name, or a file that is not valid.
+    """
     known = name in known_hardware()
     if not known and Path(name).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")
@@ -87,8 +91,8 @@ def read_hardware(name: str) -> Hardware:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigError(f"{name}: not a text file; expected YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a huge number, or brackets nested too deep
-        raise ConfigError(f"{name}: not YAML that can be read: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # huge numbers and deep nesting raise the last two
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{name}: expected fields and their values, got {type(fields).__name__}")
     return Hardware.parse(fields, name)

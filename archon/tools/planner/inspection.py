@@ -1,4 +1,4 @@
-"""Inspects a checkpoint from its config alone: family, parameters, FLOPs, and the memory of training and serving."""
+"""Inspection of a checkpoint from its config: family, parameters, FLOPs, memory of training and serving."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from archon.schema.errors import ConfigError, UnknownModelError
 
 # Bytes of one parameter in bfloat16 for inference, and of a float32 master weight in training.
 SERVED_BYTES, MASTER_BYTES = 2, 4
-# Maximum number of errors of a config that are listed.
+# Maximum number of config errors listed.
 MAX_ERRORS = 50
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of the model; `state` is its training state with float32 masters, in bytes."""
+    """Part of a model."""
 
     name: str
     parameters: int
 
     @property
     def served_bytes(self) -> int:
-        """Bytes of the weights on a server."""
+        """Bytes of the bfloat16 weights for inference."""
         return self.parameters * SERVED_BYTES
 
     @property
     def state(self) -> StateBytes:
-        """Bytes of the training state."""
+        """Bytes of the training state with float32 masters."""
         return training_state_bytes(self.parameters, MASTER_BYTES)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection; fields that an unsupported config does not determine are None or empty.
+    """Result of an inspection; fields that the config does not determine are None or empty.
 
-    `flops` is of training, per token, in documents of `seq_len` tokens. `kv_bytes` is the size of the key-value cache
-    of one token in bfloat16. `refused` has the reasons why archon cannot load the checkpoint.
+    Attributes:
+        flops: training FLOPs per token in documents of `seq_len` tokens.
+        image_flops: FLOPs of encoding an image of `IMAGE_PATCHES` patches.
+        kv_bytes: bytes of one token in a bfloat16 key-value cache.
+        refused: reasons why archon cannot load the checkpoint.
     """
 
     path: Path
@@ -60,12 +63,12 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Parameters of all parts."""
         return sum(part.parameters for part in self.parts)
 
 
 def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int = 4096) -> Inspection:
-    """Return the inspection of a checkpoint's parsed `config.json`, with all errors in it, not only the first."""
+    """Return the inspection of a parsed `config.json`, with all of its errors."""
     common: dict[str, Any] = {"path": Path(path), "model_type": str(config.get("model_type")), "seq_len": seq_len}
     try:
         spec = get_model_spec(common["model_type"])
@@ -86,7 +89,7 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
 
 
 def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
-    """Return the errors of a config, one line per field: remove each wrong field and read the others again."""
+    """Return all errors of a config, one line per field, by removing each wrong field and parsing again."""
     remaining, errors = dict(config), list[str]()
     while len(errors) < MAX_ERRORS:
         try:
@@ -94,7 +97,7 @@ def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) ->
             break
         except ConfigError as error:
             name = (error.field or "").partition(".")[0]
-            # A required field has one error for its value, and would get another one for being missing.
+            # A removed required field would raise a second error, for being missing.
             if not name or name not in remaining:
                 return errors or [str(error)]
             errors.append(str(error))
@@ -103,7 +106,7 @@ def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) ->
 
 
 def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
-    """Return FLOPs per token, or None if the config does not have the fields to compute them."""
+    """Return FLOPs per token, or None if the config lacks the fields to compute them."""
     try:
         if config.get("num_hidden_layers", 0) > MAX_LAYERS:
             return None
@@ -113,7 +116,7 @@ def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
 
 
 IMAGE_PATCHES = 1024
-"""Patches of the image whose FLOPs are counted; a patch is 16 by 16 pixels in published models."""
+"""Patches of the image for `image_flops`; published models have patches of 16 x 16 pixels."""
 PARTS = {
     "embedding": r"tok_embeddings\..*",
     "vision encoder": r"visual\..*",
@@ -126,7 +129,7 @@ PARTS = {
 
 
 def _parts(shapes: Mapping[str, tuple[int, ...]]) -> list[ModelPart]:
-    """Return parameter counts by part of the model, tied parameters once; parts without parameters are left out."""
+    """Return parameter counts by part of the model; tied parameters count once, empty parts are omitted."""
     counts = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         part = next(part for part, pattern in PARTS.items() if re.fullmatch(pattern, name))

@@ -1,7 +1,7 @@
-"""Predict the memory of one rank by part: permanent allocations exactly, and the peak of a step by formula.
+"""Predicted memory of one rank: exact sizes of the permanent allocations, and an estimate of a step's peak.
 
-The peak of a step is in the head (all activations and the loss's tiles), at the start of the backward pass (all
-activations and the last block's gradients), or at its end (all gradients, including embedding and head).
+A step peaks at one of three points: in the head (all activations and the loss's tiles), at the start of the backward
+pass (all activations and the last block's gradients), or at its end (all gradients, embedding and head included).
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 class MemoryEstimate:
     """Peak bytes of one rank.
 
-    `parameters`, `lora` and `moments` are allocated throughout training; `gradients` belong to this rank's shards.
-    `gathered` are all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything
-    that grows with the tokens, `head` the tiles and sums of head and loss. With LoRA, the parameters are frozen in the
-    compute dtype, and gradients and moments belong to the LoRAs.
+    With LoRA, the parameters are frozen in the compute dtype; only the LoRA has gradients and moments.
+
+    Attributes:
+        parameters: shards of the weights; allocated throughout training, as are `lora` and `moments`.
+        lora: shards of the LoRA weights.
+        moments: shards of the optimizer's moments.
+        gradients: shards of the gradients.
+        gathered: all-gathered weights.
+        unreduced: gradients before their reduce-scatter.
+        activations: everything that grows with the tokens, except the head.
+        head: tiles and sums of the head and the loss.
     """
 
     parameters: int
@@ -53,17 +60,21 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Peak bytes in total."""
+        """Sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements of a rank's parameters, without LoRAs.
+    """Element counts of a rank's parameters, LoRA excluded.
 
-    `local` counts its shards, `gathered` all its layers after FSDP's all-gather. Parts of the latter are `experts`, the
-    `largest_layer`, and `outside_layers` (outside of blocks). `lora` counts its LoRAs; if there are some, the others
-    are frozen.
+    Attributes:
+        local: this rank's shards.
+        gathered: all layers of the rank after FSDP's all-gather.
+        experts: the experts' part of `gathered`.
+        largest_layer: the largest layer's part of `gathered`.
+        outside_layers: the part of `gathered` outside layers: embedding, norm and head.
+        lora: counts of the LoRA weights; if present, all other weights are frozen.
     """
 
     local: int = 0
@@ -75,11 +86,11 @@ class RankParameters:
 
     @property
     def trained(self) -> RankParameters:
-        """Elements with masters, gradients and moments."""
+        """Counts of the parameters with masters, gradients and moments."""
         return self.lora or self
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of weights, gradients and two moments; of frozen weights, only the weights in `dtype`."""
+        """Return the bytes of weights, gradients and two moments; frozen weights are in `dtype` and have no others."""
         width = WIDTHS[dtype]
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
@@ -111,11 +122,10 @@ def _rank_parameters(
 
 
 def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
-    """Return the maximum number of forward passes of a pipeline rank whose backward has not run yet.
+    """Return the maximum number of forward passes (stage × micro-batch) that wait for their backward.
 
-    Each is of one stage and one micro-batch. 1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-    Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. Zero-bubble schedules:
-    as 1F1B over all stages.
+    1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Interleaved: two more for each later rank,
+    and pp micro-batches for each stage but the last. Zero-bubble schedules: as 1F1B over all stages.
     """
     stages = len(plan.rank_stages(rank))
     if plan.schedule == "interleaved_1f1b":
@@ -134,7 +144,7 @@ class MemoryModel:
         self.args, self.weights, self.device_type = args, weights, device_type
         self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
         self.layers = list(zip(args.layer_specs, weights.lora_layers, strict=True))
-        """By layer its spec and its adapted matrices."""
+        """Spec and LoRA matrices of each layer."""
         self.rotated_features = sum(rope.dim for rope in args.ropes)
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
@@ -145,7 +155,7 @@ class MemoryModel:
     def estimate_rank(
         self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int
     ) -> MemoryEstimate:
-        """Return the peak memory of `rank` in steps on `micro_batches` of `tokens` tokens each, all of them scored."""
+        """Return the peak memory of `rank` in steps of `micro_batches` × `tokens` tokens, all of them scored."""
         plan = self.plan(config, layout)
         step = _Step(self, config, layout, plan, rank, tokens, micro_batches)
         return max(step.estimates(), key=lambda memory: memory.total)
@@ -153,16 +163,16 @@ class MemoryModel:
     def estimate_largest_rank(
         self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int
     ) -> MemoryEstimate:
-        """Return the peak memory of the rank that needs most."""
+        """Return the peak memory of the largest rank."""
         ranks = candidate_ranks(layout, self.plan(config, layout))
         estimates = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
         return max(estimates, key=lambda memory: memory.total)
 
 
 def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
-    """Return candidate ranks for the largest memory: in the first and last stage, and in the one with most layers.
+    """Return the candidates for the largest rank: in the first and last stages, and in the stage with most layers.
 
-    Within a stage the first rank has the largest shards.
+    Within a stage, the first rank has the largest shards.
     """
     if plan is None:
         return [0]
@@ -173,7 +183,7 @@ def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]
 
 
 class _Step:
-    """Memory of one rank in a training step, at each point where it can peak."""
+    """Memory of one rank at each possible peak of a training step."""
 
     def __init__(
         self,
@@ -201,7 +211,7 @@ class _Step:
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
         # Whether unreduced gradients are accumulated over micro-batches.
         self.accumulates = self.micro_batches > 1 and config.gradient_reduction == "per_step"
-        # Bytes of gradients that earlier micro-batches have accumulated, in this rank's shards and unreduced.
+        # Bytes of gradients accumulated by earlier micro-batches: in this rank's shards, and unreduced.
         self.accumulated_shards = self.accumulated_unreduced = 0
         self.layer, self.outside_layers = self.trained.largest_layer, self.trained.outside_layers
         self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
@@ -215,21 +225,21 @@ class _Step:
             self.accumulated_unreduced = self.trained.gathered * self.shard.wide
 
     def estimates(self) -> list[MemoryEstimate]:
-        """Return the memory at each point of the step where it can peak."""
+        """Return the memory at each possible peak of the step."""
         estimates = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
         return [*estimates, self.in_head()] if self.has_head else estimates
 
     # Activations
 
     def saved(self, stage: int) -> int:
-        """Return the bytes that a stage saves for the backward of one micro-batch."""
+        """Return the bytes that a stage saves for the backward pass of one micro-batch."""
         layers = enumerate(self._layers(stage), start=1)
         counts = Counter((self.model.layers[layer], self._mode(position)) for position, layer in layers)
         total = 0
         for (layer, mode), count in counts.items():
             block = self._block(layer)
             total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
-        # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
+        # Cosines and sines [T, D / 2], and integers of each token: ids, positions, labels, indices.
         total += self.shard.tokens * (self.model.rotated_features * self.shard.bytes + 64)
         return total + (self.hidden_states if stage < self.n_stages - 1 else 0)
 
@@ -249,7 +259,7 @@ class _Step:
         return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
 
     def _backward_working(self) -> int:
-        """Return the peak bytes of a block's backward above its saved tensors: recomputed tensors and temporaries."""
+        """Return the peak of recomputed tensors and temporaries in a block's backward pass, in bytes."""
         peak = 0
         for layer in set(self.model.layers):
             block = self._block(layer)
@@ -263,7 +273,7 @@ class _Step:
         """Bytes of a pipeline's receive buffers: hidden states and gradients of every micro-batch."""
         inner = sum((stage > 0) + (stage < self.n_stages - 1) for stage in self.stages)
         received = sum(stage > 0 for stage in self.stages)
-        # Received hidden states are the first block's input, which is counted among its saved tensors.
+        # The first block's saved tensors already include the received hidden states, its input.
         return self.hidden_states * (inner * self.micro_batches - (received > 0) * self.in_flight)
 
     @property
@@ -286,7 +296,7 @@ class _Step:
         )
 
     def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
-        """Return memory in the backward of the last block, or of the one before it while the last one is reduced."""
+        """Return memory in the backward of the last block, or of the second-last while the last is reduced."""
         gradients, unreduced = self.accumulated_shards, self.accumulated_unreduced
         if self.sharded:
             unreduced += self.layer * self.shard.bytes // 3
@@ -308,7 +318,7 @@ class _Step:
         )
 
     def at_end(self) -> MemoryEstimate:
-        """Return memory while the gradients of embedding and head, the last ones, are reduced."""
+        """Return memory while the last gradients, of embedding and head, are reduced."""
         wide, unreduced = self.shard.wide, 0
         if self.sharded:
             unreduced = (
@@ -326,7 +336,7 @@ class _Step:
         )
 
     def _gathered(self, layers: int) -> int:
-        """Return the bytes of gathered weights while this number of layers is needed."""
+        """Return the bytes of gathered weights while `layers` layers are gathered."""
         if not self.sharded:
             return 0
         parts = [self.counts] if self.counts.lora is None else [self.counts, self.counts.lora]

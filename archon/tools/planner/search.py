@@ -1,6 +1,6 @@
-"""Searches legal layouts × micro-batches × recompute policies for the fastest that fit the GPUs' memory.
+"""Search of legal layouts × micro-batches × recompute policies for the fastest ones that fit the GPUs' memory.
 
-The time of all candidates is predicted first, then memory from the fastest on, until enough layouts fit.
+It predicts the time of all candidates, then the memory from the fastest on, until enough layouts fit.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"mode": "selective", "selective": 2},
     {"mode": "full"},
 )
-# Limits of the context-parallel degrees and of the tokens of micro-batches that are tried.
+# Maximum context-parallel degree and maximum tokens of a micro-batch in the search.
 MAX_CONTEXT, MAX_PACK = 16, 131072
-# Legal choices that are not tried because they are seldom the fastest.
+# Legal choices that are seldom the fastest.
 UNSEARCHED_NOTE = (
-    f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, stages by hand or "
+    f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, manual stages or "
     "more than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
-    f"context_parallel but auto, micro-batches of other than 2ⁿ documents or beyond {MAX_PACK:,} tokens"
+    f"context_parallel other than auto, micro-batches of other than 2ⁿ documents or beyond {MAX_PACK:,} tokens"
 )
 
 
 class PlanRequest(NamedTuple):
-    """The question: a model, and `tokens` of an optimizer step over all GPUs in documents of `seq` tokens.
+    """Model, and tokens of an optimizer step over all GPUs in documents of `seq` tokens.
 
-    `lora` holds the fields of `model.lora`; the planner already has the LoRA sizes. None trains all weights.
+    `lora` has the fields of `model.lora`; None trains all weights.
     """
 
     path: str
@@ -65,7 +65,7 @@ class PlanRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its options. `tokens` is per micro-batch, `micro_batches` per step on each data-parallel rank."""
+    """Layout with its options; `tokens` is per micro-batch, `micro_batches` per step and data-parallel rank."""
 
     layout: ParallelLayout
     options: dict[str, Any] = field(hash=False)
@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CandidateFit:
-    """A candidate with its predicted memory; `headroom` is the bytes left over, negative if it does not fit."""
+    """Candidate with its predicted memory; `headroom` is the free bytes, negative if it does not fit."""
 
     candidate: Candidate
     memory: MemoryEstimate
@@ -100,10 +100,12 @@ class CandidateFit:
 
 @dataclass
 class Rejections:
-    """Counts of rejected candidates.
+    """Counts of rejected layouts and candidates.
 
-    `exceeds_memory`: layouts × schedules whose masters, gradients and moments alone exceed the memory. `idle`: layouts
-    × schedules with too few documents for all ranks and stages. `refused`: candidates that fit, by the engine's error.
+    Attributes:
+        exceeds_memory: layouts × schedules with masters, gradients and moments larger than the memory.
+        idle: layouts × schedules with too few documents for all ranks and stages.
+        refused: candidates that fit but that the engine rejects, by its error.
     """
 
     exceeds_memory: int = 0
@@ -115,8 +117,8 @@ class Rejections:
 class Plan:
     """The best candidates that fit, fastest first, and faster ones that do not.
 
-    If none fits, `closest` is the candidate that needs the least additional memory. `max_positions` is the model's
-    maximum document length, in tokens.
+    `closest` is the candidate that lacks the least memory. `max_positions` is the model's maximum document length in
+    tokens.
     """
 
     request: PlanRequest
@@ -131,7 +133,7 @@ class Plan:
 
 
 class Planner:
-    """Planner of layouts for one model, or the LoRAs of its frozen weights, on one kind of hardware."""
+    """Planner of layouts for one model, optionally with LoRA, on one kind of hardware."""
 
     def __init__(
         self,
@@ -149,12 +151,13 @@ class Planner:
     def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:
         """Return the `best` layouts for the request, and up to `near` faster ones that do not fit.
 
-        Raises UserError if a step has fewer tokens than a document, and ConfigError for products that the hardware
-        does not have, or no block would have.
+        Raises:
+            UserError: a step has fewer tokens than a document.
+            ConfigError: FP8 is requested, but the hardware has no FP8 matmuls or no block would use them.
         """
         if request.tokens < request.seq:
             raise UserError(
-                f"tokens is {request.tokens}; expected at least seq, the {request.seq} tokens of a document: raise it"
+                f"tokens is {request.tokens}; expected at least seq, the {request.seq} tokens of a document; raise it"
             )
         times = TimeModel(self.args, self.hardware, request.seq, self.weights.lora_layers)
         rejections = Rejections()
@@ -185,7 +188,7 @@ class Planner:
         return self._config(request, str(candidate.layout), candidate.options, candidate.tokens)
 
     def predict_memory(self, request: PlanRequest, candidate: Candidate) -> CandidateFit:
-        """Return a candidate with the memory of its largest rank and the GPU memory that is left."""
+        """Return a candidate with the memory of its largest rank and the remaining GPU memory."""
         config = self._config(request, "d1", candidate.options, candidate.tokens)
         memory = self.memory_model.estimate_largest_rank(
             config, candidate.layout, candidate.tokens, candidate.micro_batches
@@ -195,18 +198,18 @@ class Planner:
         return CandidateFit(candidate, memory, int(hw.memory_bytes - used))
 
     def seconds(self, config: EngineConfig, seq: int, documents: int) -> StepTime:
-        """Return the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
+        """Return the time of a step of `config` on `documents` documents of `seq` tokens over all ranks."""
         layout = parse_layout(config.layout)
         plan = self.memory_model.plan(config, layout)
-        per_rank = -(-documents // layout.dp)
-        packed = min(per_rank, max(1, config.max_tokens_per_mb // seq))
+        documents_per_rank = -(-documents // layout.dp)
+        packed = min(documents_per_rank, max(1, config.max_tokens_per_mb // seq))
         counts = self._largest_counts(layout, plan)
         return TimeModel(self.args, self.hardware, seq, self.weights.lora_layers).step(
-            config, layout, plan, counts, packed * seq, -(-per_rank // packed)
+            config, layout, plan, counts, packed * seq, -(-documents_per_rank // packed)
         )
 
     def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
-        """Yield the candidates whose masters, gradients and moments fit; count the other layouts in `rejections`."""
+        """Yield the candidates with masters, gradients and moments that fit; count the others in `rejections`."""
         hw = self.hardware
         for layout in layouts(self.args, request.gpus, hw.gpus_per_node):
             for pipeline in self._pipelines(layout):
@@ -221,10 +224,10 @@ class Planner:
                 rejections.idle += not sizes
                 for (tokens, n), policy in product(sizes, POLICIES):
                     for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
-                        chosen = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
-                        config = self._config(request, "d1", chosen, tokens)
+                        choices = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
+                        config = self._config(request, "d1", choices, tokens)
                         seconds = times.step(config, layout, plan, counts, tokens, n)
-                        yield Candidate(layout, chosen, tokens, n, seconds)
+                        yield Candidate(layout, choices, tokens, n, seconds)
 
     def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
         if layout.pp == 1:

@@ -1,13 +1,13 @@
-"""Predicts the seconds of a training step: a roofline for products and memory traffic, latency and bandwidth of links.
+"""Predicted seconds of a training step: a roofline of matmuls and memory traffic, and latency and bandwidth of links.
 
     step = (n + bubble) micro-batches of the slowest stage + FSDP's traffic not overlapped with computation + optimizer
 
-Products run at `gemm_efficiency` of the peak, or as fast as their weights can be read; attention counts Σ len² / 2. The
+Matmuls run at `gemm_efficiency` of the peak, or as fast as their weights can be read. Attention counts Σ len² / 2. The
 bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
 2.2).
 
-If ranks share processors, as on a CPU, all work takes `Hardware.oversubscription` times as long, and while a rank waits
-in a bubble the others use its processor time. On a CPU host time counts too, and traffic does not overlap.
+Ranks on a CPU share processors: all work takes `Hardware.oversubscription` times as long, and while a rank waits in a
+bubble, other ranks use its processor. Host time counts on a CPU, and traffic does not overlap.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from archon.tools.planner.activations import LoRAMatrices, MicroBatchShard, bloc
 from archon.tools.planner.hardware import Hardware
 from archon.tools.planner.memory_model import WIDTHS, RankParameters
 
-# Efficiency of attention relative to matrix products (Dao 2023, arXiv:2307.08691, table of the backward pass: 50 to
-# 60 %), because of softmax and recomputed scores between smaller products.
+# Efficiency of attention relative to matmuls (Dao 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 %).
+# Attention has smaller matmuls, with softmax and recomputed scores between them.
 ATTENTION_EFFICIENCY = 0.55
-# Memory passes over each tensor of a block: a write and a read, and the same for its gradient.
+# Memory passes over each tensor of a block: a write and a read, for the tensor and for its gradient.
 BLOCK_PASSES = 4
-# Further passes over a block's tensors and weights where its products are in 8 bits: one for the largest value, one to
-# round, each in both directions; estimated, not calibrated.
+# Extra passes over a block's tensors and weights with FP8 matmuls: in each direction, one finds the maximum and one
+# rounds. Estimated, not calibrated.
 FP8_PASSES = 2
-# Passes over float32 numbers of a parameter in AdamW and the gradient's norm: weight, gradient, two moments.
+# Passes over a parameter's float32 state in AdamW and the gradient norm: weight, gradient, two moments.
 OPTIMIZER_PASSES = 8
 # Passes over a float32 tile of logits and its gradient in the head.
 TILE_PASSES = 6
@@ -50,30 +50,30 @@ class StepTime:
     elementwise: float = 0.0
     recompute: float = 0.0
     tensor_parallel: float = 0.0
-    """Collectives of tensor, context and expert parallelism are not overlapped with computation."""
+    """Collectives of tensor, context and expert parallelism do not overlap with computation."""
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     fsdp: float = 0.0
-    """Only exposed time, as in `stages`: hidden states sent between pipeline stages."""
+    """Part that does not overlap with computation. `stages`: sending hidden states between pipeline stages."""
     stages: float = 0.0
     host: float = 0.0
-    """Time of the host that the device does not hide."""
+    """Host time that the device does not hide."""
     bubble: float = 0.0
     optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        """Seconds in total."""
+        """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     def largest_excess(self, other: StepTime) -> str:
-        """Return the part in which this step is slower than `other` by the most seconds."""
+        """Return the part with the largest excess over `other` in seconds."""
         return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link between the ranks of a group: every `stride`-th of `size · stride` consecutive ranks."""
+    """Link between the ranks of a group: every `stride`-th of `size · stride` consecutive ranks."""
 
     hardware: Hardware
     size: int
@@ -81,7 +81,7 @@ class Link:
 
     @property
     def in_node(self) -> bool:
-        """Whether the group lies within one node."""
+        """Whether all ranks of the group are in one node."""
         return self.size * self.stride <= self.hardware.gpus_per_node
 
     @property
@@ -90,9 +90,9 @@ class Link:
         return min(self.size, max(1, self.hardware.gpus_per_node // self.stride))
 
     def seconds(self, bytes_: float, count: float) -> float:
-        """Return seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
+        """Return seconds of `count` ring all-gathers or reduce-scatters; `bytes_` is their total full size.
 
-        Across nodes there are as many rings, and thus network cards, as the group has ranks in a node.
+        Across nodes, the number of rings is the number of the group's ranks (and network adapters) in a node.
         """
         hw = self.hardware
         if self.size == 1:
@@ -102,7 +102,7 @@ class Link:
         return count * self._latency + moved / (bandwidth * hw.link_efficiency)
 
     def all_to_all_seconds(self, bytes_: float, count: float) -> float:
-        """Return seconds of `count` all-to-alls; `bytes_` is all data that a rank sends, including to itself."""
+        """Return seconds of `count` all-to-alls; a rank sends `bytes_` in total, itself included."""
         hw = self.hardware
         if self.size == 1:
             return 0.0
@@ -113,18 +113,18 @@ class Link:
     @property
     def _latency(self) -> float:
         hw = self.hardware
-        more = hw.node_latency_per_rank_s * max(0, self.members - 2)
-        return more + (hw.node_latency_s if self.in_node else hw.network_latency_s)
+        extra = hw.node_latency_per_rank_s * max(0, self.members - 2)
+        return extra + (hw.node_latency_s if self.in_node else hw.network_latency_s)
 
 
 Layers = tuple[tuple[int, int], ...]
-"""The layers of a stage: (index of a distinct layer, number of such layers)."""
+"""Layers of a stage as (index of a distinct layer, number of such layers)."""
 
 
 class TimeModel:
-    """Predictor of step times of one model on one kind of hardware, in documents of `seq` tokens.
+    """Predicts the step time of one model on one kind of hardware, in documents of `seq` tokens.
 
-    `lora_layers` are the LoRAs of its layers (`ModelWeights.lora_layers`); with LoRA, all weights are frozen.
+    `lora_layers` are the LoRA matrices by layer (`ModelWeights.lora_layers`); if present, all weights are frozen.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class TimeModel:
         self.args, self.hardware, self.seq = args, hardware, seq
         layers = [*zip(args.layer_specs, lora_layers or [None] * args.n_layers, strict=True)]
         self.frozen = any(matrices for _, matrices in layers)
-        active = [sum(matrix.active_parameters(spec.feed_forward) for matrix in own or ()) for spec, own in layers]
+        active = [sum(matrix.active_parameters(spec.feed_forward) for matrix in lora or ()) for spec, lora in layers]
         self.flops = replace(MatmulShape.from_args(args), lora=sum(active)).per_token(seq)
         distinct = list(dict.fromkeys(zip(args.layer_specs, active, strict=True)))
         self._distinct = [spec for spec, _ in distinct]
         self._lora_parameters = [parameters for _, parameters in distinct]
         """LoRA parameters that a token uses, by layer in `_distinct`."""
         self._layers = [distinct.index(layer) for layer in zip(args.layer_specs, active, strict=True)]
-        """By layer, its index in `_distinct`."""
+        """Index in `_distinct` of each layer."""
         self._stages: dict[object, StepTime] = {}
         self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
 
@@ -155,7 +155,7 @@ class TimeModel:
     ) -> StepTime:
         """Return the time of a step on `micro_batches` of `tokens` tokens on each data-parallel rank.
 
-        `counts` are the parameter counts of the rank that holds most.
+        `counts` are the parameter counts of the largest rank.
         """
         n = micro_batches if plan is None else plan.micro_batches(micro_batches)
         ranks = self._distinct_ranks(plan)
@@ -167,7 +167,7 @@ class TimeModel:
         if plan is not None:
             mean = sum(times[stages].total * count for stages, count in ranks.items()) / plan.pp
             slowdown = max(1.0, slowdown * mean / each)
-            # Ranks that share processors have a smaller bubble, or none: while one waits, the others run faster.
+            # While a rank waits in a bubble, ranks on the same processors run faster, so their bubble shrinks.
             bubble = max(0.0, each * ((plan.pp - 1) / len(plan.rank_stages(0)) - n * (slowdown - 1)))
             parts["stages"] = n * self._transfers(config, layout, plan, tokens)
         parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
@@ -175,19 +175,19 @@ class TimeModel:
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
-        """Return the number of pipeline ranks with equal stages, each as (layers, whether it is the last)."""
+        """Return the number of pipeline ranks with equal stages; a stage is (layers, whether it is the last)."""
         bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
         layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
-        stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
+        stages = [(stage_layers, stage == len(layers) - 1) for stage, stage_layers in enumerate(layers)]
         ranks = [[0]] if plan is None else [plan.rank_stages(rank) for rank in range(plan.pp)]
-        return Counter(tuple(stages[stage] for stage in local) for local in ranks)
+        return Counter(tuple(stages[stage] for stage in rank_stages) for rank_stages in ranks)
 
     @property
     def _memory(self) -> float:
         return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
 
     def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
-        """Return the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
+        """Return the cached time of one micro-batch in a stage, forward and backward."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
         key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
@@ -203,18 +203,18 @@ class TimeModel:
         peak = hw.flops(config.dtype) * hw.gemm_efficiency
         T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
         products = attention = elementwise = 0.0
-        # Frozen weights have no gradient, which is the third of three matmuls.
+        # FLOPs per parameter and token: forward and input gradient, and the weight gradient unless frozen.
         work = 4 if self.frozen else 6
-        of_layer, of_experts = (self._matmul_seconds(config, experts) for experts in (False, True))
+        dense_seconds, expert_seconds = (self._matmul_seconds(config, experts) for experts in (False, True))
         for index, times in layers:
             spec = self._distinct[index]
             active, total = spec.feed_forward.parameters(args.dim)
             span = min(self.seq, spec.mixer.window or self.seq)
             causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
-            dense = T * (spec.mixer.parameters(args.dim) * of_layer + 6 * self._lora_parameters[index] / peak) / tp
-            # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
+            dense = T * (spec.mixer.parameters(args.dim) * dense_seconds + 6 * self._lora_parameters[index] / peak) / tp
+            # Every matmul reads all of its weights: forward, input gradient, weight gradient.
             local = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
-            network = T * active / tp * (of_experts if spec.feed_forward.n_experts else of_layer)
+            network = T * active / tp * (expert_seconds if spec.feed_forward.n_experts else dense_seconds)
             products += times * (dense + max(network, work / 2 * local * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args.dim, spec, shard, config.context_parallel)
@@ -227,7 +227,7 @@ class TimeModel:
             products += work * T * args.dim * vocab / tp / peak
             elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
         ac = config.activation_checkpoint
-        # Share of the blocks whose forward, with its collectives, runs twice.
+        # Fraction of the blocks that run their forward and its collectives twice.
         recomputed = 0.0 if ac.mode == "none" else 1 / _recompute_interval(ac)
         repeated = 1 + recomputed / 2
         hidden = T * args.dim * b
@@ -243,30 +243,29 @@ class TimeModel:
         )
 
     def _matmul_seconds(self, config: EngineConfig, experts: bool) -> float:
-        """Return the seconds of the matmuls of one parameter with one token: forward, input gradient, weight gradient.
+        """Return the matmul seconds of one parameter and one token: forward, input gradient, weight gradient.
 
-        Frozen weights have no weight gradient. Weight gradients are FP8 only with `tensorwise`, and never for experts.
-        Every block has the mean of FP8 and other blocks, wherever it is; the first and last stages of a pipeline are
-        slower than that.
+        Frozen weights have no weight gradient. It is in FP8 only in the `tensorwise` recipe, never for experts. Every
+        block has the mean time of FP8 and other blocks; the first and last stages of a pipeline are in fact slower.
         """
         hw, share = self.hardware, self._fp8_fraction(config)
         wide, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
         mean = share * narrow + (1 - share) * wide
-        of_weights = mean if config.fp8_recipe == "tensorwise" and not experts else wide
-        return 4 * mean + (0 if self.frozen else 2 * of_weights)
+        weight_gradient = mean if config.fp8_recipe == "tensorwise" and not experts else wide
+        return 4 * mean + (0 if self.frozen else 2 * weight_gradient)
 
     def _fp8_fraction(self, config: EngineConfig) -> float:
         return len(config.fp8_blocks(self.args.n_layers)) / self.args.n_layers
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
-        """Return the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
+        """Return the non-overlapped seconds of sending a micro-batch's hidden states and gradients between stages."""
         hidden = MicroBatchShard(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
         link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.rank_stages(0))
-        # Sending one tensor takes as long as an all-gather of two ranks with a full size of two tensors.
+        # Sending one tensor costs the same as an all-gather of two tensors by two ranks.
         return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
 
     def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
-        """Return the seconds of recomputing forwards, a third of a block's time; `op` recomputes no products."""
+        """Return the seconds of recomputed forwards, a third of a block's time; `op` recomputes no matmuls."""
         ac = config.activation_checkpoint
         if ac.mode == "none":
             return 0.0
@@ -284,11 +283,11 @@ class TimeModel:
             mixer = self._distinct[index].mixer
             kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
             if kind == "allgather":
-                # One all-gather of keys and values, and one reduce-scatter of their gradient.
+                # An all-gather of keys and values (the contents of a cache), and a reduce-scatter of their gradient.
                 gathered = times * shard.tokens * mixer.cache.local_features(layout.tp) * shard.bytes
                 seconds += link.seconds(2 * gathered * layout.cp, 2 * times)
             else:
-                # All-to-alls of queries, keys, values and results, and their gradients.
+                # All-to-alls of queries, keys, values, outputs and their gradients.
                 sent = times * shard.tokens * mixer.ulysses_bytes(layout.tp, layout.cp, shard.bytes)
                 seconds += link.all_to_all_seconds(2 * sent, 8 * times)
         return seconds
@@ -311,7 +310,7 @@ class TimeModel:
         n: int,
         compute_seconds: float,
     ) -> float:
-        """Return the seconds of gathering weights and reducing gradients that computation does not hide."""
+        """Return the non-overlapped seconds of gathering weights and reducing gradients."""
         b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
         keeps_gathered = plan is not None or config.reshard_after_forward == "never"
         gathers = 1 if keeps_gathered else 2 * n
@@ -332,7 +331,7 @@ class TimeModel:
         traffic += 2 * reduces * replicas.seconds(trained.local * wide, blocks)
         if layout.world_size > 1:
             traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
-        # With a pipeline all traffic is at the start and the end of a step, else in every micro-batch that gathers.
+        # A pipeline has all traffic at the start and the end of a step, other layouts in each micro-batch that gathers.
         overlapped = 0.0 if plan is not None else compute_seconds / n if keeps_gathered else compute_seconds
         first = traffic / max(blocks, 1) / max(times, 1)
         return max(traffic - self.hardware.overlap * overlapped, first if traffic else 0.0)

@@ -1,4 +1,4 @@
-"""Computes the size of every weight's shard on a rank, as `archon.parallel` shards, without a process group."""
+"""Sizes of every weight's shard on a rank, as `archon.parallel` shards, without a process group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from archon.tools.planner.activations import LoRAMatrices, LoRAMatrix
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any.
+    """Parameter with its full shape, the role of its layer, and the number of heads that share its rows, if any.
 
-    The `name` of a LoRA ends with `lora.a` or `lora.b`; it has the role and the heads of its matrix and is split like
-    it.
+    The name of a LoRA weight ends with `lora.a` or `lora.b`; its role and heads equal the adapted matrix.
     """
 
     shape: tuple[int, ...]
@@ -35,16 +34,16 @@ class ParameterShape:
 
     @property
     def is_lora(self) -> bool:
-        """Whether it is part of a LoRA."""
+        """Whether it is a LoRA weight."""
         return "lora." in self.name
 
     @property
     def _is_split(self) -> tuple[bool, bool]:
-        """Whether rows and columns may be split: a LoRA's A has the columns of its matrix, B the rows."""
+        """Whether rows and columns may be split: `lora.a` has the columns of its matrix, `lora.b` the rows."""
         return not self.name.endswith("lora.a"), not self.name.endswith("lora.b")
 
     def local(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Return its shape after tensor and expert parallelism, the shape that FSDP gathers."""
+        """Return the shape after tensor and expert parallelism, which FSDP gathers."""
         shape, tp = list(self.shape), layout.tp
         rows, columns = self._is_split
         if self.role == "experts":
@@ -61,14 +60,14 @@ class ParameterShape:
         return tuple(shape)
 
     def shard(self, layout: ParallelLayout, rank: int) -> int:
-        """Return the elements of its FSDP shard on `rank`; FSDP shards as torch.chunk does."""
+        """Return the elements of the FSDP shard on `rank`; FSDP shards like torch.chunk."""
         shape = self.local(layout)
         if self.role != "experts":
             ways = layout.dp_shard * layout.cp
             return _chunk_rows(shape[0], ways, rank // layout.tp % ways) * prod(shape[1:])
         within = layout.ep * layout.etp
         ways = layout.dp_shard * layout.cp * layout.tp // within
-        # `archon.parallel.fsdp` shards fewer experts than ranks along their rows.
+        # With fewer experts than ranks, `archon.parallel.fsdp` shards the rows of each expert.
         dim = 1 if shape[0] < ways and shape[1] % ways == 0 else 0
         return prod(shape) // shape[dim] * _chunk_rows(shape[dim], ways, rank // within % ways)
 
@@ -80,9 +79,9 @@ def _chunk_rows(rows: int, ways: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Elements of a set of weights: in one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
+    """Elements of a set of weights: one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
 
-    `experts` counts the gathered elements of experts, which have a separate FSDP group.
+    `experts` are the gathered elements of experts, which have a separate FSDP group.
     """
 
     local: int
@@ -103,10 +102,13 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Weights of a model. `tied`: the head is the embedding; the last pipeline stage has a copy.
+    """Weights of a model.
 
-    `layers` has, by layer, the index of its weights in `distinct_layers`, and `lora_layers` its matrices with LoRA.
-    With LoRA, all other weights are frozen.
+    Attributes:
+        layers: index in `distinct_layers` of each layer's weights.
+        distinct_layers: weights of layers with different shapes or roles.
+        tied: the head is the embedding; a pipeline's last stage has a copy of it.
+        lora_layers: matrices with LoRA of each layer; if there are any, all other weights are frozen.
     """
 
     layers: tuple[int, ...]
@@ -120,7 +122,7 @@ class ModelWeights:
     def from_spec(
         cls, spec: ModelSpec, args: BaseModelArgs, lora: Mapping[str, LoRASize] | None = None
     ) -> ModelWeights:
-        """Return the weights of the family's model with `lora`, built on the meta device."""
+        """Build the family's model with `lora` on the meta device, and return its weights."""
         with torch.device("meta"):
             model = spec.model_class(args)
             add_lora(model, lora or {}, torch.float32)
@@ -130,7 +132,7 @@ class ModelWeights:
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         lora_layers = tuple(tuple(_lora_matrices(block)) if lora else None for block in model.layers.values())
-        # A vision encoder is on the first stage, like the embedding; a frozen one has less state than counted here.
+        # The vision encoder is on the first stage, like the embedding. A frozen one has less state than counted here.
         embedding = outside["tok_embeddings"] + outside.get("visual", ())
         return cls(tuple(map(distinct.index, layers)), distinct, embedding, head, tied, lora_layers)
 
@@ -140,9 +142,9 @@ class ModelWeights:
         return any(self.lora_layers)
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
-        """Return the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
+        """Return the layers of a pipeline stage (without a pipeline, of the model), and the weights outside layers.
 
-        These are the embedding, the final norm and the head; a tied head is counted only once.
+        The latter are the embedding, the final norm and the head; a tied head is counted once.
         """
         layers = self.layers if plan is None else self.layers[slice(*plan.layers[stage])]
         first, last = stage == 0, plan is None or stage == plan.n_stages - 1
@@ -155,7 +157,7 @@ class ModelWeights:
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:
     for part in module.modules():
         if isinstance(part, LoRALayer):
-            continue  # is yielded with its matrix
+            continue  # yielded with its matrix
         heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
         for name, parameter in part.named_parameters(recurse=False):
             role = roles.get(name, getattr(part, "role", None))
@@ -167,12 +169,12 @@ def _weights(module: nn.Module) -> Iterator[ParameterShape]:
 
 
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
-    """Yield the LoRAs in a module by matrix name; the name of a linear layer is empty."""
+    """Yield (matrix name, LoRA) of a module's matrices; the name is empty for a linear layer."""
     lora = getattr(module, "lora", None)
     if isinstance(lora, LoRALayer):
         yield "", lora
     elif isinstance(lora, nn.ModuleDict):
-        yield from ((name, of) for name, of in lora.items() if isinstance(of, LoRALayer))
+        yield from ((name, layer) for name, layer in lora.items() if isinstance(layer, LoRALayer))
 
 
 def _lora_matrices(block: nn.Module) -> Iterator[LoRAMatrix]:

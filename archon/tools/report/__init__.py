@@ -13,10 +13,13 @@ __all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "wri
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
-    """Write `report.html` and one PNG per panel to `out` (default `run_dir/report`). Returns the files written.
+    """Write `report.html` and one PNG per panel to `out` (default `run_dir/report`); return the written files.
 
-    Raises ConfigError if `run_dir` holds no metrics, and UserError, naming the extra `plots`, if `curves` is True and
-    matplotlib is not installed. The page does not need matplotlib and is written first.
+    The page does not need matplotlib and is written first.
+
+    Raises:
+        ConfigError: `run_dir` has no metrics.
+        UserError: `curves` is True and matplotlib (the extra `plots`) is not installed.
     """
     run = load_run(run_dir)
     folder = Path(out) if out is not None else run.path / "report"
@@ -27,9 +30,10 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: 
 
 
 def write_bench_report(record: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Write the page of a sweep's record next to it, or to the folder `out`. Returns the files written.
+    """Write the page of a sweep's record next to it, or to the folder `out`; return the written files.
 
-    Raises ConfigError for a file that is not a record.
+    Raises:
+        ConfigError: the file is no record.
     """
     path = Path(record)
     page = (Path(out) / "report.html") if out is not None else path.with_suffix(".html")

@@ -1,4 +1,4 @@
-"""Data of a sweep's page: throughput and memory of each point, and a timeline of every rank's profiled step."""
+"""Data of a sweep's page: throughput and memory of each point, timelines of the profiled steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from archon.tools.bench.bench_record import BETWEEN_STAGES, BenchRecord, BenchRo
 from archon.tools.bench.table import describe
 from archon.tools.report.curves import COLORS
 
-# Colors by phase and collective between stages; other collectives have COLLECTIVE_COLOR.
+# Colors of phases and of collectives between stages; other collectives have COLLECTIVE_COLOR.
 PHASE_COLORS = {"forward": COLORS[0], "backward": COLORS[1], "head": COLORS[3], "optimizer": COLORS[2]}
 PHASE_COLORS |= dict.fromkeys((*BETWEEN_STAGES, "broadcast"), COLORS[4])
 COLLECTIVE_COLOR = COLORS[5]

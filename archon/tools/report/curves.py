@@ -1,4 +1,4 @@
-"""Draws the curves of a run as PNG files with matplotlib."""
+"""Curves of a run as PNG files, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from archon.schema.errors import UserError
 from archon.tools.report.run_data import Panel, RunData, Series
 
-# Distinguishable to color-blind readers (Okabe and Ito 2008), darkest first; the page uses the same.
+# Color-blind safe palette (Okabe and Ito 2008), darkest first; also used by the page.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
 def draw_curves(run: RunData, folder: Path) -> list[Path]:
-    """Draw each panel of `run` as `folder/<name>.png`. Returns the paths.
+    """Draw each panel of `run` as `folder/<name>.png`; return the paths.
 
-    Raises UserError, naming the extra, if matplotlib is not installed.
+    Raises:
+        UserError: matplotlib is not installed.
     """
     try:
         import matplotlib.pyplot as plt

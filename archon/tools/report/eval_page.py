@@ -1,4 +1,4 @@
-"""The page of an evaluation: scores with their intervals, and the answers."""
+"""Page of an evaluation: scores with intervals, and answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from archon.tools.report.sampled_trajectories import sample
 
 
 def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[dict[str, Any]]) -> Path:
-    """Write `report.html` to `folder` and return its path.
+    """Write `report.html` to `folder`; return its path.
 
     Args:
-        folder: directory of the evaluation; its `config.yaml` is shown.
-        result: content of `results.json` from `archon eval`.
-        records: the answers, as in `answers.jsonl`, in the order of their prompts.
+        folder: folder of the evaluation, with its `config.yaml`.
+        result: contents of `results.json`.
+        records: answers as in `answers.jsonl`, in the order of their prompts.
     """
     sampled = sample(records)
     lost = sum(result["lost"].values())
@@ -55,5 +55,5 @@ def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, 
 
 
 def _bound_or_mean(bound: float | None, score: Mapping[str, float]) -> float:
-    """Return the bound, or the mean for a single prompt, which has none."""
+    """Return the bound, or the mean if there is no bound (a single prompt)."""
     return score["mean"] if bound is None else bound

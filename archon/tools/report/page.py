@@ -1,7 +1,7 @@
-"""Renders the page of a run: one HTML file without network access that treats all text of the run as untrusted.
+"""Page of a run: one HTML file without network access that treats all text of the run as untrusted.
 
 The data are embedded as JSON; the page's script draws the charts and inserts every text as text, never as markup. A
-content security policy allows only that script, by its hash.
+content security policy allows only this script, by its hash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from archon.tools.report.bench_page import bench_data
 from archon.tools.report.curves import COLORS, moving_average
 from archon.tools.report.run_data import RunData, Series
 
-# Concatenated in this order to one script; the first file defines functions that the others use.
+# Concatenated in this order to one script; the first file defines functions for all others.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
 BENCH_SCRIPTS = ("common.js", "charts.js", "bars.js", "bench.js")
 EVAL_SCRIPTS = ("common.js", "charts.js", "bars.js", "trajectories.js", "eval.js")
@@ -34,12 +34,12 @@ def render_page(run: RunData) -> str:
 
 
 def render_bench(record: BenchRecord, path: Path) -> str:
-    """Return the page of a sweep record at `path`, as HTML."""
+    """Return the page of a sweep's record in file `path` as HTML."""
     return render(path.name, bench_data(record, path), BENCH_SCRIPTS)
 
 
 def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
-    """Return a page as HTML; its scripts draw `data`."""
+    """Return an HTML page with scripts that draw `data`."""
     assets = resources.files("archon.tools.report") / "assets"
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -52,7 +52,7 @@ def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     }
     page = (assets / "page.html").read_text(encoding="utf-8")
     head, *parts = page.split("{{")
-    text = head + "".join(fields[name] + tail for name, _, tail in (part.partition("}}") for part in parts))
+    text = head + "".join(fields[name] + text_after for name, _, text_after in (part.partition("}}") for part in parts))
     # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -95,7 +95,7 @@ def _series_data(series: Series) -> dict[str, Any]:
 
 
 def _round_significant(value: float) -> float | None:
-    """Return the value with six significant digits, enough for a screen; None for NaN and infinity."""
+    """Return the value with six significant digits; None for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

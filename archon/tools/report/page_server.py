@@ -1,4 +1,4 @@
-"""`archon report RUN_DIR --serve PORT`: serves the page of a run on loopback, rendered again on each request."""
+"""`archon report RUN_DIR --serve PORT`: the page of a run on loopback, rendered on each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves one run at `/`. `port` 0 chooses a free port. Raises ConfigError if the port is in use."""
+    """Server of one run at `/`; `port` 0 chooses a free port. Raises ConfigError if the port is in use."""
 
     daemon_threads = True
     allow_reuse_address = False  # a second server on the same port is a mistake, not a restart
@@ -30,7 +30,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
+        """URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
 
@@ -41,9 +41,9 @@ class ReportHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a GET request."""
-        # Against DNS rebinding: another site with a name that resolves to loopback must not read the run.
+        # Against DNS rebinding: a site with a name that resolves to loopback must not read the run.
         if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
-            self._answer(403, "text/plain", "only 127.0.0.1 and localhost are served")
+            self._answer(403, "text/plain", "only the hosts 127.0.0.1 and localhost are served")
         elif self.path != "/":
             self._answer(404, "text/plain", "the report is at /")
         else:
@@ -66,10 +66,10 @@ class ReportHandler(BaseHTTPRequestHandler):
 
 
 def serve_report(run_dir: str | Path, port: int) -> None:
-    """Serve the page until interrupted. Raises ConfigError if the run has no metrics yet."""
+    """Serve the page until interrupted, or raise ConfigError if the run has no metrics yet."""
     load_run(run_dir)
     with ReportServer(run_dir, port) as server:
-        print(f"report of {run_dir} at {server.url} (Ctrl-C ends)", flush=True)
+        print(f"report of {run_dir} at {server.url} (press Ctrl-C to stop)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

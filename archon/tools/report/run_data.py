@@ -1,4 +1,4 @@
-"""Reads the data of a report from a run's directory: series by step, panels of series, groups of trajectories."""
+"""Data of a report, read from a run directory: series by step, panels of series, groups of trajectories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ MAX_DRAWN_VALUE = 1e300  # larger values overflow the length of an axis
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of the series with names that match `pattern`. `unit` labels the vertical axis.
+    """Chart of all series with names that match `pattern`.
 
-    A panel with `hide_zero` is hidden while all its values are 0, a panel with `fleet` if no servers answered.
+    Attributes:
+        unit: label of the vertical axis.
+        hide_zero: omit the panel while all its values are 0.
+        fleet: only for runs on inference servers.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Panel:
     fleet: bool = False
 
 
-# A series belongs to the first panel that matches; series without a panel are shown as further metrics.
+# A series belongs to the first matching panel; series without a panel are shown as further metrics.
 PANELS = (
     Panel("reward", "Reward", r"(.*/)?(greedy_)?reward"),
     Panel("loss", "Loss", r"(.*/)?loss"),
@@ -60,12 +63,12 @@ PANELS = (
     Panel("push_difference", "Verified |Δ logprob| of a push", r"push/difference", "nats", fleet=True),
 )
 FLEET_SERIES = "push/servers"
-"""Series that only runs on inference servers have."""
+"""Series of runs on inference servers only."""
 
 
 @dataclass
 class Series:
-    """A metric by step; `values[i]` belongs to `steps[i]` and may be NaN, which is drawn as a gap."""
+    """Metric by step; `values[i]` belongs to `steps[i]`, and NaN is drawn as a gap."""
 
     name: str
     steps: list[int] = field(default_factory=list)
@@ -74,7 +77,7 @@ class Series:
 
 @dataclass
 class RunData:
-    """The data of a report."""
+    """Data of a report."""
 
     path: Path
     series: dict[str, Series]
@@ -83,34 +86,36 @@ class RunData:
     config: str
 
     def panels(self) -> list[tuple[Panel, list[Series]]]:
-        """Return the panels to show, in order, with their series."""
+        """Return the visible panels, in order, with their series."""
         panels = [(panel, [s for s in self.series.values() if _find_panel(s.name) is panel]) for panel in PANELS]
         fleet = FLEET_SERIES in self.series
         shown = [(panel, series) for panel, series in panels if fleet or not panel.fleet]
         return [(p, series) for p, series in shown if any(not p.hide_zero or any(s.values) for s in series)]
 
     def remaining_series(self) -> list[Series]:
-        """Return the non-constant series without a panel."""
+        """Return the series that have no panel and are not constant."""
         drawn = {s.name for _, series in self.panels() for s in series}
         remaining = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
         return [s for s in remaining if len(set(s.values)) > 1]
 
 
 def load_run(run_dir: str | Path) -> RunData:
-    """Return the data of a run, finished or not.
+    """Return the data of a finished or running run.
 
-    Raises ConfigError if the folder is missing or holds no metrics, DatasetError naming a malformed line.
+    Raises:
+        ConfigError: the folder is missing or has no metrics.
+        DatasetError: a line is malformed.
     """
     path = Path(run_dir)
     metrics = path / METRICS_FILE
     if not metrics.is_file():
         if path.is_dir():
-            raise ConfigError(f"{path} holds no metrics.jsonl; is it the folder of a run?")
-        raise ConfigError(f"{path} is not a folder; expected the folder of a run, or a record of archon bench")
+            raise ConfigError(f"{path} has no metrics.jsonl; expected the folder of a run")
+        raise ConfigError(f"{path} is not a folder; expected the folder of a run or a record of archon bench")
     records = read_jsonl(metrics)
     series = _series(records)
     if not series:
-        raise ConfigError(f"{metrics} holds no number yet; wait for the run's first step")
+        raise ConfigError(f"{metrics} has no numbers yet; wait for the run's first step")
     times = [time for record in records if math.isfinite(time := _number(record.get("time")) or math.nan)]
     trajectories = path / TRAJECTORIES_FILE
     config = path / "config.yaml"
@@ -136,17 +141,14 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a metric's value as a float: NaN if it is too large to draw, or the string NaN or ±Infinity.
-
-    Returns None for anything that is not a number.
-    """
+    """Return a metric as a float (NaN if too large to draw, or for the strings NaN and ±Infinity), else None."""
     if isinstance(value, int | float):
         return float(value) if abs(value) <= MAX_DRAWN_VALUE else math.nan
     return math.nan if value in ("NaN", "Infinity", "-Infinity") else None
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a series belongs to a panel that is left out while its values are 0."""
+    """Return whether a series belongs to a panel that is hidden while its values are 0."""
     panel = _find_panel(name)
     return panel is not None and not panel.fleet
 

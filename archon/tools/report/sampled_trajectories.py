@@ -1,4 +1,4 @@
-"""Samples the trajectories of a run for its page, bounded in number and size."""
+"""Sample of a run's trajectories for its page, bounded in number and size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOKENS = 4096  # per answer
 MAX_CHARACTERS = 20_000  # per prompt or answer
 MAX_SIZE = 6_000_000  # of all groups together, in characters as `_size` counts them
 TOKEN_SIZE = 14  # approximate characters of a token in the page
-MAX_IMAGE_BYTES = 6_000_000  # of all images together, in bytes of their files
+MAX_IMAGE_BYTES = 6_000_000  # of all image files together
 MAX_DEPTH = 20  # of nested lists and mappings
 MAX_LOGPROB = 1e300
 
@@ -42,7 +42,7 @@ TrajectoryGroup = list[dict[str, Any]]
 
 @dataclass
 class SampledTrajectories:
-    """The sampled groups (trajectories of one prompt at one step), and a sentence about their selection."""
+    """Sampled groups (trajectories of one prompt at one step), and a sentence about the selection."""
 
     groups: list[TrajectoryGroup]
     selection: str
@@ -51,7 +51,7 @@ class SampledTrajectories:
 def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> SampledTrajectories:
     """Return as many groups as the limits allow, evenly spaced, including the first and the last.
 
-    `images` is the directory of the files named in the records' `images`, which become data URLs.
+    Image files in the folder `images` become data URLs.
     """
     by_prompt: dict[tuple[int, str, str], TrajectoryGroup] = {}
     for record in records:
@@ -69,7 +69,7 @@ def sample(records: Iterable[dict[str, Any]], images: Path | None = None) -> Sam
 
 
 def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
-    """Replace image names by data URLs of their files; null for a missing one or one above the limit."""
+    """Replace image names by data URLs; null for a missing image and beyond `MAX_IMAGE_BYTES`."""
     left, known = MAX_IMAGE_BYTES, dict[str, str | None]()
     for record in [record for group in groups for record in group if "images" in record]:
         for name in record["images"]:
@@ -81,7 +81,7 @@ def _embed_images(groups: list[TrajectoryGroup], folder: Path | None) -> None:
 
 
 def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
-    """Return the bytes of an image of a run; None for another name, a file that is not PNG, or one above `limit`."""
+    """Return the bytes of a run's image; None for an invalid name, no PNG, or more than `limit` bytes."""
     if folder is None or re.fullmatch(r"[0-9a-f]{1,64}\.png", name) is None:
         return None
     try:
@@ -96,13 +96,13 @@ def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
 def _selection(shown: list[TrajectoryGroup], chosen: list[TrajectoryGroup], groups: list[TrajectoryGroup]) -> str:
     count, total = sum(map(len, shown)), sum(map(len, groups))
     if count == total:
-        return f"All {count:,} trajectories that the run has written."
-    which = f"all {len(groups):,} groups"
+        return f"All {count:,} trajectories of the run."
+    selection = f"all {len(groups):,} groups"
     if len(chosen) < len(groups):
-        which = f"{len(chosen):,} of {len(groups):,} groups, taken evenly, the first and the last included"
+        selection = f"{len(chosen):,} of {len(groups):,} groups, evenly spaced from the first to the last"
     if any(len(group) > MAX_ANSWERS for group in chosen):
-        which += f", of each at most the first {MAX_ANSWERS} answers"
-    return f"{count:,} of {total:,} trajectories: {which}. The others are in trajectories.jsonl."
+        selection += f", at most the first {MAX_ANSWERS} answers of each"
+    return f"{count:,} of {total:,} trajectories: {selection}. The others are in trajectories.jsonl."
 
 
 def _evenly_spaced(n: int, count: int) -> list[int]:
@@ -127,7 +127,7 @@ def _group_fields(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def _answer_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an answer that the page shows, with its tokens if the record has a logprob for each."""
+    """Return the visible fields of an answer, with its tokens if every token has a logprob."""
     shown = {name: _to_json(record[name]) for name in SHOWN_FIELDS if name in record}
     if _is_column(record.get("images"), str):
         shown["images"] = record["images"][:MAX_IMAGES]
@@ -154,7 +154,7 @@ def _is_column(value: Any, kind: type) -> bool:
 
 
 def _to_json(value: Any, depth: int = 0) -> Any:
-    """Return `value` as JSON-compatible data, with long texts and deep nesting truncated."""
+    """Return `value` as JSON-compatible data; truncate long texts and deep nesting."""
     if depth > MAX_DEPTH:
         return "…"
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:

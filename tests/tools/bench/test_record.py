@@ -111,8 +111,8 @@ def test_a_comparison_says_what_else_differs_and_keeps_points_measured_twice() -
     a.setup, b.setup = ({"sweep": {"engine": {"x": x}, "threads": 2}, "model": {"hidden_size": 64 * x}} for x in (1, 2))
     lines = compare_records(a, b)
     assert lines[2:4] == [
-        "the two differ in the model's hidden_size: 64 and 128",
-        "the two differ in the engine's x: 1 and 2",
+        "the records differ in the model's hidden_size: 64 and 128",
+        "the records differ in the engine's x: 1 and 2",
     ]
     assert [line.split()[0] for line in lines[4:]] == ["point", "d1", "d1"]
 
@@ -153,7 +153,7 @@ def error(rank: int, kinds: list[str], message: str, time: float) -> tuple[str, 
         ([error(0, ["LayoutError", "UserError"], "t = 3", 1)], 1, "refused", "LayoutError: t = 3"),
         ([error(0, ["DeviationError"], "loss is 1", 1)], 1, "deviates", "DeviationError: loss is 1"),
         ([("rank0.stack", HUNG.format("c", "wait")), ("rank1.stack", HUNG.format("d", "sleep")), ("rank2.stack", "")],
-         1, "hung", "no end after 9 s: rank 0 in wait (c.py:7); rank 1 in sleep (d.py:7)"),
+         1, "hung", "still running after 9 s: rank 0 in wait (c.py:7); rank 1 in sleep (d.py:7)"),
         ([("output.txt", "  exitcode  : -9 (pid: 3)")], 1, "out of memory", "killed by signal 9"),
         ([("output.txt", "  exitcode  : -15 (pid: 3)\n  exitcode  : -6 (pid: 4)")],
          1, "failed", "a rank was ended by signal 6"),
@@ -161,7 +161,7 @@ def error(rank: int, kinds: list[str], message: str, time: float) -> tuple[str, 
           error(0, ["RuntimeError"], "connection closed", 2)], 1, "out of memory", "killed by signal 9"),
         ([("output.txt", "  exitcode  : 3 (pid: 3)\n  exitcode  : -15 (pid: 4)")],
          1, "failed", "a rank ended with exit code 3"),
-        ([("output.txt", "")], -signal.SIGTERM, "hung", "no end after 9 s, and the ranks wrote no stacks"),
+        ([("output.txt", "")], -signal.SIGTERM, "hung", "still running after 9 s; the ranks wrote no stacks"),
         ([("output.txt", "one\nlast words\n")], 3, "failed", "exit code 3: last words"),
     ],
 )  # fmt: skip

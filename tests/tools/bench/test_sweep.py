@@ -92,7 +92,7 @@ def test_bytes_are_those_predicted(swept: BenchRecord, tmp_path: Path) -> None:
     [
         ("memory", 600.0, "out of memory", "can't allocate memory"),
         ("crash", 600.0, "failed", "a rank was ended by signal 6"),
-        ("hang", 60.0, "hung", "no end after 60 s: rank"),
+        ("hang", 60.0, "hung", "still running after 60 s: rank"),
     ],
 )
 def test_a_point_that_fails_becomes_a_row_and_the_next_is_measured(

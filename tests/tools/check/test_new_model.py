@@ -96,7 +96,11 @@ def test_a_field_of_another_family_is_taken_from_it(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [("llama", "is the family 'llama' already"), ("a b", "a Python module can have"), (NEW_TYPE, "is there already")],
+    [
+        ("llama", "already belongs to family 'llama'"),
+        ("a b", "a valid Python module name"),
+        (NEW_TYPE, "is there already"),
+    ],
 )
 def test_a_supported_type_a_bad_name_and_a_file_that_is_there_are_refused(
     tmp_path: Path, model_type: str, said: str

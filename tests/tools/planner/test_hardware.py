@@ -37,7 +37,7 @@ def test_a_gpu_is_not_taken_for_another_one() -> None:
     _check_name("h100-80gb", "NVIDIA H100 80GB HBM3")
     _check_name("h100-80gb", "NVIDIA B200")  # of which nothing is known
     _check_name("mine.yaml", "NVIDIA H200")
-    with pytest.raises(ConfigError, match=r"this GPU is NVIDIA A100-SXM4-80GB, not h100-80gb: pass --gpu a100-80gb"):
+    with pytest.raises(ConfigError, match=r"this GPU is NVIDIA A100-SXM4-80GB, not h100-80gb; set --gpu a100-80gb"):
         _check_name("h100-80gb", "NVIDIA A100-SXM4-80GB")
 
 
@@ -51,9 +51,9 @@ def test_a_file_of_ones_own_comes_back(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("- a list", "expected fields"),
-        ("{", "not YAML"),
-        ("memory_bytes: " + "1" * 5000, "not YAML that can be read: Exceeds the limit"),
-        ("[" * 5000, "not YAML that can be read"),
+        ("{", "not valid YAML"),
+        ("memory_bytes: " + "1" * 5000, "not valid YAML: Exceeds the limit"),
+        ("[" * 5000, "not valid YAML"),
         ("name: x\nnode_bandwith: 1", "did you mean 'node_bandwidth'"),
         ("name: x", "bf16_flops: field required"),
     ],

@@ -47,7 +47,7 @@ def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: st
     found = plan(model, 8)
     if model in TOO_LARGE:
         assert not found.best and found.rejections.exceeds_memory and not found.rejections.idle
-        assert ": masters, gradients and moments alone exceed the memory of 8 GPUs" in explain_no_plan(found)
+        assert ": masters, gradients and moments exceed the memory of 8 GPUs" in explain_no_plan(found)
         return
     seconds = [placed.candidate.seconds.total for placed in found.best]
     assert seconds == sorted(seconds)
@@ -73,8 +73,8 @@ def test_what_is_left_out_is_told() -> None:
     refused = Counter({"t = 3 divides no head": 2})
     told = describe(replace(found, rejections=Rejections(exceeds_memory=5, idle=7, refused=refused)))
     assert told[-4:-1] == [
-        "rejected by the engine, 2 ways: t = 3 divides no head",
-        "too large, 5 layouts and schedules: masters, gradients and moments alone",
+        "rejected by the engine, 2 candidates: t = 3 divides no head",
+        "too large, 5 layouts and schedules: masters, gradients and moments exceed the memory",
         "idle ranks, 7 layouts and schedules: 131,072 tokens are too few documents of 4,096",
     ]
 
@@ -91,7 +91,7 @@ def test_documents_that_the_ranks_cannot_share_evenly_are_those_of_the_fullest()
         assert c.micro_batches * (c.tokens // 4096) * c.layout.dp >= 12, c.layout
 
 
-MEMORY = "masters, gradients and moments alone exceed the memory of 17 GPUs"
+MEMORY = "masters, gradients and moments exceed the memory of 17 GPUs"
 TOKENS = "4,096 tokens a step are too few documents of 4,096 for every rank"
 
 
@@ -101,9 +101,9 @@ def test_without_a_layout_the_reason_is_the_one_that_holds() -> None:
     assert explain_no_plan(idle) == f"No layout fits: {TOKENS}."
     assert explain_no_plan(exceeds_memory) == f"No layout fits: {MEMORY}."
     both = replace(idle, rejections=Rejections(exceeds_memory=1, idle=1))
-    assert explain_no_plan(both) == f"No layout fits: {MEMORY}; where they fit, {TOKENS}."
+    assert explain_no_plan(both) == f"No layout fits: {MEMORY}; in the other layouts, {TOKENS}."
     refused = replace(idle, considered=3, rejections=Rejections(refused=Counter({"no": 2, "never": 1})))
-    assert explain_no_plan(refused) == "No layout fits that the engine accepts; it rejects 2 with: no"
+    assert explain_no_plan(refused) == "The engine rejects every layout that fits; 2 of them with: no"
 
 
 def test_the_json_has_the_same_layouts() -> None:

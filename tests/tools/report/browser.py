@@ -260,7 +260,7 @@ def turns_and_versions_are_told_apart(page: Page) -> None:
         "version|v4",
         "token p0|no",
         "token p1|1",
-        "turn|input to the model, not trained",
+        "turn|model input, not trained",
         "token input|again",
         "turn|turn 2",
         "version|v5",
@@ -269,7 +269,7 @@ def turns_and_versions_are_told_apart(page: Page) -> None:
     chips = card(page, "[...c.querySelectorAll('.chip')].map(e => e.textContent)")
     assert isinstance(chips, list) and {"2 turns", "versions 4–5", "3 tokens"} <= set(chips), chips
     page.point(".sample.chosen .token.input")
-    assert "input to the model, not trained" in page.run("document.querySelector('.reading').textContent")
+    assert "model input, not trained" in page.run("document.querySelector('.reading').textContent")
 
 
 @check
@@ -287,7 +287,7 @@ def dark_and_light_both_can_be_read(page: Page) -> None:
     def contrasts() -> list[float]:
         """Of the plain text of an answer, and of each class of tokens."""
         script = (
-            "[document.querySelector('.sample'), ...document.querySelectorAll('.scale .token:not(.given)')]"
+            "[document.querySelector('.sample'), ...document.querySelectorAll('.scale .token:not(.input)')]"
             ".map(e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor])"
         )
         (ink, paper), *tokens = [[channels(color) for color in pair] for pair in page.run(script)]
@@ -362,7 +362,7 @@ def check_large(page: Page, file: Path) -> dict[str, float]:
     size = file.stat().st_size
     seconds = {"load": page.open(file)}
     note = page.run("document.querySelector('.note').textContent")
-    assert "of 16,000 trajectories" in note and "taken evenly" in note, note
+    assert "of 16,000 trajectories" in note and "evenly spaced" in note, note
     assert page.run("document.querySelectorAll('.list .row').length") == 200
     assert page.run("document.querySelectorAll('.token').length") < 30_000
     assert "first 4096 of 8000 tokens" in page.run("document.querySelector('.chips').innerText.replace(',', '')")

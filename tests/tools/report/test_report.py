@@ -138,12 +138,12 @@ def test_the_moving_average_keeps_a_line_and_skips_gaps():
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is not a folder; expected the folder of a run, or a record"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder; expected the folder of a run or a record"):
         load_run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds no metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"has no metrics.jsonl"):
         load_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ConfigError, match="holds no number yet"):
+    with pytest.raises(ConfigError, match="has no numbers yet"):
         load_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n')
     with pytest.raises(DatasetError, match="line 2 is not JSON"):

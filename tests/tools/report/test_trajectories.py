@@ -117,10 +117,10 @@ def test_a_long_run_is_shown_evenly_and_says_so():
     assert steps[0] == 0 and steps[-1] == 999
     assert {b - a for a, b in pairwise(steps)} == {3, 4}
     assert run.selection == (
-        "300 of 1,000 trajectories: 300 of 1,000 groups, taken evenly, the first and the last included."
+        "300 of 1,000 trajectories: 300 of 1,000 groups, evenly spaced from the first to the last."
         " The others are in trajectories.jsonl."
     )
-    assert sample([answer()]).selection == "All 1 trajectories that the run has written."
+    assert sample([answer()]).selection == "All 1 trajectories of the run."
 
 
 def test_a_dump_of_long_answers_is_bounded_by_its_size(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_dump_of_long_answers_is_bounded_by_its_size(monkeypatch):
 def test_one_group_cannot_fill_the_page():
     run = sample(answer(0, 0) for _ in range(1000))
     assert len(run.groups[0]) == sampled_trajectories.MAX_ANSWERS
-    assert "64 of 1,000 trajectories: all 1 groups, of each at most the first 64 answers" in run.selection
+    assert "64 of 1,000 trajectories: all 1 groups, at most the first 64 answers of each" in run.selection
 
 
 def test_one_answer_cannot_fill_the_page():
@@ -189,7 +189,7 @@ def test_every_class_the_viewer_gives_has_a_style_and_every_surprise_a_color():
     numbers = [float(end) for end in ends]
     assert numbers == sorted(numbers, reverse=True) and numbers[0] < 0
     assert re.findall(r"^\.p(\d) \{ background", style, re.MULTILINE) == [str(i) for i in range(1, len(ends) + 1)]
-    for name in ("row", "list", "prompt", "sample", "token", "given", "turn", "version", "scale", "reading", "chosen"):
+    for name in ("row", "list", "prompt", "sample", "token", "input", "turn", "version", "scale", "reading", "chosen"):
         assert f".{name}" in style, name
     assert "prefers-color-scheme: dark" in style and "color-scheme: light dark" in style
 

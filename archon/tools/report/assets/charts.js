@@ -4,7 +4,7 @@ function niceTicks(low, high, count) {
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
   const ticks = [];
   const first = Math.ceil(low / step);
-  // Counted: of numbers beyond 2^53 the next one may be the same again.
+  // Bounded by a count: beyond 2^53, adding a step may not change the number.
   for (let i = 0; i <= count + 1 && (first + i) * step <= high + step * 1e-9; i += 1) ticks.push((first + i) * step);
   return ticks.map((tick) => Number(tick.toPrecision(12)));
 }
@@ -28,7 +28,7 @@ function pathOf(series, values, x, y) {
   return path;
 }
 
-// The index of the step nearest to the pointer, by bisection.
+// Index of the nearest step, by bisection.
 function nearest(steps, step) {
   let low = 0, high = steps.length - 1;
   while (high - low > 1) {

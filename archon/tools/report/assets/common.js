@@ -1,7 +1,7 @@
 "use strict";
 const run = JSON.parse(document.getElementById("data").textContent);
 
-// Every text of the run enters the document as a text node or an attribute value, never as markup.
+// Texts of the run become text nodes or attribute values, never markup.
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "g", "path", "line", "text", "circle", "rect", "title"].includes(tag);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);

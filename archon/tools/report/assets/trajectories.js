@@ -1,9 +1,9 @@
-// The viewer of sampled trajectories: a list to search, filter and sort, and next to it the group of the chosen one.
+// Viewer of sampled trajectories: a list to search, filter and sort, next to the group of the selected trajectory.
 
-// Lower ends of the classes of a token's logprob; they stand for p = 0.9, 0.5, 0.2, 0.05 and 0.01.
+// Lower bounds of the logprob classes: p = 0.9, 0.5, 0.2, 0.05 and 0.01.
 const LOGPROB_CLASSES = [-0.105, -0.693, -1.609, -2.996, -4.605];
-const ROWS = 200; // rows of the list at a time
-const COLORED = 20000; // tokens colored at a time; further answers stand as plain text
+const ROWS = 200; // list rows added at a time
+const COLORED = 20000; // maximum colored tokens; further answers are plain text
 
 const ORDERS = {
   newest: ["newest step first", (r) => -value(r.step)],
@@ -24,7 +24,7 @@ function lengthOf(record) {
   return record.length === undefined ? String(record.completion ?? "").length : value(record.length);
 }
 
-// Stable, and what has no number comes last in every order.
+// Stable sort; items without a number come last in every order.
 function sorted(items, order) {
   const keyOf = ORDERS[order][1];
   const keyed = items.map((item) => [keyOf(item.record), item]);
@@ -33,19 +33,19 @@ function sorted(items, order) {
 }
 
 function logprobClass(logprob) {
-  const match = LOGPROB_CLASSES.findIndex((end) => logprob >= end);
-  return match < 0 ? LOGPROB_CLASSES.length : match;
+  const index = LOGPROB_CLASSES.findIndex((end) => logprob >= end);
+  return index < 0 ? LOGPROB_CLASSES.length : index;
 }
 
 function percent(logprob) {
   return `${Number((100 * Math.exp(logprob)).toPrecision(3))} %`;
 }
 
-// What is known of token i, in words.
+// Description of token i.
 function reading(record, i) {
   const parts = [`token ${i + 1} of ${record.tokens.length}`, JSON.stringify(record.tokens[i])];
   const logprob = record.logprobs[i];
-  parts.push(logprob === null ? "input to the model, not trained" : `logprob ${logprob}, p = ${percent(logprob)}`);
+  parts.push(logprob === null ? "model input, not trained" : `logprob ${logprob}, p = ${percent(logprob)}`);
   if (record.turn_ids && record.turn_ids[i] >= 0) parts.push(`turn ${record.turn_ids[i] + 1}`);
   if (logprob !== null) {
     const version = record.versions ? record.versions[i] : record.version;
@@ -54,7 +54,7 @@ function reading(record, i) {
   return parts.join(" · ");
 }
 
-// The answer token by token. Pointer and arrow keys tell each one's number through `tell`.
+// Answer token by token; pointer and arrow keys pass the description of a token to `tell`.
 function tokenText(record, tell) {
   const text = make("div", {
     class: "text tokens", tabindex: 0, role: "group",
@@ -63,18 +63,18 @@ function tokenText(record, tell) {
   const hasParts = record.turn_ids !== undefined || record.logprobs.includes(null);
   let part = null, version = null;
   record.tokens.forEach((token, i) => {
-    const input = record.logprobs[i] === null;
-    const now = input ? -1 : record.turn_ids ? record.turn_ids[i] : 0;
+    const isInput = record.logprobs[i] === null;
+    const now = isInput ? -1 : record.turn_ids ? record.turn_ids[i] : 0;
     if (hasParts && now !== part) {
-      text.append(make("span", { class: "turn" }, input ? "input to the model, not trained" : `turn ${now + 1}`));
+      text.append(make("span", { class: "turn" }, isInput ? "model input, not trained" : `turn ${now + 1}`));
       part = now;
     }
-    if (record.versions && !input && record.versions[i] !== version) {
+    if (record.versions && !isInput && record.versions[i] !== version) {
       version = record.versions[i];
-      const title = `from here on weights of version ${version}`;
+      const title = `from here on, weights of version ${version}`;
       text.append(make("span", { class: "version", title }, `v${version}`));
     }
-    const kind = input ? "token input" : `token p${logprobClass(record.logprobs[i])}`;
+    const kind = isInput ? "token input" : `token p${logprobClass(record.logprobs[i])}`;
     text.append(make("span", { class: kind, "data-token": i }, token));
   });
 
@@ -138,7 +138,7 @@ function answerCard(record, best, worst, colored, tell) {
 function choice(label, options) {
   const entries = options.map(([key, text]) => make("option", { value: key }, text));
   const select = make("select", { "aria-label": label }, ...entries);
-  select.hidden = options.length < 3; // "all" and one other choose nothing
+  select.hidden = options.length < 3; // a single value needs no filter
   return select;
 }
 
@@ -146,11 +146,11 @@ function trajectories() {
   const section = document.getElementById("trajectories");
   section.append(make("h2", {}, "Sampled trajectories"));
   if (run.groups.length === 0) {
-    section.append(make("div", { class: "empty" }, "This run has written none."));
+    section.append(make("div", { class: "empty" }, "This run has no trajectories."));
     return;
   }
   const items = run.groups.flatMap((group) => group.map((record) => ({ record, group, text: null })));
-  // What answers to one prompt share is stored with the first of them.
+  // Fields shared by all answers to a prompt are stored with the first answer.
   const shared = (item, name) => item.record[name] ?? item.group[0][name];
   const textOf = (item) => item.text ??=
     [shared(item, "prompt"), item.record.completion, (item.record.tokens ?? []).join(""), shared(item, "answer")]
@@ -252,18 +252,18 @@ function trajectories() {
     if (group.some((other) => other.tokens)) parts.push(legend(), told);
     const samples = make("div", { class: "samples" }, ...cards);
     view.replaceChildren(...parts, samples);
-    // Rows of equal length: eight answers stand as 4 + 4, not as 5 + 3.
+    // Rows of equal length: eight answers as 4 + 4, not 5 + 3.
     const fit = Math.max(1, Math.floor((samples.clientWidth + 12) / 262));
     const columns = Math.ceil(group.length / Math.ceil(group.length / fit));
     samples.style.setProperty("grid-template-columns", `repeat(${columns}, minmax(0, 1fr))`);
   }
 
   function refresh() {
-    const wanted = search.value.toLowerCase();
+    const query = search.value.toLowerCase();
     matches = sorted(items.filter((item) =>
       (!splits.value || JSON.stringify(item.record.split) === splits.value) &&
       (!steps.value || JSON.stringify(item.record.step) === steps.value) &&
-      (!wanted || textOf(item).includes(wanted))), order.value);
+      (!query || textOf(item).includes(query))), order.value);
     count.textContent = `${number(matches.length)} of ${number(items.length)} match`;
     shown = 0;
     list.replaceChildren();
