@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "config": ("Point", "SweepConfig"),
-        "compare": ("compare_records",),
+        "table": ("compare_records",),
         "bench_record": ("BenchRecord", "BenchRow", "read_record"),
         "sweep": ("run_sweep",),
     },

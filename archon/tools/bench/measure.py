@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -73,8 +71,16 @@ def measure(request: PointRequest) -> PointResult:
     for _ in range(sweep.warmup - 2):
         step()
     meter = MemoryMeter(device.type == "cuda")
-    seconds = [_time_step(step, world) for _ in range(sweep.steps)]
-    memory = _memory(start, meter)
+    seconds = []
+    for _ in range(sweep.steps):
+        world.barrier()
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
+    peaks = meter.read()
+    memory = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
+    if "rss_peak" in peaks and start.rss:
+        memory["rss_growth"] = peaks["rss_peak"] - start.rss  # since before the model was built
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
         step()
     world.barrier()
@@ -131,21 +137,6 @@ def compare_losses(losses: Losses, layout: str, reference: Losses, dtype: str) -
             )
         checks.append(NumericCheck(what=name, peer=layout, difference=difference, tolerance=tolerance))
     return checks
-
-
-def _time_step(step: Callable[[], Any], world: ControlPlane) -> float:
-    """Return the seconds of a step that starts at the same time on all ranks."""
-    world.barrier()
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
-    """Return the memory peaks of the timed steps; resident memory is relative to before the model was built."""
-    peaks = steps.read()
-    sizes = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
-    return sizes | ({"rss_growth": peaks["rss_peak"] - start.rss} if "rss_peak" in peaks and start.rss else {})
 
 
 def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:

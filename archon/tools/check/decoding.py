@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
-from archon.models import BaseArchonModel
+from archon.models import BaseArchonModel, get_model_spec
 from archon.tools.check.oracle import ContractError, build_pair, random_config
 from archon.tools.check.random_configs import draw_fields
 from archon.tools.check.round_trip import fresh_model
@@ -69,24 +70,20 @@ def check_decoding(
     Raises:
         ContractError: an answer differs.
     """
-    fixed = {name: value for name, value in FIXED.items() if name in _fields(model_type)}
+    names = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
+    fixed = {name: value for name, value in FIXED.items() if name in names}
     total = 0
+    pairs: list[tuple[BaseArchonModel, Callable[[list[int]], list[int]]]] = []
     if reference is not None:
         config = random_config(seed, model_type, reference, rope_kind="default", **fixed)
-        hf_first, first, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
-        hf_second, second, _ = build_pair(config, seed=seed + 1, dtype=torch.float64, model_type=model_type)
-        hf_first.eval(), hf_second.eval()
-        pairs = [
-            (first, lambda p: transformers_greedy_tokens(hf_first, p)),
-            (second, lambda p: transformers_greedy_tokens(hf_second, p)),
-        ]
+        for weights_seed in (seed, seed + 1):
+            hf_model, model, _ = build_pair(config, seed=weights_seed, dtype=torch.float64, model_type=model_type)
+            pairs.append((model, partial(transformers_greedy_tokens, hf_model.eval())))
     else:
         fields = {"model_type": model_type} | draw_fields(seed, model_type, rope_kind="default", **fixed)
-        first, second = (fresh_model(fields, seed + n, torch.float64) for n in range(2))
-        pairs = [
-            (first, lambda p: uncached_greedy_tokens(first, p)),
-            (second, lambda p: uncached_greedy_tokens(second, p)),
-        ]
+        models = [fresh_model(fields, weights_seed, torch.float64) for weights_seed in (seed, seed + 1)]
+        pairs = [(model, partial(uncached_greedy_tokens, model)) for model in models]
+    first = pairs[0][0]
     prompt_ids = prompts(first.args.vocab_size, seed)
     expected = [[greedy(prompt) for prompt in prompt_ids] for _, greedy in pairs]
     for page_size in page_sizes:
@@ -105,9 +102,3 @@ def check_decoding(
                     )
                 total += len(actual)
     return total
-
-
-def _fields(model_type: str) -> frozenset[str]:
-    from archon.models import get_model_spec
-
-    return frozenset(get_model_spec(model_type, text_only=True).model_args_class.hf_fields)

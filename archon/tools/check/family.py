@@ -13,6 +13,7 @@ from archon.models import ModelSpec, get_model_spec, is_supported_model, registe
 from archon.models.layers.attention import AttentionLayer
 from archon.schema.errors import ConfigError, UnknownModelError
 from archon.tools.check.oracle import has_reference
+from archon.tools.check.random_configs import draw_fields
 
 # Types with another name in transformers.
 REFERENCES = {"kimi_k2": "deepseek_v3"}
@@ -53,8 +54,6 @@ class CheckedFamily:
     @property
     def line_budget(self) -> int:
         """Maximum lines of the file, from the layers of a small configuration."""
-        from archon.tools.check.random_configs import draw_fields
-
         config = {"model_type": self.model_type} | draw_fields(0, self.model_type)
         layers = self.spec.model_args_class.from_hf_config(config).layer_specs
         if any(not isinstance(layer.mixer, AttentionLayer) for layer in layers):

@@ -18,7 +18,7 @@ from archon.models import BaseArchonModel, get_model_spec
 from archon.models.attention.meta import PrefixAttention
 from archon.models.attention.prefix.plan import shared_prefixes
 from archon.tools.check.decoding import FIXED
-from archon.tools.check.oracle import ContractError, pack
+from archon.tools.check.oracle import ContractError, pack, packed_inputs
 from archon.tools.check.random_configs import draw_fields
 from archon.tools.check.round_trip import fresh_model
 
@@ -65,7 +65,7 @@ def check_shared_prefixes(seed: int, model_type: str) -> bool:
     for prefix_length in PREFIX_LENGTHS:
         tokens, lengths = _documents_with_prefix(prefix_length, model.args.vocab_size, seed)
         before = _shared_logits(model, tokens, lengths)
-        packed = model(*_packed_inputs(tokens, lengths)).detach().split(lengths)
+        packed = model(*packed_inputs(tokens, lengths)).detach().split(lengths)
         difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(before, packed, strict=True))
         if difference > ISOLATION_TOLERANCE:
             raise ContractError(f"sharing a prefix of {prefix_length} tokens changes the logits by {difference:.1e}")
@@ -144,16 +144,11 @@ def _documents_with_prefix(prefix_length: int, vocab: int, seed: int) -> tuple[T
     return tokens, [prefix_length + count for count in SUFFIX_LENGTHS]
 
 
-def _packed_inputs(tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return tokens, positions, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
-
-
 @torch.no_grad()
 def _shared_logits(model: BaseArchonModel, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
     shared = shared_prefixes(tokens, lengths)
     assert shared is not None
-    _, positions, cu_seqlens, longest = _packed_inputs(tokens, lengths)
+    _, positions, cu_seqlens, longest = packed_inputs(tokens, lengths)
     inputs = tokens[shared.rows], positions[shared.rows], cu_seqlens, longest
     return model(*inputs, PrefixAttention(shared, model.args.attn_type)).split(lengths)
 

@@ -119,7 +119,8 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     """
     spec = coverage.spec
     text = Path(inspect.getfile(spec.model_class)).read_text(encoding="utf-8")
-    old, new = spec.model_class.__name__.removesuffix("Model"), _camel(model_type)
+    old = spec.model_class.__name__.removesuffix("Model")
+    new = "".join(part[:1].upper() + part[1:] for part in model_type.split("_"))
     text = re.sub(rf"\b{old}(?=Model|StateDictAdapter|Adapter|Args)", new, text)
     text = re.sub(rf"\bparallelize_{spec.name}\b", f"parallelize_{model_type}", text)
     types = ", ".join(f'"{name}"' for name in sorted(spec.supported_model_types))
@@ -137,10 +138,6 @@ def family_source(coverage: Coverage, model_type: str) -> str:
     text = text.replace(f"frozenset({{{types}}})", f'frozenset({{"{model_type}"}})')
     text = definition.sub(rf'\1"{model_type}"', text)
     return re.sub(r'\A"""(?:.|\n)*?"""\n', lambda _: _docstring(coverage, model_type), text)
-
-
-def _camel(model_type: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in model_type.split("_"))
 
 
 def _field_line(name: str, mapped: Field) -> str:

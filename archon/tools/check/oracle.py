@@ -178,10 +178,13 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
 def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return random tokens [T], positions [T], document boundaries int32 [B + 1] and the longest length."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
+    return packed_inputs(torch.randint(0, vocab, (sum(lengths),), generator=generator), lengths)
+
+
+def packed_inputs(tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return tokens [T], positions [T], document boundaries int32 [B + 1] and the longest length."""
     positions = torch.cat([torch.arange(length) for length in lengths])
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    return tokens, positions, cu_seqlens, max(lengths)
+    return tokens, positions, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -7,7 +7,7 @@ Other booleans and floats with a default are varied; all remaining fields keep t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from archon.models import get_model_spec
@@ -26,17 +26,9 @@ Draw = Callable[[random.Random, dict[str, Any], frozenset[str]], Any]
 """Draw of a field from (random generator, fields drawn before, names of the family's fields)."""
 
 
-def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
-    return rng.choice([4, 6, 8])
-
-
-def _n_experts(config: Mapping[str, Any]) -> int:
-    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return next((count for count in counts if count), 0)
-
-
 def _experts_per_token(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
-    experts = _n_experts(config)
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((count for count in counts if count), 0)
     eligible = experts // config.get("n_group", 1) * config.get("topk_group", 1)
     return min(rng.choice([1, 1, 2, 3, experts]), eligible)
 
@@ -64,10 +56,6 @@ def _layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[st
         return ["sliding_attention"] + ["full_attention"] * (layers - 1) if windowed else OMIT
     kinds = ["sliding_attention", "full_attention"]
     return rng.sample(kinds * layers, layers)
-
-
-def _max_window_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
-    return 1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
 
 
 def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
@@ -108,7 +96,9 @@ DRAWS: dict[str, Draw] = {
     "use_sliding_window": _pick(True, False),
     "sliding_window": _sliding_window,
     "layer_types": _layer_types,
-    "max_window_layers": _max_window_layers,
+    "max_window_layers": lambda rng, config, names: (
+        1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
+    ),
     "q_lora_rank": _pick(None, 16),
     "kv_lora_rank": _pick(8, 12),
     "qk_rope_head_dim": _pick(4, 8),
@@ -116,9 +106,9 @@ DRAWS: dict[str, Draw] = {
     "v_head_dim": _pick(4, 12, 20),
     "n_group": _pick(1, 2),
     "topk_group": lambda rng, config, names: rng.choice([1, config["n_group"]]),
-    "num_experts": _experts,
-    "num_local_experts": _experts,
-    "n_routed_experts": _experts,
+    "num_experts": _pick(4, 6, 8),
+    "num_local_experts": _pick(4, 6, 8),
+    "n_routed_experts": _pick(4, 6, 8),
     "num_experts_per_tok": _experts_per_token,
     "moe_intermediate_size": _pick(8, 20),
     "shared_expert_intermediate_size": _pick(12, 28),

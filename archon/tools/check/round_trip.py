@@ -12,7 +12,15 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_model, save_model
 from archon.models import BaseArchonModel, get_model_spec
-from archon.tools.check.oracle import ContractError, build_pair, checkpoint_tensors, family_config, random_config
+from archon.tools.check.oracle import (
+    ContractError,
+    build_pair,
+    checkpoint_tensors,
+    draw_slow_decays,
+    family_config,
+    random_config,
+    randomize_vectors,
+)
 from archon.tools.check.random_configs import draw_fields
 
 
@@ -64,8 +72,6 @@ def fresh_checkpoint(
 
 def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> BaseArchonModel:
     """Return a model of a config with random weights and, if it has decays, slow ones."""
-    from archon.tools.check.oracle import draw_slow_decays, randomize_vectors
-
     spec = get_model_spec(config["model_type"], text_only=True)
     model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
     with torch.random.fork_rng():

@@ -24,6 +24,7 @@ from archon.tools.check.oracle import (
     relative_error,
 )
 from archon.tools.check.parity import FP32_TOLERANCE
+from archon.tools.check.random_configs import draw_fields
 
 Style = Literal["transformers 5", "hub"]
 STYLES: tuple[Style, ...] = ("transformers 5", "hub")
@@ -174,8 +175,6 @@ def unread_fields(model_type: str) -> list[str]:
 
     A weaker check, for families that transformers does not have.
     """
-    from archon.tools.check.random_configs import draw_fields
-
     args_class = get_model_spec(model_type, text_only=True).model_args_class
     config = {"model_type": model_type} | draw_fields(SEED, model_type)
     args, lines = args_class.from_hf_config(config), []

@@ -187,15 +187,11 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
     layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
     H, G, D = mixer.n_heads // layout.tp, max(1, mixer.n_kv_heads // layout.tp), mixer.head_dim
     q, k = T * H * D * b, T * G * D * b
-    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, mixer.n_heads, mixer.n_kv_heads)
     normed = mixer.qk_norm is not None
     projected = [SavedTensor("wq, wk outputs [T, H + G, D]", q + k, saved=normed, is_op=True)]
     if normed:
         projected.append(SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide))
-    out = [
-        SavedTensor("attention output [T, H, D]", q, is_op=True),
-        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
-    ]
+    out = _attention_outputs(q, H, shard)
     if mixer.gated:
         out.append(SavedTensor("gate and sigmoid [T, H, D]", 2 * q, is_op=False))
     if layout.cp == 1:
@@ -206,17 +202,30 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
             *out,
         ]
     projected.append(SavedTensor("wv output [T, G, D]", k, saved=False, is_op=True))
-    if kind == "ulysses":
-        keys = k * ulysses_repeat(H, G, layout.cp)
-        # The all-to-all exchanges tokens for heads, with equal sizes. The second one copies wo's input.
-        exchanged = SavedTensor("exchanged q, k, v", q + 2 * keys)
-        return [*projected, exchanged, *out, SavedTensor("wo input [T, H, D]", q)]
-    # The causal attention of a rank's two chunks covers all tokens and one more chunk.
-    attended = shard.layout.cp * T + T // 2
+    if context_parallel_kind(context_parallel, layout.cp, layout.tp, *mixer.heads) == "ulysses":
+        return [*projected, *_ulysses(q, k * ulysses_repeat(H, G, layout.cp), out)]
+    return [*projected, SavedTensor("rotated q [T, H, D]", q), *_gathered_attention(k, shard, out)]
+
+
+def _attention_outputs(q: int, heads: int, shard: MicroBatchShard) -> list[SavedTensor]:
     return [
-        *projected,
-        SavedTensor("rotated q [T, H, D]", q),
-        SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
+        SavedTensor("attention output [T, H, D]", q, is_op=True),
+        SavedTensor("log-sum-exp [H, T]", heads * shard.tokens * shard.wide, is_op=True),
+    ]
+
+
+def _ulysses(q: int, keys: int, out: list[SavedTensor]) -> list[SavedTensor]:
+    """Return the tensors of attention between two all-to-alls, which exchange tokens for heads of equal size."""
+    # The second all-to-all copies wo's input.
+    return [SavedTensor("exchanged q, k, v", q + 2 * keys), *out, SavedTensor("wo input [T, H, D]", q)]
+
+
+def _gathered_attention(keys: int, shard: MicroBatchShard, out: list[SavedTensor]) -> list[SavedTensor]:
+    """Return the tensors of attention to all-gathered keys and values; `keys` is the bytes of a rank's keys."""
+    # The causal attention of a rank's two chunks covers all tokens and one more chunk.
+    attended = shard.layout.cp * shard.tokens + shard.tokens // 2
+    return [
+        SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * (keys // shard.tokens)),
         SavedTensor("indices of keys and values", attended * INT64),
         *out,
     ]
@@ -241,10 +250,7 @@ def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -
             SavedTensor("normed [T, q_rank]", T * mixer.q_rank * b),
         ]
     tensors.append(SavedTensor("wq_b output [T, H, N + R]", T * H * mixer.q_features * b, saved=False, is_op=True))
-    out = [
-        SavedTensor("attention output [T, H, D]", q, is_op=True),
-        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
-    ]
+    out = _attention_outputs(q, H, shard)
     if D > V:
         out.append(SavedTensor("wo input [T, H, V]", T * H * V * b))
     if layout.cp == 1:
@@ -258,16 +264,13 @@ def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -
         ]
     if context_parallel_kind(context_parallel, layout.cp, layout.tp, *mixer.heads) == "ulysses":
         tensors.append(SavedTensor("wkv_b output [T, H, N + V]", expanded, saved=False, is_op=True))
-        return [*tensors, SavedTensor("exchanged q, k, v", 3 * q), *out, SavedTensor("wo input [T, H, D]", q)]
-    attended = layout.cp * T + T // 2
+        return [*tensors, *_ulysses(q, q, out)]
     return [
         *tensors,
         SavedTensor("gathered latents [T·c, C + R]", layout.cp * T * latent * b),
         SavedTensor("wkv_b output [T·c, H, N + V]", layout.cp * expanded, saved=False, is_op=True),
         SavedTensor("q [T, H, D]", q),
-        SavedTensor("gathered keys and values [T·c + T/2, 2 H, D]", 2 * attended * H * D * b),
-        SavedTensor("indices of keys and values", attended * INT64),
-        *out,
+        *_gathered_attention(q, shard, out),
     ]
 
 

@@ -95,17 +95,10 @@ class RankParameters:
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
 
-def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
-    """Return the parameter counts of `rank`."""
-    counts = _rank_parameters(weights, layout, plan, rank, lora=False)
-    if not weights.has_lora:
-        return counts
-    return replace(counts, lora=_rank_parameters(weights, layout, plan, rank, lora=True))
-
-
-def _rank_parameters(
-    weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, lora: bool
+def rank_parameters(
+    weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, lora: bool = False
 ) -> RankParameters:
+    """Return the parameter counts of `rank`; with `lora`, of its LoRA weights alone."""
     stages = [0] if plan is None else plan.rank_stages(rank // (layout.world_size // layout.pp))
     parts = [weights.stage(plan, stage) for stage in stages]
     chosen = [tuple(w for w in layer if w.is_lora == lora) for layer in weights.distinct_layers]
@@ -118,6 +111,7 @@ def _rank_parameters(
         experts=sum(count.experts for count in layers),
         largest_layer=max((count.gathered for count in layers), default=0),
         outside_layers=sum(count.gathered for count in outside_layers),
+        lora=rank_parameters(weights, layout, plan, rank, lora=True) if weights.has_lora and not lora else None,
     )
 
 

@@ -41,19 +41,10 @@ def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[d
 
 
 def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, Any]:
-    scores = [(name, result["scores"][name]) for name in names]
-    bars = [
-        {
-            "name": name,
-            "value": score["mean"],
-            "min": _bound_or_mean(score["low"], score),
-            "max": _bound_or_mean(score["high"], score),
-        }
-        for name, score in scores
-    ]
+    bars = []
+    for name in names:
+        score = result["scores"][name]
+        # A single prompt has no bounds.
+        low, high = (score["mean"] if score[end] is None else score[end] for end in ("low", "high"))
+        bars.append({"name": name, "value": score["mean"], "min": low, "max": high})
     return {"title": title, "unit": "with 95 % intervals", "bars": bars}
-
-
-def _bound_or_mean(bound: float | None, score: Mapping[str, float]) -> float:
-    """Return the bound, or the mean if there is no bound (a single prompt)."""
-    return score["mean"] if bound is None else bound

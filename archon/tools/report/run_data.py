@@ -95,8 +95,10 @@ class RunData:
     def remaining_series(self) -> list[Series]:
         """Return the series that have no panel and are not constant."""
         drawn = {s.name for _, series in self.panels() for s in series}
-        remaining = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
-        return [s for s in remaining if len(set(s.values)) > 1]
+        # Panels with values of 0 only are hidden, and so are their series.
+        panels = {s.name: _find_panel(s.name) for s in self.series.values() if s.name not in drawn}
+        names = [name for name, panel in panels.items() if panel is None or panel.fleet]
+        return [self.series[name] for name in names if len(set(self.series[name].values)) > 1]
 
 
 def load_run(run_dir: str | Path) -> RunData:
@@ -145,12 +147,6 @@ def _number(value: Any) -> float | None:
     if isinstance(value, int | float):
         return float(value) if abs(value) <= MAX_DRAWN_VALUE else math.nan
     return math.nan if value in ("NaN", "Infinity", "-Infinity") else None
-
-
-def _is_hidden(name: str) -> bool:
-    """Return whether a series belongs to a panel that is hidden while its values are 0."""
-    panel = _find_panel(name)
-    return panel is not None and not panel.fleet
 
 
 def _find_panel(name: str) -> Panel | None:

@@ -13,8 +13,7 @@ import pytest
 
 from archon.tools.report import load_run, render_page, sampled_trajectories
 from archon.tools.report.page import SCRIPTS
-from archon.tools.report.sampled_trajectories import sample
-from archon.tools.report.tokens import token_texts
+from archon.tools.report.sampled_trajectories import sample, token_texts
 from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
 HOSTILE = '</script><script>alert(1)</script><!-- <img src=x onerror="alert(2)"> \u2028 {{data}}'
