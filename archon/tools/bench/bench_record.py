@@ -55,7 +55,7 @@ class RankResult(StrictModel):
     collective_busy_s: dict[str, float] = Field(
         default_factory=dict, description="on a GPU, by kind: total time of collectives, overlapped or not"
     )
-    gemm_flops: float = Field(0.0, description="on a CPU: FLOP/s of a matrix product while all ranks run one")
+    gemm_flops: float = Field(0.0, description="on a CPU: FLOP/s of a matmul while all ranks run one")
 
 
 class Measurement(StrictModel):
@@ -171,7 +171,7 @@ def schedule_span(segments: Sequence[Segment]) -> tuple[float, float, float] | N
 
 
 class BenchRecord(StrictModel):
-    """The record of one sweep."""
+    """Record of one sweep."""
 
     benchmark: Literal["layouts"] = "layouts"
     command: str

@@ -1,1 +1,1 @@
-"""The checks of `archon doctor` on real ranks."""
+"""Checks of `archon doctor` on real ranks."""

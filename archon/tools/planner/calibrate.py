@@ -310,7 +310,7 @@ def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:
 
 
 class _SmallBlocks(nn.Module):
-    """A model of small sequential blocks."""
+    """Model of small sequential blocks."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ DATA = Path(__file__).with_name("data")
 
 
 class Hardware(StrictModel):
-    """A GPU model and its links. Bandwidths are in one direction, per GPU."""
+    """GPU model and its links; bandwidths are in one direction, per GPU."""
 
     name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")

@@ -75,12 +75,12 @@ class Candidate:
 
     @property
     def policy(self) -> str:
-        """The name of the recompute policy."""
+        """Name of the recompute policy."""
         return ActivationCheckpointConfig.model_validate(self.options["activation_checkpoint"]).name
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule, or a dash."""
+        """Pipeline schedule, or a dash."""
         return str(self.options.get("pipeline", {}).get("schedule", "-"))
 
     @property
@@ -115,7 +115,7 @@ class Rejections:
 
 @dataclass(frozen=True)
 class Plan:
-    """The best candidates that fit, fastest first, and faster ones that do not.
+    """Best candidates that fit, fastest first, and faster ones that do not.
 
     `closest` is the candidate that lacks the least memory. `max_positions` is the model's maximum document length in
     tokens.

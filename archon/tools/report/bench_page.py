@@ -42,23 +42,11 @@ def _bar(row: BenchRow, value: float, low: float, high: float) -> dict[str, Any]
 def _point(row: BenchRow) -> dict[str, Any]:
     m = row.measured
     ranks = [] if m is None else m.by_rank
-    color = PHASE_COLORS.get
     begin = min((rank.start_us for rank in ranks), default=0.0)
-    return {
-        "name": row.point.name,
-        "status": row.status,
-        "text": "\n".join(describe(row)[1:]),
-        "lanes": [
-            [
-                [
-                    name,
-                    round((rank.start_us - begin + start) / 1e3, 4),
-                    round(length / 1e3, 4),
-                    color(name, COLLECTIVE_COLOR),
-                ]
-                for name, start, length in rank.segments
-                if name != "other"
-            ]
-            for rank in ranks
-        ],
-    }
+    lanes: list[list[Any]] = [[] for _ in ranks]
+    for lane, rank in zip(lanes, ranks, strict=True):
+        for name, start, length in rank.segments:
+            if name != "other":
+                start_ms = round((rank.start_us - begin + start) / 1e3, 4)
+                lane.append([name, start_ms, round(length / 1e3, 4), PHASE_COLORS.get(name, COLLECTIVE_COLOR)])
+    return {"name": row.point.name, "status": row.status, "text": "\n".join(describe(row)[1:]), "lanes": lanes}
