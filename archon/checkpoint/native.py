@@ -349,10 +349,10 @@ def _unused_folder_name(root: Path, step: int) -> str:
 
 def _prune(root: Path, newest: Path, keep: int | None) -> None:
     """Remove earlier saves of the step of `newest`, and all but the last `keep` checkpoints; never `newest`."""
-    others = [folder for folder in _checkpoints(root) if folder != newest]
-    replaced = [folder for folder in others if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
-    others = [folder for folder in others if folder not in replaced]
-    surplus = [] if keep is None else others[: max(0, len(others) - (keep - 1))]
+    older = [folder for folder in _checkpoints(root) if folder != newest]
+    replaced = [folder for folder in older if _parse_folder_name(folder)[0] == _parse_folder_name(newest)[0]]
+    older = [folder for folder in older if folder not in replaced]
+    surplus = [] if keep is None else older[: max(0, len(older) - (keep - 1))]
     for folder in replaced + surplus:
         hidden = hide(folder)
         kill_point("save.old_hidden")

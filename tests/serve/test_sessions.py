@@ -152,7 +152,9 @@ def test_rewards_that_add_up_to_infinity_are_not_exported(style: Any) -> None:
     session = tree()
     for name in ("a", "b", "d"):
         session.set_reward(3e38, name)
-    with pytest.raises(InvalidRewardError, match=r"a reward must be a finite number, got .*e\+38; training uses float32"):
+    with pytest.raises(
+        InvalidRewardError, match=r"a reward must be a finite number, got .*e\+38; training uses float32"
+    ):
         session.export(style)
 
 

@@ -76,19 +76,6 @@ def _label_head(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def label_waits() -> Iterator[None]:
+def label_waits() -> AbstractContextManager[None]:
     """Label Python waits for collectives; the profiler records no operator for them."""
-    work_class: Any = dist.Work
-    wait = work_class.wait
-
-    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
-        with phase_label(kind):
-            return wait(work, *args, **kwargs)
-
-    work_class.wait = labeled_wait
-    try:
-        yield
-    finally:
-        work_class.wait = wait
+    return wrap_waits(lambda kind: phase_label(_KIND_OF_OP_TYPE.get(kind, "collective")))

@@ -110,7 +110,7 @@ class LoRAMatrix:
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
         """Return the LoRA parameters that a token uses in a layer with this feed-forward network."""
-        times = network.n_active_experts if self.role == "experts" else 1
+        times = network.top_k if self.role == "experts" else 1
         return times * self.rank * (self.in_features + self.out_features)
 
 
