@@ -362,35 +362,41 @@ def test_conversion() -> None:
 def private_uses(path: Path) -> Iterator[str]:
     """Yield the uses of private PyTorch names in a module, and its changes of PyTorch classes."""
     tree = ast.parse(path.read_text())
-    torch_names, defined = set(), set()
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
-        elif isinstance(node, ast.FunctionDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-            defined.add(node.attr)
-        for name, local in names:
-            if name.split(".")[0] == "torch":
-                torch_names.add(local)
-                if any(map(is_private, name.split("."))):
-                    yield f"{node.lineno}: import of {name}"
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute):
-            continue
+    nodes = list(ast.walk(tree))
+    imports = [
+        (local, name, node.lineno)
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for local, name in imported_names(node)
+        if name.split(".")[0] == "torch"
+    ]
+    yield from (f"{line}: import of {name}" for _, name, line in imports if any(map(is_private, name.split("."))))
+    torch_names = {local for local, _, _ in imports}
+    known = OTHER_PRIVATE | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    known |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
+    for node in attributes:
         text, stored = ast.unparse(node), isinstance(node.ctx, ast.Store)
         of_torch = text.split(".")[0] in torch_names
-        if stored and (of_torch or node.attr == "__class__"):
-            yield f"{node.lineno}: {text} = …"
-        elif is_private(node.attr) and (of_torch or node.attr not in defined | OTHER_PRIVATE):
-            # The private methods of a base class are archon's, except of nn.Module.
-            if of_torch or not is_self(node.value) or node.attr in MODULE_PRIVATE:
-                yield f"{node.lineno}: {text}"
-        elif text.startswith("super()._") and node.attr in MODULE_PRIVATE:
+        # The private methods of a base class are archon's, except of nn.Module.
+        inherited = is_self(node.value) and node.attr not in MODULE_PRIVATE
+        uses_private = is_private(node.attr) and (of_torch or not (node.attr in known or inherited))
+        overrides = text.startswith("super()._") and node.attr in MODULE_PRIVATE
+        if uses_private or overrides or (stored and (of_torch or node.attr == "__class__")):
             yield f"{node.lineno}: {text}"
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            changes = ast.unparse(node.func) == "setattr" and ast.unparse(node.args[0]).split(".")[0] in torch_names
+            if changes or (is_private(name) and name not in known):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def imported_names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
+    """Return the (local name, dotted name) of each import."""
+    if isinstance(node, ast.ImportFrom):
+        return [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+    return [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
 
 
 def is_private(name: str) -> bool:
@@ -415,6 +421,8 @@ def test_no_other_module_uses_private_names() -> None:
         "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
         "import torch\ntorch._foreach_norm([])",
         "import torch\ntorch.nn.Linear.forward = None",
+        "import torch\nsetattr(torch.nn.Linear, 'forward', None)",
+        "def f(mesh):\n    return getattr(mesh, '_pg_registry', {})",
         "def f(block, block_class):\n    block.__class__ = block_class",
         "def f(group):\n    return group._get_backend('cpu')",
         "class Block(Module):\n    def _apply(self, fn):\n        return super()._apply(fn)",
