@@ -48,17 +48,19 @@ class PrivateApi:
     on_import: bool = True
 
 
-def _members(owner: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{owner}.{name}" for name in names)
+def _names(*groups: str) -> tuple[str, ...]:
+    """Return the dotted names of groups such as "torch.ops.aten: mm addmm"."""
+    split = (group.split(": ") for group in groups)
+    return tuple(f"{owner}.{name}" for owner, names in split for name in names.split())
 
 
 PRIVATE_APIS = {
     "gloo": PrivateApi(
         "gloo groups",
-        _members(
-            "torch.distributed.distributed_c10d.ProcessGroupGloo",
-            *("create_device", "create_default_device", "options"),
-            *("_Options._devices", "_Options._threads", "_Options._timeout"),
+        _names(
+            "torch.distributed.distributed_c10d.ProcessGroupGloo: create_device create_default_device options",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo: _Options._devices _Options._threads",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo: _Options._timeout",
         ),
         "one worker thread per gloo group and one device per process; groups apart from the default group",
         "init_process_group takes no gloo options, and two workers of one group corrupt the heap",
@@ -66,83 +68,75 @@ PRIVATE_APIS = {
     ),
     "groups": PrivateApi(
         "process groups",
-        (
-            *_members("torch.distributed.distributed_c10d", "_world.pg_map", "_get_default_store"),
-            "torch.distributed.distributed_c10d._resolve_process_group",
-        ),
+        _names("torch.distributed.distributed_c10d: _world.pg_map _get_default_store _resolve_process_group"),
         "list all groups, connect to the rendezvous store from a thread, find a group by its name",
         "PyTorch has public access to the default group only",
     ),
     "timeouts": PrivateApi(
         "time limits of collectives",
-        (
-            *_members("torch.distributed.distributed_c10d", "default_pg_nccl_timeout", "default_pg_timeout"),
-            *_members("torch.distributed.ProcessGroup", "_device_types", "_get_backend"),
+        _names(
+            "torch.distributed.distributed_c10d: default_pg_nccl_timeout default_pg_timeout",
+            "torch.distributed.ProcessGroup: _device_types _get_backend",
         ),
         "read and change the time limit of existing and future groups",
-        "meshes create groups without a limit, ProcessGroup.set_timeout refuses the fake group, and none reads a limit",
+        "meshes create groups without a limit; set_timeout refuses the fake group; no public API reads a limit",
     ),
     "meshes": PrivateApi(
         "device meshes",
-        (
-            *_members("torch.distributed.device_mesh.DeviceMesh", "_root_mesh", "_concatenate"),
-            "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        _names(
+            "torch.distributed.device_mesh.DeviceMesh: _root_mesh _concatenate",
+            "torch.distributed.tensor.debug: _clear_sharding_prop_cache",
         ),
         "shard a parameter over dimensions of several meshes; drop cached meshes of a destroyed default group",
         "DeviceMesh.from_group makes another root per mesh; torch.compile finds the groups of a mesh in its root",
     ),
     "collectives": PrivateApi(
         "collectives",
-        _members(
-            "torch.ops._c10d_functional",
-            *(f"{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")),
-            *("all_reduce.default", "wait_tensor.default"),
+        _names(
+            "torch.ops._c10d_functional: all_gather_into_tensor.default reduce_scatter_tensor.default",
+            "torch.ops._c10d_functional: all_to_all_single.default all_reduce.default wait_tensor.default",
         ),
         "collectives that torch.compile and the fake process group support",
         "torch.distributed._functional_collectives, which wraps these operators, is private too",
     ),
     "dispatch": PrivateApi(
         "dry run and count of collectives",
-        (
-            "torch.utils._python_dispatch.TorchDispatchMode",
-            *_members("torch.utils._pytree", "tree_leaves", "register_dataclass"),
-            *_members("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"),
-            "torch.ScriptObject._type",
-            *_members("torch.ops.aten", "_fused_adamw_.default", "_grouped_mm.default", "_local_scalar_dense.default"),
+        _names(
+            "torch.utils._python_dispatch: TorchDispatchMode",
+            "torch.utils._pytree: tree_leaves register_dataclass",
+            "torch._subclasses.fake_tensor: FakeTensor FakeTensorMode unset_fake_temporarily",
+            "torch.ScriptObject: _type",
+            "torch.ops.aten: _fused_adamw_.default _grouped_mm.default _local_scalar_dense.default",
         ),
         "run a step with fake tensors, count collectives, and find the tensors of a dataclass of model inputs",
         "PyTorch has no public dispatch modes, fake tensors or pytrees",
     ),
     "fake_group": PrivateApi(
         "dry run",
-        ("torch.testing._internal.distributed.fake_pg.FakeStore",),
+        _names("torch.testing._internal.distributed.fake_pg: FakeStore"),
         "run one rank of a layout without the other ranks",
         "the backend `fake` is registered by this module only",
         on_import=False,
     ),
     "checkpointing": PrivateApi(
         "activation checkpointing",
-        (
-            "torch.utils.checkpoint.SAC_IGNORED_OPS",
-            *_members(
-                "torch.ops.profiler",
-                *("_record_function_enter_new.default", "_record_function_exit._RecordFunction"),
-            ),
+        _names(
+            "torch.utils.checkpoint: SAC_IGNORED_OPS",
+            "torch.ops.profiler: _record_function_enter_new.default _record_function_exit._RecordFunction",
         ),
         "recompute blocks in which FSDP gathers experts; checkpoint a block without renaming its modules",
-        "selective checkpointing counts profiler marks as operators, and FSDP emits fewer of them in recomputation",
+        "selective checkpointing counts profiler marks as operators, and their number differs in recomputation",
     ),
     "compile": PrivateApi(
         "compiled blocks",
-        ("torch.fx.experimental._config.use_duck_shape", "torch.nn.Module._compiled_call_impl"),
+        _names("torch.fx.experimental._config: use_duck_shape", "torch.nn.Module: _compiled_call_impl"),
         "compile blocks without the assumption that equal sizes of the first batch stay equal",
         "torch.compile has no option for duck shapes",
     ),
     "memory_budget": PrivateApi(
         "activation_checkpoint.mode = memory_budget",
-        (
-            "torch._dynamo.backends.registry.lookup_backend",
-            *_members("torch._functorch.config", "activation_memory_budget", "patch"),
+        _names(
+            "torch._dynamo.backends.registry: lookup_backend", "torch._functorch.config: activation_memory_budget patch"
         ),
         "compile blocks with a memory budget",
         "the budget is a global setting, which would leak into a second engine",
@@ -150,16 +144,13 @@ PRIVATE_APIS = {
     ),
     "pipeline": PrivateApi(
         "pipelines",
-        (
-            *_members(
-                "torch.distributed.pipelining.schedules",
-                *("Schedule1F1B._step_microbatches", "ScheduleInterleaved1F1B._step_microbatches"),
-                *("ScheduleInterleavedZeroBubble._step_microbatches", "ScheduleZBVZeroBubble._step_microbatches"),
-            ),
-            *_members(
-                "torch.distributed.pipelining.PipelineStage",
-                *("forward_maybe_with_nosync", "backward_one_chunk", "backward_weight_one_chunk", "is_first"),
-            ),
+        _names(
+            "torch.distributed.pipelining.schedules: Schedule1F1B._step_microbatches",
+            "torch.distributed.pipelining.schedules: ScheduleInterleaved1F1B._step_microbatches",
+            "torch.distributed.pipelining.schedules: ScheduleInterleavedZeroBubble._step_microbatches",
+            "torch.distributed.pipelining.schedules: ScheduleZBVZeroBubble._step_microbatches",
+            "torch.distributed.pipelining.PipelineStage: forward_maybe_with_nosync backward_one_chunk",
+            "torch.distributed.pipelining.PipelineStage: backward_weight_one_chunk is_first",
         ),
         "run micro-batches of packed documents through a schedule",
         "schedule.step splits tensors into equal chunks, and packed micro-batches have no common batch dimension",
@@ -167,39 +158,39 @@ PRIVATE_APIS = {
     ),
     "clipping": PrivateApi(
         "gradient clipping",
-        ("torch._foreach_norm", "torch._foreach_mul_"),
+        _names("torch: _foreach_norm _foreach_mul_"),
         "one kernel for the norms of all gradients, and one to scale them",
         "torch.nn.utils.get_total_norm returns one norm for all tensors, and sharded gradients need separate norms",
     ),
     "varlen": PrivateApi(
         "attention sinks and shared prefixes with attn_type varlen",
-        ("torch.nn.attention.varlen._varlen_attn_backward",),
+        _names("torch.nn.attention.varlen: _varlen_attn_backward"),
         "combine the gradients of several calls of the attention kernel",
         "varlen_attn returns log-sum-exp values without a gradient",
         on_import=False,
     ),
     "softmax": PrivateApi(
         "blockwise attention",
-        ("torch.ops.aten._softmax_backward_data.default",),
+        _names("torch.ops.aten: _softmax_backward_data.default"),
         "the backward pass of a softmax from its output",
         "autograd reaches the kernel only through a graph, which blockwise attention does not build",
     ),
     "work": PrivateApi(
         "archon bench --profile",
-        ("torch.distributed.Work._get_op_type",),
+        _names("torch.distributed.Work: _get_op_type"),
         "name the collective that a profiled step waits for",
         "the profiler does not record waits in Python",
     ),
     "onednn": PrivateApi(
         "float32 matmuls by oneDNN",
-        ("torch.ops.mkldnn._linear_pointwise.default", "torch.ops.mkldnn._reorder_linear_weight.default"),
+        _names("torch.ops.mkldnn: _linear_pointwise.default _reorder_linear_weight.default"),
         "float32 matmuls on AMD processors, where oneDNN is up to twice as fast as MKL",
         "torch.nn.functional.linear uses MKL for float32",
         on_import=False,  # without it archon uses other kernels
     ),
     "conversion": PrivateApi(
         "modules with float32 tensors",
-        ("torch.nn.Module._apply",),
+        _names("torch.nn.Module: _apply"),
         "keep single tensors in float32 when a module is converted to another dtype",
         "Module.to has no hook",
     ),
