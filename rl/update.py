@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from archon.engine.batch import STRUCTURE, PackedBatch, add_fields, pack, select, unpack
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import Reference
 from archon.generation.seeds import derive_seed
 from archon.models.layers.routed_experts import FIELD
+from archon.parallel.comm import Group, all_reduce
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
@@ -23,7 +25,7 @@ from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
 from archon.rl.demonstrations import add_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
-from archon.training.batch_sharding import score_sharded, shard_batch, take_rows
+from archon.training.batch_sharding import score_sharded, shard_indices
 
 Batch = dict[str, Any]
 """Tensors [B, …] and lists of length B."""
@@ -36,7 +38,8 @@ OPTIONAL_FIELDS = ("temperatures", "images")
 class PolicyUpdate:
     """Advantages and optimizer steps for batches of trajectories.
 
-    Every process has the whole batch, and scores and trains its shard of the documents.
+    Every process has the whole batch, and scores and trains its shard of the documents. The documents of a step are
+    packed once, for all models and optimizer steps.
 
     Attributes:
         engine: the policy; it routes tokens to the experts in `routed_experts` if a batch has them.
@@ -64,6 +67,7 @@ class PolicyUpdate:
     def __post_init__(self) -> None:
         self._objective = PolicyObjective(self.algorithm)
         self._value_objective = ValueObjective(self.algorithm)
+        self._packed: tuple[Batch, PackedBatch] | None = None  # the last documents and their pack
 
     def logprob_difference(self, trajectories: Mapping[str, Any]) -> float:
         """Return mean |log π_trainer − log π_generator| over the loss tokens of a new batch."""
@@ -90,11 +94,12 @@ class PolicyUpdate:
             batch["prox_logprobs"] = self._logprobs(self.engine, batch)
             batch["policy_weights"] = self._policy_weights(batch, metrics)
         if self.teacher is not None:
-            batch["teacher_logprobs"] = self._score_documents(self.engine, batch, self.teacher)
+            documents = _trained_fields(batch, ())
+            batch["teacher_logprobs"] = score_sharded(self.teacher, documents, self.engine.ranks.dp, self.engine.device)
             gap = (batch[self._old_logprobs_column] - batch["teacher_logprobs"])[mask > 0]
             metrics["teacher_kl"] = gap.double().mean().item()
         if self.critic is not None:
-            batch["old_values"] = self._score_documents(self.critic, batch, self.critic.forward_batch)
+            batch["old_values"] = self._score(self.critic, batch, self.critic.forward_batch)
         # 2. Turn rewards into advantages.
         inputs = AdvantageInputs(
             self._rewards(trajectories, step, metrics),
@@ -148,13 +153,13 @@ class PolicyUpdate:
             Means of engine and objective metrics over the optimizer steps. `first_logprob_diff` is the mean |Δ logprob|
             between trainer and generator before the first step; on-policy it is rounding only.
         """
-        results = []
-        for minibatch in self._minibatches(batch, step):
-            shard = shard_batch(minibatch, self.engine.ranks.dp)
+        results, packed = [], self._pack(batch)
+        for documents in self._minibatches(packed.n_documents, step):
+            shard, _ = _shard(packed, documents, self.engine.ranks.dp)
             metrics = self.engine.train_batch(shard, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
-                critic_shard = {name: value for name, value in shard.items() if name != FIELD}
+                critic_shard = replace(shard, routed_experts=None)
                 critic_metrics = self.critic.train_batch(
                     critic_shard, self._value_objective, self._value_objective.units
                 )
@@ -162,6 +167,7 @@ class PolicyUpdate:
                 metrics |= {name: critic_metrics[name] for name in ("value_loss", "value", "value_clip_fraction")}
                 metrics |= {f"critic_{name}": critic_metrics[name] for name in ("grad_norm", "lr", "skipped")}
             results.append(metrics)
+        self._packed = None
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
@@ -215,36 +221,60 @@ class PolicyUpdate:
         return weights
 
     def _logprobs(self, engine: Reference, batch: Mapping[str, Any]) -> Tensor:
-        def score(documents: Batch) -> Tensor:
+        def score(documents: PackedBatch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
-        return self._score_documents(engine, batch, score, (FIELD,) if engine is self.engine else ())
+        return self._score(engine, batch, score)
 
-    def _score_documents(
-        self,
-        engine: Reference,
-        batch: Mapping[str, Any],
-        score: Callable[[Batch], Tensor],
-        extra_fields: tuple[str, ...] = (),
-    ) -> Tensor:
+    def _score(self, engine: Reference, batch: Mapping[str, Any], score: Callable[[PackedBatch], Tensor]) -> Tensor:
         """Return `score` of every document, [B, S], computed in shards over the data-parallel ranks."""
-        documents = _trained_fields(batch, extra_fields)
-        return score_sharded(score, documents, engine.ranks.dp, engine.device)
+        packed, dp = self._pack(_trained_fields(batch, (FIELD,))), engine.ranks.dp
+        shard, is_placeholder = _shard(packed, range(packed.n_documents), dp)
+        if engine is not self.engine:
+            shard = replace(shard, routed_experts=None)
+        shard_scores = score(shard)
+        scores = shard_scores.new_zeros(packed.n_tokens)
+        if not is_placeholder:
+            scores[shard.source] = shard_scores
+        if dp.size > 1:
+            scores = all_reduce(scores.to(engine.device), dp).cpu()
+        return unpack(packed, scores, batch["input_ids"].shape)
 
-    def _minibatches(self, batch: Mapping[str, Any], step: int) -> Iterator[Batch]:
-        size, count = len(batch["input_ids"]), self.algorithm.minibatches
+    def _pack(self, batch: Mapping[str, Any]) -> PackedBatch:
+        """Pack a batch, or add its columns to the last pack if that has the same documents."""
+        documents = {name: batch[name] for name in STRUCTURE if name in batch}
+        if self._packed is None or not _are_same(documents, self._packed[0]):
+            self._packed = documents, pack(documents)
+        return add_fields(self._packed[1], batch, batch["input_ids"].shape)
+
+    def _minibatches(self, size: int, step: int) -> Iterator[Sequence[int]]:
+        count = self.algorithm.minibatches
         for epoch in range(self.algorithm.ppo_epochs):
             if count == 1:
-                yield dict(batch)
+                yield range(size)
                 continue
             order = torch.randperm(size, generator=_generator(self.seed, step, 2 + epoch))
             for rows in order.chunk(min(count, size)):
-                yield take_rows(batch, rows.sort().values.tolist())
+                yield rows.sort().values.tolist()
 
 
 def _trained_fields(batch: Mapping[str, Any], extra_fields: tuple[str, ...]) -> Batch:
     optional = [name for name in (*OPTIONAL_FIELDS, *extra_fields) if name in batch]
     return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
+
+
+def _are_same(a: Batch, b: Batch) -> bool:
+    """Return whether two batches have the same columns, by identity."""
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+
+
+def _shard(packed: PackedBatch, documents: Sequence[int], dp: Group) -> tuple[PackedBatch, bool]:
+    """Return this rank's part of `documents`, and whether it is only a placeholder with an all-zero loss mask."""
+    rows = [documents[index] for index in shard_indices([packed.lengths[d] for d in documents], dp)]
+    if rows:
+        return select(packed, rows), False
+    shard = select(packed, documents[:1])
+    return replace(shard, fields=shard.fields | {"loss_mask": torch.zeros_like(shard["loss_mask"])}), True
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:

@@ -31,6 +31,8 @@ from archon.parallel.transfer import to_device_async
 from archon.schema.errors import BatchError
 
 IMAGES = "images"
+STRUCTURE = ("input_ids", "attention_mask", IMAGES, FIELD)
+"""Columns of a padded batch that become attributes of a `PackedBatch`; all others become fields."""
 _DERIVED_FIELDS = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
 
 
@@ -211,47 +213,62 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
     source = rows * input_ids.shape[1] + starts[rows] + positions
     # 2. Shift every per-token field to the left inside its document.
     last = cu_seqlens[1:] - 1
-    following = source + 1
-    following[last] = source[last]  # any valid index, since these positions are overwritten
+    packed = PackedBatch(
+        tokens=input_ids.reshape(-1)[source].long(),
+        positions=positions,
+        labels=_shifted(input_ids.long(), source, last, IGNORE_INDEX),
+        cu_seqlens=cu_seqlens.int(),
+        max_seqlen=int(lengths.max()),
+        lengths=tuple(lengths.tolist()),
+        source=source,
+        images=_row_images(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
+        routed_experts=_packed_experts(batch, source),
+    )
+    return add_fields(packed, batch, input_ids.shape)
 
-    def shifted(x: Tensor, fill: int) -> Tensor:
-        out = x.flatten(0, 1)[following]
-        out[last] = fill
-        return out
 
-    fields: dict[str, Tensor] = {}
-    per_document: set[str] = set()
-    for name, value in batch.items():
-        if name in ("input_ids", "attention_mask", FIELD, IMAGES):
+def add_fields(packed: PackedBatch, batch: Mapping[str, Any], shape: torch.Size) -> PackedBatch:
+    """Return a pack with all columns of its padded batch as fields; per-token fields are shifted.
+
+    Args:
+        packed: the result of `pack`.
+        batch: tensors [B, S, ...] (per token) or [B] (per document). Columns that a pack has as attributes are skipped.
+        shape: the shape [B, S] of the padded batch.
+
+    Raises:
+        BatchError: a column has another shape, or the name of an attribute that `pack` derives.
+    """
+    assert packed.source is not None
+    last = packed.cu_seqlens[1:].long() - 1
+    fields, per_document = dict(packed.fields), set(packed.per_document)
+    for name in batch:
+        if name in STRUCTURE:
             continue
         if name in _DERIVED_FIELDS:
             raise BatchError(
                 f"archon derives field {name!r} from input_ids; leave it out (loss_mask marks trained tokens)"
             )
         value = _require_field(batch, name).cpu()
-        if value.ndim >= 2 and value.shape[:2] == input_ids.shape:
-            fields[name] = shifted(value, 0)
-        elif value.ndim == 1 and value.shape[0] == input_ids.shape[0]:
+        if value.ndim >= 2 and value.shape[:2] == shape:
+            fields[name] = _shifted(value, packed.source, last, 0)
+        elif value.ndim == 1 and value.shape[0] == shape[0]:
             fields[name] = value
             per_document.add(name)
         else:
             raise BatchError(
-                f"field {name!r} is {_describe(value)}; expected {tuple(input_ids.shape)} for a value per token or "
-                f"({input_ids.shape[0]},) for one per document"
+                f"field {name!r} is {_describe(value)}; expected {tuple(shape)} for a value per token or ({shape[0]},) "
+                "for one per document"
             )
-    return PackedBatch(
-        tokens=input_ids.reshape(-1)[source].long(),
-        positions=positions,
-        labels=shifted(input_ids.long(), IGNORE_INDEX),
-        cu_seqlens=cu_seqlens.int(),
-        max_seqlen=int(lengths.max()),
-        lengths=tuple(lengths.tolist()),
-        fields=fields,
-        per_document=frozenset(per_document),
-        source=source,
-        images=_row_images(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
-        routed_experts=_packed_experts(batch, source),
-    )
+    return replace(packed, fields=fields, per_document=frozenset(per_document))
+
+
+def _shifted(x: Tensor, source: Tensor, last: Tensor, fill: int) -> Tensor:
+    """Return the next token's value of x [B, S, ...] for each packed token, and `fill` for last tokens."""
+    following = source + 1
+    following[last] = source[last]  # any valid index, since these positions are overwritten
+    out = x.flatten(0, 1)[following]
+    out[last] = fill
+    return out
 
 
 def _row_images(images: Any, count: int) -> tuple[tuple[ProcessedImage, ...], ...]:
@@ -330,6 +347,11 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
         bins[target].append(index)
         free[target] -= lengths[index]
     return sorted((sorted(members) for members in bins), key=lambda members: members[0])
+
+
+def select(packed: PackedBatch, documents: Sequence[int]) -> PackedBatch:
+    """Return the pack of some documents; its `source` indexes `packed`."""
+    return _select(packed, list(documents), [0, *accumulate(packed.lengths)])
 
 
 def _select(packed: PackedBatch, documents: list[int], starts: list[int]) -> PackedBatch:

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from archon.engine.batch import PackedBatch
 from archon.generation.types import InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
@@ -120,8 +121,13 @@ class FailsInStep3(RLVRWorkflow):
 
 
 def rows_of(batch: Any) -> Counter[Any]:
-    """How often each row is there: its trained tokens with their logprobs."""
-    columns = (batch["input_ids"].tolist(), batch["loss_mask"].tolist(), batch["logprobs"].tolist())
+    """Count the rows of a padded or packed batch by their trained tokens with logprobs."""
+    columns: Any
+    if isinstance(batch, PackedBatch):  # labels and fields have the same shift
+        tensors = (batch.labels, batch["loss_mask"], batch["logprobs"])
+        columns = [[row.tolist() for row in x.split(batch.lengths)] for x in tensors]
+    else:
+        columns = [batch[name].tolist() for name in ("input_ids", "loss_mask", "logprobs")]
     return Counter(
         tuple((token, round(logprob, 4)) for token, kept, logprob in zip(*row, strict=True) if kept)
         for row in zip(*columns, strict=True)

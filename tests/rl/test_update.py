@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.engine.batch import pack
 from archon.engine.engine import ArchonEngine
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.update import PolicyUpdate
@@ -90,9 +92,11 @@ def minibatches_seen(engine: ArchonEngine, batch: dict[str, Tensor]) -> list[lis
     """A list that fills up with the rows of each minibatch that the engine is given."""
     seen: list[list[int]] = []
     train_batch = engine.train_batch
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    documents = [row[mask.bool()].tolist() for row, mask in rows]
 
     def record(minibatch: Any, *arguments: Any) -> dict[str, float]:
-        seen.append([batch["input_ids"].tolist().index(row) for row in minibatch["input_ids"].tolist()])
+        seen.append([documents.index(tokens.tolist()) for tokens in minibatch.tokens.split(minibatch.lengths)])
         return train_batch(minibatch, *arguments)
 
     engine.train_batch = record  # type: ignore[method-assign]
@@ -145,3 +149,26 @@ def test_shuffled_rewards_control_permutes_the_batch_and_nothing_else() -> None:
     assert not shuffled.equal(advantages(plain, 1))
     for group in range(3):
         assert abs(shuffled[batch["group_ids"] == group].sum()) < INVARIANCE_FP64
+
+
+def test_documents_are_packed_once_for_all_models_and_optimizer_steps(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs: list[Any] = []
+    monkeypatch.setattr("archon.rl.update.pack", lambda batch: packs.append(pack(batch)) or packs[-1])
+    monkeypatch.setattr("archon.engine.micro_batch.pack", None)  # the engines pack nothing
+    engine, critic = engines.whole
+    settings = {
+        "kl": {"coef": 0.1},
+        "correction": {"kind": "tis", "max_ratio": 1.1},
+        "advantage": {"kind": "gae"},
+        "minibatches": 3,
+    }
+    algorithm, batch = AlgorithmConfig.parse(settings), trajectories()
+    for model in engines.whole:
+        monkeypatch.setattr(model, "train_batch", lambda *_: defaultdict(float, logprob_diff=0.0))
+        monkeypatch.setattr(model, "step_lr_scheduler", lambda: None)
+    update = PolicyUpdate(engine, engine, algorithm, critic=critic, temperature=1.0)
+    update.logprob_difference(batch)
+    update.train(update.prepare(batch, 0)[0], step=0)
+    assert len(packs) == 1

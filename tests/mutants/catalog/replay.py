@@ -40,8 +40,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the reference uses the policy's experts",
         "rl/update.py",
-        "(FIELD,) if engine is self.engine else ()",
-        "(FIELD,)",
+        "if engine is not self.engine:",
+        "if False:",
         (f"{RUN}::test_the_policy_uses_the_experts_and_the_reference_chooses_for_itself",),
     ),
     Mutant(
