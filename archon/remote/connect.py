@@ -54,21 +54,22 @@ def connect(
     config = config or PushConfig()
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError(f"rollout.servers is {list(urls)}; expected the URL of each server once")
-    servers = [_connect_server(url, tokenizer, log) for url in urls]
     transport: Transport = config.transport if config.transport != "auto" else "lora" if has_lora else "disk"
     if transport == "lora" and not has_lora:
         raise ConfigError("rollout.push.transport is lora, but the actor has no LoRA; set actor.lora, or disk")
     if transport == "nccl" and not torch.cuda.is_available():
         raise ConfigError("rollout.push.transport is nccl, but this trainer has no GPU; set gloo, or disk")
-    for server in servers:
-        _require_transport(server, transport)
-    folder, private = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
 
     def connect_server(url: str) -> RemoteServer:
         server = _connect_server(url, tokenizer, log)
-        _require_transport(server, transport)
+        dialect = server.dialect
+        if transport not in dialect.facts.transports:
+            fix = dialect.start_for(transport)
+            raise ConfigError(f"{url} does not accept pushes by {transport}; start it with {fix}")
         return server
 
+    servers = [connect_server(url) for url in urls]
+    folder, private = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
     eos = getattr(tokenizer, "eos_token_id", None)
     engine = RemoteEngine(
         servers,
@@ -116,14 +117,6 @@ def _require_tokenizer(server: RemoteServer, tokenizer: Any) -> None:
             f"{server.url} encodes a test text as {ids[:8]}…, but the actor's tokenizer as {expected[:8]}…; start the "
             "server with the actor's checkpoint"
         )
-
-
-def _require_transport(server: RemoteServer, transport: Transport) -> None:
-    facts = server.dialect.facts
-    if transport in facts.transports:
-        return
-    fix = server.dialect.start_for(transport)
-    raise ConfigError(f"{server.url} does not accept pushes by {transport}; start it with {fix}")
 
 
 def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirectory | None]:

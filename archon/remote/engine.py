@@ -16,7 +16,6 @@ from operator import or_
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from archon.generation.expert_record import Experts, decode_server_experts, join_records
@@ -29,10 +28,9 @@ from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
 from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Answer, Sampling, Transport
-from archon.remote.feed import BucketQueue
 from archon.remote.http import ServerError
-from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
-from archon.remote.weight_stream import pack
+from archon.remote.server import POLL_SECONDS, BucketQueue, Limits, Push, RemoteServer
+from archon.remote.weight_stream import pack, stream_device
 from archon.schema.errors import ConfigError, RolloutError, UserError
 
 # Measured with SmolLM2-135M. Float32 trainer against float32 vLLM: at most 5e-5 over chat prompts; over 256 vocabulary
@@ -180,7 +178,9 @@ class RemoteEngine:
         """Return the answer to a request. Canceling the caller ends the request on its server."""
         started, response = time.perf_counter(), ModelResponse(list(req.input_ids))
         sampling = self._sampling(req)
-        self._begin_request(started)
+        if not self._in_flight:
+            self.stats.busy_since = started
+        self._in_flight += 1
         try:
             while True:
                 await self._resumed.wait()
@@ -198,7 +198,9 @@ class RemoteEngine:
                 self.stats.resumed += 1
                 sampling = self._sampling(req, response.output_tokens, derive_seed(sampling.seed, done))
         finally:
-            self._end_request()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self.stats.busy_seconds, self.stats.busy_since = self.stats.seconds, None
             self._aborted.discard(req.rid)
         if req.on_token is not None:
             for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True):
@@ -292,7 +294,9 @@ class RemoteEngine:
                 **self._counts(),
             }
             if push.folder is not None and is_main:
-                _remove_old_versions(self.folder, push.folder)
+                for folder in self.folder.glob("version-*"):
+                    if folder != push.folder:
+                        shutil.rmtree(folder, ignore_errors=True)
         if self.recovery_timeout and not any(server.failure is None for server in self.servers):
             self._wait_for_one()
         _ = self.fleet  # raises where all failed
@@ -586,27 +590,12 @@ class RemoteEngine:
             model="",
         )
 
-    def _begin_request(self, now: float) -> None:
-        if not self._in_flight:
-            self.stats.busy_since = now
-        self._in_flight += 1
-
-    def _end_request(self) -> None:
-        self._in_flight -= 1
-        if not self._in_flight:
-            self.stats.busy_seconds, self.stats.busy_since = self.stats.seconds, None
-
 
 def spaced_token_ids(vocab_size: int, n: int) -> list[int]:
     """Return up to `n` distinct token ids, evenly spaced over the vocabulary, in a mixed order."""
     step = max(1, vocab_size // n)
     ids = list(range(0, vocab_size, step))[:n]
     return [*ids[::2], *ids[1::2][::-1]]
-
-
-def stream_device(transport: Transport) -> torch.device:
-    """Return the device of broadcast buckets."""
-    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
 
 
 def _outcome(server: RemoteServer, push: Future[float]) -> tuple[str, float, str | None]:
@@ -624,9 +613,3 @@ def _request_id(key: str) -> str:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _remove_old_versions(parent: Path, kept: Path) -> None:
-    for folder in parent.glob("version-*"):
-        if folder != kept:
-            shutil.rmtree(folder, ignore_errors=True)

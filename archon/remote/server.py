@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Full, Queue
+from threading import Event
 
 from archon.remote.dialects.base import Answer, Dialect, Sampling, Transport
-from archon.remote.feed import BucketQueue
 from archon.remote.http import Http, ServerError
+from archon.remote.weight_stream import Bucket
 from archon.schema.errors import RolloutError
 
 POLL_SECONDS = 0.05
+
+
+class BucketQueue:
+    """A short queue of weight buckets for one server, so that servers load at different speeds while ranks gather."""
+
+    def __init__(self) -> None:
+        self._queue: Queue[Bucket | Exception | None] = Queue(maxsize=2)
+        self._closed = Event()
+
+    def put(self, bucket: Bucket | Exception | None) -> None:
+        """Wait for space and enqueue; return at once if the queue is closed.
+
+        Args:
+            bucket: a bucket, None at the end of the weights, or the trainer's exception.
+        """
+        while not self._closed.is_set():
+            try:
+                self._queue.put(bucket, timeout=POLL_SECONDS)
+            except Full:
+                continue
+            return
+
+    def close(self) -> None:
+        """Discard further buckets: the server has all weights, or failed."""
+        self._closed.set()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Yield the buckets. Raises ServerError if the trainer failed, because the weights are incomplete."""
+        while (bucket := self._queue.get()) is not None:
+            if isinstance(bucket, Exception):
+                raise ServerError(f"the trainer did not gather all weights: {bucket}")
+            yield bucket
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class Sender:
     def __init__(self, host: str, workers: int, backend: str, seconds: float) -> None:
         self.address, self.workers = local_address(host), workers
         self._backend, self._limit = backend, timedelta(seconds=seconds)
-        with socket.create_server((self.address, 0), family=_family(self.address)) as listening:
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        with socket.create_server((self.address, 0), family=family) as listening:
             self.port: int = listening.getsockname()[1]
             descriptor = listening.detach()
         self._store = dist.TCPStore(
@@ -111,7 +112,7 @@ class Sender:
             sizes = torch.tensor([description.numel(), bucket.data.numel()])
             for tensor in (sizes, description, bucket.data):
                 self._group.broadcast(tensor.to(device))
-        self._group.broadcast(torch.zeros(2, dtype=torch.int64, device=_device(self._backend)))
+        self._group.broadcast(torch.zeros(2, dtype=torch.int64, device=stream_device(self._backend)))
 
     def close(self) -> None:
         """Leave the group. Workers that still wait for a bucket fail."""
@@ -168,24 +169,17 @@ class _Group:
 
 
 def _pack_bucket(tensors: list[Named], size: int, device: torch.device) -> Bucket:
-    data = torch.empty(size, dtype=torch.uint8, device=device)
-    bucket = Bucket(_description(tensors), data)
+    description = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors]
+    bucket = Bucket(json.dumps(description).encode(), torch.empty(size, dtype=torch.uint8, device=device))
     for (_, target), (_, tensor) in zip(unpack(bucket), tensors, strict=True):
         target.copy_(tensor.detach())
     return bucket
-
-
-def _description(tensors: list[Named]) -> bytes:
-    return json.dumps([[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors]).encode()
 
 
 def _padded_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _device(backend: str) -> torch.device:
+def stream_device(backend: str) -> torch.device:
+    """Return the device of broadcast buckets."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -19,9 +19,6 @@ POLICY = "policy"
 class Archon(Dialect):
     """An archon server."""
 
-    def __init__(self, facts: ServerFacts, url: str) -> None:
-        self.facts, self._url = facts, url
-
     @classmethod
     def connect(cls, http: Http) -> Archon | None:
         """Return the dialect with the server's facts, or None for another kind of server."""
@@ -118,10 +115,7 @@ class Archon(Dialect):
 
     def version(self, http: Http) -> str:
         """Return the version of the server's weights."""
-        try:
-            return str(http.get(ROUTES, CONNECT_SECONDS)["version"])
-        except (KeyError, TypeError):
-            raise ServerError(f"{self._url}{ROUTES} answered without version") from None
+        return str(self._field(http.get(ROUTES, CONNECT_SECONDS), "version"))
 
     def start_for(self, transport: Transport) -> str:
         """Return the options that enable pushes."""

@@ -106,8 +106,10 @@ class Dialect(ABC):
         unverified: warning if the dialect was never run against its real server.
     """
 
-    facts: ServerFacts
     unverified: ClassVar[str] = ""
+
+    def __init__(self, facts: ServerFacts, url: str) -> None:
+        self.facts, self._url = facts, url
 
     @classmethod
     @abstractmethod
@@ -173,19 +175,18 @@ class Dialect(ABC):
     def _unsupported(self, feature: str) -> ConfigError:
         return ConfigError(f"{self.facts.kind} {self.facts.release} has no {feature}")
 
+    def _field(self, body: Any, *path: str | int) -> Any:
+        """Return the value at a path of keys and indices. Raises ServerError if it does not exist."""
+        for key in path:
+            try:
+                body = body[key]
+            except (KeyError, IndexError, TypeError):
+                raise ServerError(f"{self._url} answered without {'.'.join(map(str, path))}") from None
+        return body
+
 
 def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
     """Return `values` as floats. Raises ServerError for a missing, NaN or infinite value."""
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         raise ServerError(f"{where}: a logprob is missing, NaN or infinite")
     return [float(value) for value in values]
-
-
-def get_path(body: Any, where: str, *path: str | int) -> Any:
-    """Return the value at a path of keys and indices. Raises ServerError if it does not exist."""
-    for key in path:
-        try:
-            body = body[key]
-        except (KeyError, IndexError, TypeError):
-            raise ServerError(f"{where} answered without {'.'.join(map(str, path))}") from None
-    return body

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.dialects.base import Answer, Dialect, Sampling, ServerFacts, Transport, finite_logprobs, get_path
+from archon.remote.dialects.base import Answer, Dialect, Sampling, ServerFacts, Transport, finite_logprobs
 from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
 from archon.schema.errors import ConfigError
 
@@ -27,9 +27,6 @@ class SGLang(Dialect):
         "support for SGLang follows its source and was never run against a real server; every push and the logprobs "
         "of the first batch are verified"
     )
-
-    def __init__(self, facts: ServerFacts, url: str) -> None:
-        self.facts, self._url = facts, url
 
     @classmethod
     def connect(cls, http: Http) -> SGLang | None:
@@ -154,9 +151,6 @@ class SGLang(Dialect):
     def start_for(self, transport: Transport) -> str:
         """Return that no option enables another transport than disk."""
         return "nothing: SGLang supports only disk; set rollout.push.transport to disk"
-
-    def _field(self, body: Any, *path: str | int) -> Any:
-        return get_path(body, self._url, *path)
 
 
 def _delimited_rid(rid: str) -> str:

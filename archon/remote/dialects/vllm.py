@@ -25,7 +25,6 @@ from archon.remote.dialects.base import (
     ServerFacts,
     Transport,
     finite_logprobs,
-    get_path,
 )
 from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
 from archon.remote.weight_stream import Bucket, Sender
@@ -48,7 +47,7 @@ class VLLM(Dialect):
     """A vLLM server."""
 
     def __init__(self, facts: ServerFacts, url: str, *, generates: bool) -> None:
-        self.facts, self._url = facts, url
+        super().__init__(facts, url)
         self._has_generate_route = generates
 
     @classmethod
@@ -253,9 +252,6 @@ class VLLM(Dialect):
             return "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         extension = "--worker-extension-cls archon.serve.vllm_extension.Extension"
         return f'{extension} --weight-transfer-config \'{{"backend": "{EXTENSION_BACKEND}"}}\''
-
-    def _field(self, body: Any, *path: str | int) -> Any:
-        return get_path(body, self._url, *path)
 
 
 def _broadcast(sender: Sender, buckets: Iterable[Bucket], loading: Future[None], url: str) -> None:

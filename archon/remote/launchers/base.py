@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import archon
@@ -116,26 +116,24 @@ class ServerHandle(ABC):
         """Stop the server and its child processes, if it runs."""
 
 
-@dataclass(eq=False)
 class LocalHandle(ServerHandle):
     """A server process on this machine. Its supervisor stops it when this process ends, also after a kill.
 
-    Attributes:
+    Args:
+        name: name in logs.
         command: command of the server.
         folder: folder of its log.
         host: local address on which it listens.
         detached: the supervisor is no child of this process, which may be killed together with its children.
     """
 
-    name: str
-    command: Command
-    folder: Path
-    host: str = "127.0.0.1"
-    detached: bool = False
-    url: str = ""
-    started: float = 0.0
-    failed_starts: int = 0
-    _supervisor: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    def __init__(
+        self, name: str, command: Command, folder: Path, host: str = "127.0.0.1", *, detached: bool = False
+    ) -> None:
+        super().__init__(name)
+        self.command, self.folder, self.host, self.detached = command, folder, host, detached
+        self._log = folder / f"{name}.log"
+        self._supervisor: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> None:
         port = self.url.rpartition(":")[2] or str(_free_port(self.host))
@@ -151,10 +149,6 @@ class LocalHandle(ServerHandle):
                 env=os.environ | self.command.environment,
                 start_new_session=True,  # only the trainer handles Ctrl-C
             )
-
-    @property
-    def _log(self) -> Path:
-        return self.folder / f"{self.name}.log"
 
     def exit_message(self) -> str | None:
         """Return how the process ended; None while it runs."""
