@@ -12,7 +12,7 @@ from archon.tools.check.card import MARKS
 
 RECORD = ROOT / "benchmarks" / "records" / "family_commands.jsonl"
 # Heading of the command table on a card, below the table of contracts.
-HEADING = "| command |  | found |"
+HEADING = "| command |  | result |"
 
 
 @dataclass(frozen=True)
