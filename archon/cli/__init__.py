@@ -1,4 +1,4 @@
-"""The command `archon`. Each subcommand is a short file; what is heavy is imported when a command runs."""
+"""The `archon` command. Subcommands import heavy modules when they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of subcommands, and how errors are reported."""
+"""Subcommands of `archon` and error reporting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from archon.cli import (
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
 
-# Errors of the file system or network that a wrong path, name or port causes; any other keeps its traceback.
+# File-system and network errors that a wrong path, name or port causes. Other errors keep their traceback.
 USER_ERRNOS = {
     errno.EACCES,
     errno.EADDRINUSE,
@@ -54,7 +54,7 @@ USER_ERRNOS = {
     errno.EROFS,
 }
 
-# click's base of errors in how a command is called, which releases of typer keep in different places.
+# click's base class of usage errors. Releases of typer keep it in different places.
 CommandError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -68,16 +68,16 @@ app = typer.Typer(
 )
 
 
-def show_version(value: bool) -> None:
+def _show_version(value: bool) -> None:
     if value:
         print(f"archon {archon.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def root_callback(
+def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -92,16 +92,13 @@ for module in (generate, evaluate, serve, bench, report, doctor):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and leave the process: exit code 0, 2 for a user's mistake, 130 / 143 when a signal ended it.
-
-    See `exit_on_error` for what is written of an error.
-    """
+    """Run the command and exit: code 0, 2 for a user error, 130 or 143 after a signal; see `exit_on_error`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # The name of a file, or a text of its JSON, may hold what no encoding writes.
+            # File names and JSON strings may contain lone surrogates, which no encoding can write.
             stream.reconfigure(errors="backslashreplace")
     with exit_on_error():
-        # The user's own rewards and workflows are imported from the current folder, as with `python -m archon`.
+        # Import the user's rewards and workflows from the current folder, as `python -m archon` does.
         with suppress(FileNotFoundError):  # the current folder was removed
             if "" not in sys.path and os.getcwd() not in sys.path:
                 sys.path.append(os.getcwd())
@@ -110,11 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the process where an error leaves the block.
+    """Exit the process if the block raises.
 
-    A user's mistake becomes one line on stderr and exit code 2. Any other error, also one that a user's workflow raised
-    for every prompt, keeps its traceback and exits with 1. Of several processes only the first to fail reports why, and
-    all end.
+    A user error becomes one line on stderr and exit code 2. Any other error keeps its traceback and exits with 1, even
+    if a user's workflow raised it. In a multi-process run only the first failing process reports; all exit.
     """
     try:
         yield
@@ -123,7 +119,7 @@ def exit_on_error() -> Iterator[None]:
     except Exception as error:
         message = user_message(error)
         if message is not None:
-            # What a library or a user's function said may have lines of its own.
+            # Messages from libraries and user functions may span several lines.
             message = " ".join(message.splitlines())
         if os.environ.get("WORLD_SIZE", "1") != "1":
             from archon.parallel.failure import FailureMonitor, exit_rank
@@ -141,7 +137,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def user_message(error: Exception) -> str | None:
-    """Return the one line a user should read, or None when the error is not the user's to fix."""
+    """Return the message of a user error; None if the user cannot fix it."""
     if isinstance(error, CommandError):
         return str(error.format_message())
     if isinstance(error, UserError):

@@ -1,4 +1,4 @@
-"""`archon bench MODEL [LAYOUT…]`: measures training steps in several layouts."""
+"""`archon bench MODEL [LAYOUT…]`: measure training steps in several layouts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
-    "help": "Measure training steps in several layouts.\n\nEach point runs in its own processes, checks that it "
-    "computes the first layout's loss, and becomes a row: throughput, MFU, phases, traffic, memory. Commas separate "
-    "the values of an option that is varied.",
+    "help": "Measure training steps in several layouts.\n\nEach point runs in separate processes, checks that its "
+    "loss matches the first layout's, and prints a row: throughput, MFU, phases, traffic, memory. Commas separate "
+    "the values of an option.",
 }
 
 
 def command(
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="checkpoint folder, or one that holds only config.json")
+        Path | None, typer.Argument(metavar="MODEL", help="checkpoint folder, or a folder with only config.json")
     ] = None,
     layouts: Annotated[
         list[str] | None, typer.Argument(metavar="[LAYOUT]…", help="such as d2t2 p2t2; the first is the reference (d1)")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="measure this run of archon sft, as archon plan writes it"),
+        typer.Option("--config", metavar="FILE.yaml", help="archon sft config to measure; archon plan writes one"),
     ] = None,
     tokens: Annotated[int | None, typer.Option(metavar="N", help="tokens per step over all ranks (8192)")] = None,
-    seq: Annotated[str, typer.Option(metavar="N,…", help="tokens of each document")] = "",
+    seq: Annotated[str, typer.Option(metavar="N,…", help="tokens per document")] = "",
     lengths: Annotated[
         list[str] | None,
-        typer.Option(metavar="SHAPE", help="ragged documents: 700,90,13, uniform:N or lognormal:N; may be repeated"),
+        typer.Option(metavar="SHAPE", help="ragged documents: 700,90,13, uniform:N or lognormal:N; repeatable"),
     ] = None,
     micro_batch: Annotated[str, typer.Option(metavar="N,…", help="maximum tokens per micro-batch (16384)")] = "",
     recompute: Annotated[
@@ -46,13 +46,13 @@ def command(
     warmup: Annotated[int, typer.Option(metavar="N", help="untimed steps first, at least 2")] = 2,
     device: Annotated[str | None, typer.Option(help="auto | cpu | cuda (auto)")] = None,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="threads per process; default: the cores divided by the processes")
+        int | None, typer.Option(metavar="N", help="threads per process; default: cores / processes")
     ] = None,
     peak_flops: Annotated[
-        float | None, typer.Option(metavar="TFLOP/S", help="peak of a device; not needed for known GPUs and CPUs")
+        float | None, typer.Option(metavar="TFLOP/S", help="peak of one device; known GPUs and CPUs need none")
     ] = None,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="time limit of a point")] = 600.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="random weights instead of the checkpoint's")] = False,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="time limit per point")] = 600.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="initialize weights instead of loading them")] = False,
     lora: LoRAFolder = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="set a field of the engine's config")
@@ -64,6 +64,7 @@ def command(
         typer.Option(metavar="A.json B.json", help="compare two records"),
     ] = None,
 ) -> None:
+    """Measure training steps in several layouts."""
     from archon.schema.errors import ConfigError
 
     if compare is not None:
@@ -73,15 +74,15 @@ def command(
         return
     if model is None and run is None:
         raise ConfigError(
-            "give a model to measure: archon bench MODEL LAYOUT… --seq 1024, or --config FILE.yaml; or --compare "
-            "A.json B.json"
+            "no model to measure; use archon bench MODEL LAYOUT… --seq 1024, --config FILE.yaml or --compare A.json "
+            "B.json"
         )
     from archon.cli.config import read_values
     from archon.schema.config import merge_sections
     from archon.tools.bench import SweepConfig, run_sweep
     from archon.tools.bench.table import describe, table
 
-    given = {
+    options = {
         "model": None if model is None else str(model),
         "layouts": layouts,
         "tokens": tokens,
@@ -105,29 +106,27 @@ def command(
         engine = merge_sections(engine, {"lora": {"path": str(lora)}})
     if lengths:
         planned.pop("seq", None)
-    chosen = {name: value for name, value in given.items() if value not in (None, [])}
+    chosen = {name: value for name, value in options.items() if value not in (None, [])}
     config = SweepConfig.parse(planned | chosen | {"engine": engine}, source="bench")
     if trace is not None:
         require_folder(trace)
-    made = run_sweep(
+    sweep = run_sweep(
         config,
         record,
         on_row=lambda row: print("\n".join(describe(row)), flush=True),
         on_start=lambda point: print(f"measuring {point.name}", file=sys.stderr, flush=True),
     )
-    print("\n" + "\n".join(table(made)))
+    print("\n" + "\n".join(table(sweep)))
     if trace is not None:
         from archon.tools.bench.chrome_trace import write_trace
 
-        write_trace(made, trace)
-    if any(row.status != "ok" for row in made.rows):
+        write_trace(sweep, trace)
+    if any(row.status != "ok" for row in sweep.rows):
         raise typer.Exit(1)
 
 
 def sweep_config(file: Path, device: str | None = None) -> dict[str, Any]:
-    """Fields of `SweepConfig` for the one point that a run of `archon sft` is: its model, layout and options, and
-    batches of documents that are all as long as they may be.
-    """
+    """Return the `SweepConfig` fields that measure one `archon sft` config with documents of maximum length."""
     from archon.cli.config import load_config
     from archon.engine.build import resolve_device
     from archon.parallel.compile import compile_enabled
@@ -138,7 +137,7 @@ def sweep_config(file: Path, device: str | None = None) -> dict[str, Any]:
     model, longest = run.model, run.train_data.max_length
     batch = {} if longest is None else {"seq": [longest], "tokens": run.batch_size * longest}
     device = device or model.device
-    # Weights and documents are the sweep's own.
+    # The sweep sets weights and documents itself.
     engine = model.model_dump(include=model.model_fields_set - SWEEP_FIELDS - {"init_from_scratch", "share_prefixes"})
     return batch | {
         "model": model.path,

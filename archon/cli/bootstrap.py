@@ -1,4 +1,4 @@
-"""`archon bootstrap`: makes a small checkpoint from nothing, alone or at the start of a run that names its file."""
+"""`archon bootstrap`: create a small checkpoint from scratch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from archon.schema.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
     "name": "bootstrap",
-    "help": "Make a small checkpoint from nothing: config, tokenizer, weights and a warm-up by SFT.",
+    "help": "Create a small checkpoint from scratch: config, tokenizer, weights and an SFT warm-up.",
     "cls": config_command("archon.training.config:BootstrapConfig"),
 }
 
 
 def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Create a small checkpoint from scratch."""
     exit_with(lambda: _run(config, overrides or [], dry_run))
 
 
@@ -26,7 +27,7 @@ def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:
 
     config = load_config(BootstrapConfig, file, overrides)
     if config.path is None:
-        raise ConfigError("where should the checkpoint be made? give path=FOLDER")
+        raise ConfigError("the checkpoint has no path; set path=FOLDER")
     if dry_run:
         from archon.cli.check import check_bootstrap, print_check
 
@@ -37,5 +38,5 @@ def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:
 
     config = join_processes(config, bootstrap_engine(config, None, config.path))
     assert config.path is not None
-    number = ensure_checkpoint(config, config.path)
-    return 128 + number if number else 0
+    signal_number = ensure_checkpoint(config, config.path)
+    return 128 + signal_number if signal_number else 0

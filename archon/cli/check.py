@@ -1,4 +1,4 @@
-"""The checks of `--dry-run`: everything that can be refused before weights are read, in the order of a run."""
+"""Checks of `--dry-run`: everything that can fail before weights are read, in the order of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Config = TypeVar("Config", bound="StrictModel")
 
 
 def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
-    """Print the resolved configuration (of a run with all fields of each model) and what `check` finds, from one
-    process.
-    """
+    """Print the resolved configuration and the lines of `check` on rank 0."""
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(to_yaml(config, getattr(config, "resolve", lambda: None)()), flush=True)
@@ -35,7 +33,7 @@ def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
 
 
 def check_rl(config: RLConfig) -> list[str]:
-    """Check an RL run; the lines say what was found. Raises the `UserError` the run itself would end with."""
+    """Check an RL run. Returns summary lines; raises the `UserError` that would end the run."""
     from archon.parallel.layout import parse_layout
     from archon.rl.rewards import get_reward_fn
     from archon.rl.workflows import resolve_workflow
@@ -51,19 +49,22 @@ def check_rl(config: RLConfig) -> list[str]:
         "rollout.prompts_per_step * gconfig.n_samples",
     )
     models = config.resolve()
-    with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as made:
+    # 1. Models and tokenizer
+    with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as blanks:
         steps = config.optimizer_steps
-        found = check_model("actor", models.actor, made, steps)
+        lines = check_model("actor", models.actor, blanks, steps)
         if models.ref is not None:
-            found += check_model("ref", models.ref, made)
+            lines += check_model("ref", models.ref, blanks)
         if models.critic is not None:
-            found += check_model("critic", models.critic, made, steps)
+            lines += check_model("critic", models.critic, blanks, steps)
         if isinstance(models.teacher, EngineConfig):
-            found += check_model("teacher", models.teacher, made)
-        tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
-    found.append(line)
+            lines += check_model("teacher", models.teacher, blanks)
+        tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, blanks)
+    lines.append(line)
+    # 2. Data
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        found += check_data(name, data, "rl", tokenizer)
+        lines += check_data(name, data, "rl", tokenizer)
+    # 3. Reward and workflow
     reward = get_reward_fn(config.reward)
     resolve_workflow(
         config.workflow,
@@ -73,20 +74,20 @@ def check_rl(config: RLConfig) -> list[str]:
         tokenizer=tokenizer,
         train_data=config.train_data,
     )
-    return [*found, f"reward: {config.reward}", f"workflow: {config.workflow}"]
+    return [*lines, f"reward: {config.reward}", f"workflow: {config.workflow}"]
 
 
 def check_preference(config: PreferenceConfig) -> list[str]:
-    """Check a run on pairs of answers, as `check_rl` does."""
-    found = check_sft(config, "dpo")
+    """Check a preference run; see `check_rl`."""
+    lines = check_sft(config, "dpo")
     ref = config.resolve().ref
     if ref is not None and ref.path != config.model.path:
-        found += check_model("ref", ref, {})
-    return found
+        lines += check_model("ref", ref, {})
+    return lines
 
 
 def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
-    """Check an SFT run, as `check_rl` does."""
+    """Check an SFT run; see `check_rl`."""
     from archon.parallel.layout import parse_layout
     from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
@@ -94,43 +95,41 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     check_run_dir(config.run_dir, resume=config.resume)
     require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
-    with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as made:
-        found = check_model("model", config.resolve().model, made, config.optimizer_steps)
-        tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
-    found.append(line)
+    with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as blanks:
+        lines = check_model("model", config.resolve().model, blanks, config.optimizer_steps)
+        tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, blanks)
+    lines.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        found += check_data(name, data, kind, tokenizer, config.model.max_tokens_per_mb)
-    return found
+        lines += check_data(name, data, kind, tokenizer, config.model.max_tokens_per_mb)
+    return lines
 
 
 def check_bootstrap(config: BootstrapConfig) -> list[str]:
-    """Check a bootstrap that is run alone, as `check_rl` checks a run."""
+    """Check a standalone bootstrap; see `check_rl`."""
     from archon.rl.bootstrap import bootstrap_engine
     from archon.rl.rewards import get_reward_fn
 
     assert config.path is not None
     if Path(config.path).exists():
-        return [f"{config.path} is there; it is left as it is where it was made with these values, and else refused"]
+        return [f"{config.path} already exists: reused if it was created with the same settings, otherwise an error"]
     steps = None if config.warmup is None else config.warmup.total_steps
     engine = bootstrap_engine(config, None, config.path)
-    with blank_checkpoint(config, config.path) as made:
-        found = check_model("model", engine, made, steps)
-        tokenizer, line = check_tokenizer(config.path, made)
-    found.append(line)
+    with blank_checkpoint(config, config.path) as blanks:
+        lines = check_model("model", engine, blanks, steps)
+        tokenizer, line = check_tokenizer(config.path, blanks)
+    lines.append(line)
     if config.warmup is not None:
-        found += check_data("warmup.train_data", config.warmup.train_data, "sft", tokenizer)
+        lines += check_data("warmup.train_data", config.warmup.train_data, "sft", tokenizer)
         if (target := config.warmup.target) is not None:
-            found += check_data("warmup.target.eval_data", target.eval_data, "rl", tokenizer)
+            lines += check_data("warmup.target.eval_data", target.eval_data, "rl", tokenizer)
             get_reward_fn(target.reward)
-            found.append(f"warmup.target.reward: {target.reward}")
-    return found
+            lines.append(f"warmup.target.reward: {target.reward}")
+    return lines
 
 
 @contextmanager
 def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[dict[str, str]]:
-    """Yield where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a
-    folder}.
-    """
+    """Yield {checkpoint path: temporary folder with its config and tokenizer}; {} if no bootstrap is pending."""
     if bootstrap is None or Path(path).exists():
         yield {}
         return
@@ -142,22 +141,29 @@ def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[d
 
 
 def check_run_dir(path: str | Path, *, resume: bool) -> None:
-    """Refuse a run directory that could not be written or that holds another run; creates nothing."""
+    """Reject a run directory that cannot be written or contains another run. Creates nothing."""
     from archon.training.runner import RunDirectory
 
     path = Path(path)
-    standing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not standing.is_dir():
-        raise ConfigError(f"run_dir {path}: {standing} is not a folder; choose another run_dir")
-    if not os.access(standing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir {path}: {standing} cannot be written; choose another run_dir")
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"run_dir {path}: {existing} is not a folder; choose another run_dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir {path}: {existing} cannot be written; choose another run_dir")
     if RunDirectory(path).has_run() and not resume:
         raise ConfigError(f"run directory {path} already holds a run; set resume=true or choose another run_dir")
 
 
-def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_steps: int | None = None) -> list[str]:
-    """Layout, device, attention backend, schedule (where its end is known), config and files of a model; its weights
-    are not read.
+def check_model(
+    name: str, config: EngineConfig, blanks: Mapping[str, str], total_steps: int | None = None
+) -> list[str]:
+    """Check a model's layout, device, attention backend, schedule, config and files without reading its weights.
+
+    Args:
+        name: Name of the model in the returned lines.
+        config: Config of the model.
+        blanks: Temporary folders of checkpoints that the bootstrap has yet to create, by path.
+        total_steps: Optimizer steps of the run; None skips the check of the schedule.
     """
     import torch
 
@@ -173,39 +179,40 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
     if config.optimizer is not None and total_steps is not None:
         check_schedule(config.scheduler, total_steps)
-    found = inspect_checkpoint(config.path, read_hf_config(made.get(config.path, config.path)))
-    if found.refused:
-        raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
-    assert found.args is not None  # as nothing was refused
+    inspection = inspect_checkpoint(config.path, read_hf_config(blanks.get(config.path, config.path)))
+    if inspection.refused:
+        raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
+    assert inspection.args is not None
     gathered = supports_gathered(config.attn_type)
-    layout = resolve_layout(config, found.args.sizes, device.type, supports_gathered=gathered).layout
-    if config.path not in made and not config.init_from_scratch:
+    layout = resolve_layout(config, inspection.args.sizes, device.type, supports_gathered=gathered).layout
+    if config.path not in blanks and not config.init_from_scratch:
         with HFCheckpoint(config.path):
-            pass  # its files are checked when they are opened
-    # A dry run in one process checks for all ranks; under torchrun their number must be the layout's.
-    alone = torchrun_world_size() == 1
-    if not alone:
+            pass  # opening the checkpoint checks its files
+    # A single process checks for all ranks. Under torchrun the world size must match the layout.
+    single_process = torchrun_world_size() == 1
+    if not single_process:
         require_processes(layout.world_size)
-    origin = ", to be made by the bootstrap" if config.path in made else ""
-    lines = [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
+    origin = ", to be created by the bootstrap" if config.path in blanks else ""
+    lines = [f"{name}: {inspection.family}, {inspection.parameters:,} parameters{origin}"]
     if layout.world_size > 1:
-        how = f": start the run with torchrun --nproc-per-node {layout.world_size} -m archon …" if alone else ""
-        lines.append(f"{name}: layout {config.layout} on {layout.world_size} processes{how}")
+        torchrun = f"torchrun --nproc-per-node {layout.world_size} -m archon …"
+        hint = f": start the run with {torchrun}" if single_process else ""
+        lines.append(f"{name}: layout {config.layout} on {layout.world_size} processes{hint}")
     return lines
 
 
-def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
-    """Return the tokenizer and a line that describes it."""
+def check_tokenizer(path: str, blanks: Mapping[str, str]) -> tuple[Any, str]:
+    """Return the tokenizer and a summary line."""
     from archon.checkpoint.hf_io import load_tokenizer
 
-    tokenizer = load_tokenizer(made.get(path, path))
+    tokenizer = load_tokenizer(blanks.get(path, path))
     return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"
 
 
 def check_data(
     name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, max_tokens: int | None = None
 ) -> list[str]:
-    """Read the rows a run would train on; with `max_tokens`, each must fit a micro-batch of so many tokens."""
+    """Load a dataset; with `max_tokens`, require that each training row fits a micro-batch of `max_tokens`."""
     from archon.data.registry import load_rows
     from archon.training.sft import require_row_lengths
 

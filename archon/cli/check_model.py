@@ -1,4 +1,4 @@
-"""`archon check-model TARGET`: runs every contract of a family and writes its card."""
+"""`archon check-model TARGET`: run the contract tests of a model family and write its card."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "check-model",
-    "help": "Run every contract of a model family.\n\n"
-    "Parity with transformers, config fields, checkpoints, isolation of documents, generation and layouts of two "
-    "ranks, on small random configurations. Exits with 1 if a contract is broken, after one line for each.",
+    "help": "Run the contract tests of a model family.\n\n"
+    "Tests parity with transformers, config fields, checkpoints, document isolation, generation and two-rank layouts "
+    "on small random configurations. Prints one line per failed contract and then exits with 1.",
 }
 
 
 def command(
-    target: Annotated[
-        str, typer.Argument(metavar="TYPE|MODULE|FILE", help="model type, or the module or file of a family")
-    ],
-    full: Annotated[bool, typer.Option("--full", help="every configuration and layout, in minutes")] = False,
+    target: Annotated[str, typer.Argument(metavar="TYPE|MODULE|FILE", help="model type, or a family's module or file")],
+    full: Annotated[bool, typer.Option("--full", help="test every configuration and layout (minutes)")] = False,
     reference: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="model type of transformers that computes the same; default: its own"),
+        typer.Option(metavar="TYPE", help="equivalent model type in transformers; default: the same name"),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="CONTRACT", help="this contract alone; may be repeated")
+        list[str] | None, typer.Option(metavar="CONTRACT", help="run only this contract; repeatable")
     ] = None,
-    cards: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write the card TYPE.md there")] = None,
+    cards: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write the card TYPE.md to this folder")] = None,
 ) -> None:
+    """Run the contract tests of a model family."""
     import transformers
 
     from archon.tools.check.card import MARKS, write_card
     from archon.tools.check.contracts import check_family
     from archon.tools.check.family import load_families
 
-    transformers.logging.set_verbosity_error()  # it warns of sizes that no published model has
+    transformers.logging.set_verbosity_error()  # it warns about the unusual sizes
     transformers.logging.disable_progress_bar()
     broken = []
     for family in load_families(target, reference):

@@ -1,4 +1,4 @@
-"""Loads a typed configuration from a YAML file and dotted overrides, and lists its fields for `--help`."""
+"""Load typed configurations from YAML and dotted overrides, and list their fields for `--help`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from archon.training.config import BootstrapConfig
 
 Config = TypeVar("Config", bound=StrictModel)
-# Names joined by dots, or in brackets: actor.optimizer.lr, actor[optimizer][lr]. None of them is empty.
+# Non-empty names joined by dots or in brackets: actor.optimizer.lr, actor[optimizer][lr].
 _NAME = r"\s*[^\s.\[\]][^.\[\]]*"
 _DOTTED_KEY = re.compile(rf"(?:{_NAME}|\[{_NAME}\])(?:\.{_NAME}|\[{_NAME}\])*")
-_TOO_DEEP = "nested too deep to be read"
+_TOO_DEEP = "nested too deeply"
 Alternatives = dict[type[BaseModel], list[str]]
 
 
@@ -42,15 +42,22 @@ def load_config(
 ) -> Config:
     """Read `file`, apply `key=value` overrides, resolve `${…}` and validate the result against `schema`.
 
-    `translate` maps all keys and values, given a name for messages, to those of `schema`.
+    `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time.
 
-    `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
-    line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
-    unknown key (naming the nearest valid one) and a value of the wrong type.
+    Args:
+        schema: Config class to validate against.
+        file: YAML file; None for overrides alone.
+        overrides: `key=value` strings; later ones win.
+        translate: Maps (merged values, source name for errors) to the keys and values of `schema`.
+
+    Raises:
+        ConfigError: The YAML is invalid, an override is not `key=value`, an interpolation is unresolved, a key is
+            unknown, or a value has the wrong type. The message has one line.
     """
     choices = [key for key, field, _ in _fields(schema, None, "", off=True) if _alternatives(field) is not None]
-    named, source = read_values(file, overrides, choices), _source(file)
-    values = translate(named, source) if translate else named
+    values, source = read_values(file, overrides, choices), _source(file)
+    if translate is not None:
+        values = translate(values, source)
     _anchor_paths(schema, values, file, overrides)
     return schema.parse(values, source=source)
 
@@ -58,7 +65,7 @@ def load_config(
 def _anchor_paths(
     schema: type[StrictModel], values: dict[str, Any], file: Path | None, overrides: Sequence[str]
 ) -> None:
-    """Make the paths absolute that are relative to the `file` they are in, or to here in an override."""
+    """Make paths absolute: those of `file` relative to its folder, overrides relative to the current one."""
     overridden = {override.partition("=")[0].rpartition(".")[2] for override in overrides}
     for name, field in schema.model_fields.items():
         if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
@@ -70,19 +77,21 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
     """Return the values of `file` merged with `overrides`, unvalidated.
 
     Args:
-        choices: dotted keys of fields that choose a method; one that `file` gives by its name alone is a section with
-            `kind`, to which overrides add settings.
+        file: YAML file; None for overrides alone.
+        overrides: `key=value` strings; later ones win.
+        choices: Dotted keys of fields that select a method. If `file` sets one to a name and an override sets one of
+            its settings, the name becomes `{kind: name}`.
     """
     OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
     source = _source(file)
     try:
-        under, over = _read(file), _read_overrides(overrides)
+        base, override_values = _read(file), _read_overrides(overrides)
         for key in choices:
-            named = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(under, key)
-            if isinstance(named, str):
-                OmegaConf.update(under, key, {"kind": named})
-        _require_same_kinds(under, over, source)
-        data = OmegaConf.to_container(OmegaConf.merge(under, over), resolve=True, throw_on_missing=True)
+            name = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(base, key)
+            if isinstance(name, str):
+                OmegaConf.update(base, key, {"kind": name})
+        _require_same_kinds(base, override_values, source)
+        data = OmegaConf.to_container(OmegaConf.merge(base, override_values), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
         raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
@@ -93,50 +102,48 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
 
 
 def _read_overrides(overrides: Sequence[str]) -> DictConfig:
-    """Return the `key=value` overrides merged; later ones win."""
-    read = OmegaConf.create({})
+    """Merge `key=value` overrides; later ones win."""
+    merged = OmegaConf.create({})
     for override in overrides:
         key, equals, _ = override.partition("=")
         shown = repr(override if len(override) <= 80 else override[:80] + "…")
         if not equals or not _DOTTED_KEY.fullmatch(key):
             raise ConfigError(
-                f"override {shown} is not key=value, the key one name or several with dots between; write for example "
-                "actor.optimizer.lr=1e-5"
+                f"override {shown} is not key=value; expected a dotted key and a value, such as actor.optimizer.lr=1e-5"
             )
         try:
-            read.merge_with_dotlist([override])
+            merged.merge_with_dotlist([override])
         except yaml.YAMLError as error:
-            raise ConfigError(f"an override is not YAML: {shown}: {_first_line(error)}") from None
+            raise ConfigError(f"override {shown} is not YAML: {_first_line(error)}") from None
         except RecursionError:
             raise ConfigError(f"override {shown}: {_TOO_DEEP}") from None
-        except (ValueError, TypeError) as error:  # a number of thousands of digits, a name where a list has numbers
+        except (ValueError, TypeError) as error:  # a number with thousands of digits, or a name as a list index
             if isinstance(error, OmegaConfBaseException):
                 raise
             raise ConfigError(
-                f"override {shown} cannot be read, or not after those before it: {_reason(error)}"
+                f"override {shown} cannot be read or merged with the previous ones: {_reason(error)}"
             ) from None
-    return read
+    return merged
 
 
-def _require_same_kinds(under: DictConfig, over: DictConfig, source: str) -> None:
-    """ConfigError, naming the key, where a list and a mapping would have to be merged."""
+def _require_same_kinds(base: DictConfig, overrides: DictConfig, source: str) -> None:
+    """Raise ConfigError if an override merges a list with a mapping."""
 
-    def find(first: Any, second: Any, key: str) -> None:
+    def compare(first: Any, second: Any, key: str) -> None:
         if isinstance(first, dict) and isinstance(second, dict):
             for name in first.keys() & second.keys():
-                find(first[name], second[name], f"{key}.{name}" if key else str(name))
+                compare(first[name], second[name], f"{key}.{name}" if key else str(name))
         elif isinstance(first, dict | list) and isinstance(second, dict | list) and type(first) is not type(second):
             kinds = {dict: "a mapping", list: "a list"}
             raise ConfigError(
-                f"{source}: {key} is {kinds[type(first)]}, and an override lays {kinds[type(second)]} over it; give "
-                "the whole of it in the file or in one override"
+                f"{source}: {key} is {kinds[type(first)]}, but an override sets it to {kinds[type(second)]}; set "
+                "all of it in the file or in one override"
             )
 
-    find(OmegaConf.to_container(under), OmegaConf.to_container(over), "")
+    compare(OmegaConf.to_container(base), OmegaConf.to_container(overrides), "")
 
 
 def _source(file: Path | None) -> str:
-    """Return the name for messages."""
     return str(file) if file else "config"
 
 
@@ -152,10 +159,10 @@ def _read(file: Path | None) -> DictConfig:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ConfigError(f"{file}: one value alone; expected a mapping of keys to values") from None
+        raise ConfigError(f"{file}: a single value; expected a mapping of keys to values") from None
     except RecursionError:
         raise ConfigError(f"{file}: {_TOO_DEEP}") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         if isinstance(error, OmegaConfBaseException):
             raise
         raise ConfigError(f"{file}: a value cannot be read: {_reason(error)}") from None
@@ -165,40 +172,40 @@ def _read(file: Path | None) -> DictConfig:
 
 
 def _reason(error: Exception) -> str:
-    """Return Python's message without its advice to programmers."""
+    """Return Python's message without its programming advice."""
     return str(error).splitlines()[0].partition(";")[0]
 
 
 def _first_line(error: yaml.YAMLError) -> str:
-    """Return the problem and its position without the excerpt."""
+    """Return the YAML problem and its position without the excerpt."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
 
 
 def read_bootstrap(file: str | None) -> BootstrapConfig | None:
-    """Return what a run's `bootstrap` says; None where the run names no file."""
+    """Load the bootstrap config that a run references; None without a reference."""
     from archon.training.config import BootstrapConfig
 
     return None if file is None else load_config(BootstrapConfig, Path(file), [])
 
 
 def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:
-    """Return the configuration as YAML, with the sections that `resolved` has in place of its own."""
+    """Return the configuration as YAML; sections of `resolved` replace those of the same name."""
     values = config.model_dump(mode="json")
     parts = {} if resolved is None else resolved.model_dump(mode="json", include=set(values))
     return yaml.safe_dump(values | parts, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def import_schema(path: str) -> type[StrictModel]:
-    """Return the class that "module:Class" names, imported only now."""
+    """Import the class of a "module:Class" path."""
     module, _, name = path.partition(":")
-    found: type[StrictModel] = getattr(importlib.import_module(module), name)
-    return found
+    schema: type[StrictModel] = getattr(importlib.import_module(module), name)
+    return schema
 
 
 def config_command(schema: str) -> type[TyperCommand]:
-    """Return a command class whose `--help` ends with every field of `schema` ("module:Class", imported only then)."""
+    """Return a command class that adds the fields of `schema` ("module:Class", imported lazily) to `--help`."""
 
     class ConfigCommand(TyperCommand):
         def get_help(self, ctx: Any) -> str:
@@ -209,17 +216,17 @@ def config_command(schema: str) -> type[TyperCommand]:
 
 
 def field_lines(schema: type[BaseModel]) -> Iterator[str]:
-    """Yield `key = default`, then type and description, for every field of `schema` and of what it contains.
+    """Yield `key = default`, then type and description, for every field of `schema` and its sections.
 
-    Sections that are null unless given follow at the end, those of one class once.
+    Optional sections that default to null follow at the end, once per class.
     """
     shown: dict[type[BaseModel], str] = {}
     sections = [("", schema)]
     for prefix, section in sections:
         if prefix:
-            yield f"\n{prefix}, where it is given:"
+            yield f"\n{prefix}, if set:"
         if (first := shown.setdefault(section, prefix)) != prefix:
-            yield f"  fields as those of {first}"
+            yield f"  same fields as {first}"
             continue
         fields = list(_fields(section, None, f"{prefix}." if prefix else ""))
         yield from _lines(fields)
@@ -243,25 +250,30 @@ def _lines(fields: Iterable[tuple[str, FieldInfo, Any]]) -> Iterator[str]:
 
 
 def leaves(schema: type[BaseModel]) -> list[str]:
-    """Return the keys of what a configuration has unless it adds sections: every section expanded once, one that is
-    null unless given as itself, and of a choice between methods the choice and the settings of all of them.
+    """Return the leaf keys of a configuration.
+
+    Sections are expanded, except optional ones that default to null. A choice of methods contributes the choice and
+    the settings of every method.
     """
     fields = _fields(schema, None, "")
     return [key for key, field, _ in fields if _alternatives(field) or _is_off(field) or not _nested(field)]
 
 
 def _is_off(field: FieldInfo) -> bool:
-    """Return whether a field is a section that is null unless given."""
+    """Return whether a field is an optional section that defaults to null."""
     return field.default is None and _nested(field) is not None
 
 
 def _fields(
     schema: type[BaseModel], parent: BaseModel | None, prefix: str, *, off: bool = False
 ) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield dotted key, field and default (`PydanticUndefined` when required), depth first; what is in a section that
-    is null unless given only with `off`.
+    """Yield dotted key, field and default (`PydanticUndefined` when required), depth first.
 
-    `parent` is the default of what holds the fields: its values come before those of its class.
+    Args:
+        schema: Class of the fields.
+        parent: Default value of the section; it takes precedence over the defaults of the class.
+        prefix: Dotted prefix of the keys.
+        off: Also expand optional sections that default to null.
     """
     for name, field in schema.model_fields.items():
         default = getattr(parent, name) if parent is not None else field.get_default(call_default_factory=True)
@@ -273,9 +285,9 @@ def _fields(
 
 
 def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield each method's settings other than `kind`, with the methods they belong to.
+    """Yield each method's settings except `kind`; the description names the methods.
 
-    Settings that several classes share, with the same default and description, are one.
+    Settings with the same name, default and description are merged.
     """
     users: dict[tuple[str, str], tuple[FieldInfo, list[str]]] = {}
     for settings, kinds in methods.items():
@@ -289,9 +301,8 @@ def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldIn
 
 
 def _alternatives(field: FieldInfo) -> Alternatives | None:
-    """Return the methods that a field chooses from: the class of their settings, and the names that have it."""
-    found = [entry.alternatives() for entry in field.metadata if hasattr(entry, "alternatives")]
-    return found[0] if found else None
+    """Return {settings class: method names} of a field that selects a method, else None."""
+    return next((entry.alternatives() for entry in field.metadata if hasattr(entry, "alternatives")), None)
 
 
 def _nested(field: FieldInfo) -> type[BaseModel] | None:
@@ -328,12 +339,11 @@ def _type_name(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """Return a field's constraints as text: `, > 0, <= 1`."""
+    """Return the constraints of a field as text, such as `, > 0, <= 1`."""
     signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-    found = [
-        f"{sign} {getattr(constraint, name):g}"
+    return "".join(
+        f", {sign} {getattr(constraint, name):g}"
         for constraint in field.metadata
         for name, sign in signs
         if getattr(constraint, name, None) is not None
-    ]
-    return "".join(f", {bound}" for bound in found)
+    )

@@ -1,10 +1,6 @@
-"""Counts the leaves of each training command's configuration, as its `--help` shows them:
+"""Leaf counts of each training command's configuration: `python -m archon.cli.config_leaves`.
 
-    python -m archon.cli.config_leaves
-
-Every section is expanded once; one that is null unless given, such as `eval_data`, counts as one, and the help has its
-fields at the end; a choice between methods counts as the choice and the settings of all methods; a mapping over another
-section's fields, such as `ref`, counts as one.
+See `archon.cli.config.leaves`. A section that overrides the fields of another one, such as `ref`, is one leaf.
 """
 
 from __future__ import annotations
@@ -22,11 +18,12 @@ SCHEMAS = {
 
 
 def count(command: str) -> int:
-    """Return how many leaves the configuration of `archon COMMAND` has."""
+    """Return the number of leaves in the configuration of `archon COMMAND`."""
     return len(leaves(import_schema(SCHEMAS[command])))
 
 
 def main() -> None:
+    """Print the leaf count of every training command by section."""
     for command, schema in SCHEMAS.items():
         keys = leaves(import_schema(schema))
         sections = Counter(key.partition(".")[0] if "." in key else "alone" for key in keys)

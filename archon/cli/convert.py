@@ -1,4 +1,4 @@
-"""`archon convert SRC DST --to hf|native|dcp|megatron`: copies weights bit for bit between formats."""
+"""`archon convert SRC DST --to hf|native|dcp|megatron`: copy weights bit for bit between formats."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import typer
 SETTINGS: dict[str, Any] = {
     "name": "convert",
     "help": "Convert weights between Hugging Face, archon, PyTorch and megatron-core.\n\n"
-    "hf is a Hugging Face checkpoint, native a checkpoint of archon's training, dcp a folder of "
-    "torch.distributed.checkpoint, megatron one folder per rank for megatron-core's GPTModel.",
+    "hf: Hugging Face checkpoint; native: archon training checkpoint; dcp: torch.distributed.checkpoint folder; "
+    "megatron: one folder per rank for megatron-core's GPTModel.",
 }
-
 
 Format = Literal["hf", "native", "dcp", "megatron"]
 
@@ -22,42 +21,43 @@ def command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint folder")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
     to: Annotated[Format, typer.Option("--to", help="format to write")],
-    origin: Annotated[Format | None, typer.Option("--from", help="format of SRC; detected when left out")] = None,
+    origin: Annotated[Format | None, typer.Option("--from", help="format of SRC; default: detected")] = None,
     like: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for native, dcp"),
+        typer.Option(metavar="FOLDER", help="native, dcp: Hugging Face folder with config and tokenizer"),
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor-parallel ranks [1]")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline stages [1]")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert-parallel ranks [1]")] = None,
     spec: Annotated[
         Literal["local", "te"] | None,
-        typer.Option(help="megatron: names of the local or Transformer Engine's layers [local]"),
+        typer.Option(help="megatron: layer names, local or Transformer Engine [local]"),
     ] = None,
     experts: Annotated[
         Literal["sequential", "grouped"] | None,
-        typer.Option(help="megatron: one module per expert, or Transformer Engine's grouped one [sequential]"),
+        typer.Option(help="megatron: one module per expert, or Transformer Engine's grouped module [sequential]"),
     ] = None,
     vocab_multiple: Annotated[
         int | None,
-        typer.Option(min=1, max=2**20, help="megatron: pad the vocabulary to a multiple of this times tp [128]"),
+        typer.Option(min=1, max=2**20, help="megatron: pad the vocabulary to a multiple of N * tp [128]"),
     ] = None,
     names: Annotated[
         Literal["native", "hf", "torchtitan"] | None,
-        typer.Option(help="dcp: whose names the tensors have; detected when reading, native when writing"),
+        typer.Option(help="dcp: naming scheme of tensors; default: detected when reading, native when writing"),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="hf: dtype to convert to; kept when left out"),
+        typer.Option(help="hf: dtype to convert to; default: unchanged"),
     ] = None,
     lora: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="merge this adapter, in PEFT's format, into the weights that are written"),
+        typer.Option(metavar="FOLDER", help="PEFT folder of a LoRA to merge into the written weights"),
     ] = None,
     drop_padding: Annotated[
-        bool, typer.Option("--drop-padding", help="from megatron: cut rows beyond the vocabulary that are not zero")
+        bool, typer.Option("--drop-padding", help="from megatron: drop nonzero vocabulary padding")
     ] = False,
 ) -> None:
+    """Convert a checkpoint to another format."""
     import torch
 
     from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, detect_format
@@ -67,18 +67,18 @@ def command(
 
     kind = origin or detect_format(checkpoint_folder(source))
     layout = MegatronLayout(tp or 1, pp or 1, ep or 1, spec or "local", experts or "sequential")
-    of_megatron = {"tp": tp, "pp": pp, "ep": ep, "spec": spec, "experts": experts, "vocab-multiple": vocab_multiple}
-    only = (
-        (to, "to", "megatron", of_megatron),
+    megatron = {"tp": tp, "pp": pp, "ep": ep, "spec": spec, "experts": experts, "vocab-multiple": vocab_multiple}
+    required_formats = (
+        (to, "to", "megatron", megatron),
         (to, "to", "hf", {"dtype": dtype}),
         (kind, "from", "megatron", {"drop-padding": drop_padding or None}),
     )
-    for given, option, wanted, values in only:
+    for actual, option, required, values in required_formats:
         for name, value in values.items():
-            if value is not None and given != wanted:
-                raise ConfigError(f"--{name} belongs to --{option} {wanted}; here it is {given}")
+            if value is not None and actual != required:
+                raise ConfigError(f"--{name} requires --{option} {required}; got {actual}")
     if names is not None and "dcp" not in (kind, to):
-        raise ConfigError(f"--names belongs to dcp; here --from is {kind} and --to {to}")
+        raise ConfigError(f"--names requires the dcp format; got --from {kind} and --to {to}")
     weights = convert(
         source,
         target,

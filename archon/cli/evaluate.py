@@ -1,4 +1,4 @@
-"""`archon eval CHECKPOINT`: scores answers of a checkpoint, or of a model behind an OpenAI endpoint."""
+"""`archon eval CHECKPOINT`: score the answers of a checkpoint or an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -23,51 +23,52 @@ if TYPE_CHECKING:
     from archon.rl.rewards import AsyncRewardWrapper
     from archon.rl.scores import Estimate
 
-INTERVALS = "95 % over prompts: Wilson's for pass@k, mean ± 1.96 standard errors for the reward"
+INTERVALS = "95 % over prompts: Wilson score for pass@k, mean ± 1.96 standard errors for the reward"
 
 SETTINGS: dict[str, Any] = {
     "name": "eval",
-    "help": "Score answers of a checkpoint, or of a model behind an OpenAI endpoint.\n\nWrites pass@k and means with "
-    "95 % intervals over prompts (Wilson's for pass@k, else the normal one), the answers as JSON lines, and a page.",
+    "help": "Score the answers of a checkpoint or an OpenAI endpoint.\n\nWrites pass@k and mean rewards with 95 % "
+    "intervals over prompts (Wilson score for pass@k, normal for means), the answers as JSON lines, and an HTML page.",
     "cls": config_command("archon.cli.eval_config:EvalConfig"),
 }
 
 
 def command(
-    checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; none with --url")] = None,
+    checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; omit with --url")] = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="named dataset, file or folder")] = None,
     reward: Annotated[str | None, typer.Option(metavar="NAME", help="reward function")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="answers to each prompt")] = None,
-    temperature: Annotated[float | None, typer.Option(help="of sampling; 0 is the most likely answer")] = None,
-    url: Annotated[str | None, typer.Option(help="base URL of an OpenAI endpoint, which ends in /v1")] = None,
-    model: Annotated[str, typer.Option(help="name of the model at --url")] = "",
+    n: Annotated[int | None, typer.Option("--n", help="answers per prompt")] = None,
+    temperature: Annotated[float | None, typer.Option(help="sampling temperature; 0 is greedy")] = None,
+    url: Annotated[str | None, typer.Option(help="base URL of an OpenAI endpoint, ending in /v1")] = None,
+    model: Annotated[str, typer.Option(help="model name at --url")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="default: runs/eval-TIME")] = None,
     lora: LoRAFolder = None,
 ) -> None:
+    """Evaluate a checkpoint or an endpoint."""
     from archon.cli.eval_config import EvalConfig
 
-    given = list(overrides or [])
+    all_overrides = list(overrides or [])
     if checkpoint is not None and "=" in checkpoint.name and not checkpoint.exists():
-        checkpoint, given = None, [str(checkpoint), *given]
+        checkpoint, all_overrides = None, [str(checkpoint), *all_overrides]
     if (checkpoint is None) == (url is None):
-        raise ConfigError("name who answers: a checkpoint folder, or --url of an OpenAI endpoint, and not both")
+        raise ConfigError("expected either a checkpoint folder or --url of an OpenAI endpoint")
     if lora is not None and url is not None:
-        raise ConfigError("--lora belongs to a checkpoint; the model behind --url has what its server gave it")
+        raise ConfigError("--lora requires a checkpoint and does not work with --url; load the LoRA on the server")
     options = {"data.path": data, "reward": reward, "n": n, "temperature": temperature}
-    given += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-    resolved = load_config(EvalConfig, config, given)
+    all_overrides += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    resolved = load_config(EvalConfig, config, all_overrides)
     folder = out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty; name another folder with --out")
+        raise ConfigError(f"{folder} is not empty; choose another folder with --out")
     evaluate(resolved, folder, checkpoint, url, model, lora)
 
 
 def evaluate(
     config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, lora: Path | None = None
 ) -> None:
-    """Answer and scores all rows, and writes the results to `folder`."""
+    """Answer and score all rows, and write the results to `folder`."""
     from archon.data.registry import load_rows
     from archon.rl.answers import EndpointAnswerer
     from archon.rl.rewards import AsyncRewardWrapper
@@ -87,43 +88,43 @@ def evaluate(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config) + "\n", encoding="utf-8")
         scored = asyncio.run(collect(rows, answerer, reward, config, folder / "answers.jsonl"))
-    lost = sum((one.lost for one in scored), Counter[str]())
-    if not any(one.records for one in scored):
-        raise next(one.first_error for one in scored if one.first_error)
-    estimates = summarize([one.rewards for one in scored], config.ks, config.pass_threshold)
+    lost = sum((row.lost for row in scored), Counter[str]())
+    if not any(row.records for row in scored):
+        raise next(row.first_error for row in scored if row.first_error)
+    estimates = summarize([row.rewards for row in scored], config.ks, config.pass_threshold)
     result = {
         "who": url or (str(checkpoint) if lora is None else f"{checkpoint} with {lora}"),
         "model": model,
         "prompts": len(rows),
-        "answers": sum(len(one.records) for one in scored),
+        "answers": sum(len(row.records) for row in scored),
         "lost": dict(lost),
         "seconds": round(time.monotonic() - started, 1),
         "intervals": INTERVALS,
         "scores": {name: {**vars(value), **bounds(value)} for name, value in estimates.items()},
     }
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    page = write_eval_page(folder, result, [record for one in scored for record in one.records])
-    print_result(result, estimates, next((one.first_error for one in scored if one.first_error), None))
+    page = write_eval_page(folder, result, [record for row in scored for record in row.records])
+    print_result(result, estimates, next((row.first_error for row in scored if row.first_error), None))
     print(f"answers: {folder / 'answers.jsonl'}\nreport: {page}")
 
 
 async def collect(
     rows: Sequence[Mapping[str, Any]], answerer: Answerer, reward: AsyncRewardWrapper, config: EvalConfig, file: Path
 ) -> list[Scored]:
-    """Return the scored answers in the order of their rows; each row's are in `file` as soon as they are there."""
+    """Return the scored answers in row order; append each row's answers to `file` when they finish."""
     from archon.rl.answers import score_answers
 
     scored: list[Scored] = []
     with file.open("w", encoding="utf-8") as answers:
-        async for one in score_answers(rows, answerer, reward, config.n, config.seed):
-            scored.append(one)
-            answers.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in one.records)
+        async for row in score_answers(rows, answerer, reward, config.n, config.seed):
+            scored.append(row)
+            answers.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in row.records)
             answers.flush()
-    return sorted(scored, key=lambda one: one.index)
+    return sorted(scored, key=lambda row: row.index)
 
 
 def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None) -> tuple[Answerer, Any]:
-    """Return who answers with the checkpoint and its adapter, and the tokenizer."""
+    """Return an answerer for the checkpoint with its LoRA, and the tokenizer."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -151,12 +152,12 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
 
 
 def bounds(value: Estimate) -> dict[str, float | None]:
-    """Return the ends of the interval; None, as JSON has no NaN, where a single prompt has none."""
+    """Return the ends of the interval; None for a single prompt, because JSON has no NaN."""
     return {name: None if math.isnan(end) else end for name, end in (("low", value.low), ("high", value.high))}
 
 
 def print_result(result: dict[str, Any], estimates: dict[str, Estimate], first_error: Exception | None) -> None:
-    """Print a line a score, and what was lost with the first reason."""
+    """Print one line per score, then the lost answers with the first error."""
     print(f"{result['who']}: {result['prompts']} prompts, {result['answers']} answers in {result['seconds']:.1f} s")
     for name, value in estimates.items():
         over = "" if value.prompts == result["prompts"] else f", over {value.prompts} prompts"
@@ -164,5 +165,5 @@ def print_result(result: dict[str, Any], estimates: dict[str, Estimate], first_e
         print(f"  {name:<10}{value.mean:.4f}  {interval}{over}")
     if result["lost"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in result["lost"].items())
-        print(f"  lost, and left out: {reasons}; the first: {first_error}")
+        print(f"  lost (excluded): {reasons}; first error: {first_error}")
     print(f"  intervals: {INTERVALS}")

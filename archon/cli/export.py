@@ -1,4 +1,4 @@
-"""`archon export SRC DST`: writes a run's adapters in PEFT's format, or merges adapters into a copy of their base."""
+"""`archon export SRC DST`: export LoRAs in PEFT format, or merge them into a copy of their base."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "export",
-    "help": "Write adapters in PEFT's format, or merged into a copy of their base.\n\n"
-    "SRC is a checkpoint of a run that trained adapters, or its folder. With --merge it may also be a folder in PEFT's "
-    "format, and DST becomes a Hugging Face checkpoint: sums in float32, one file of weights in memory at a time, in "
-    "the base's dtypes. With --experts it may also be one, to write its experts in another form.",
+    "help": "Export LoRAs in PEFT format, or merge them into a copy of their base.\n\n"
+    "SRC is a checkpoint of a LoRA run or its folder. --merge and --experts also accept a PEFT folder. --merge writes "
+    "a Hugging Face checkpoint in the base's dtypes; it adds in float32 and keeps one weight file in memory. --experts "
+    "rewrites experts in another form.",
 }
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint of a run, or an adapter's folder")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint of a run, or a PEFT folder")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
     base: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="checkpoint that SRC adapts; default: the one that SRC names")
+        Path | None, typer.Option(metavar="FOLDER", help="base checkpoint; default: the base recorded in SRC")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="write the base with the adapters merged")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="write the base with the LoRA merged")] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="with --merge: dtype of all weights; kept when left out"),
+        typer.Option(help="with --merge: dtype of all weights; default: unchanged"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="which adapter of a run that trained several")] = None,
+    name: Annotated[str | None, typer.Option(help="name of the LoRA in a multi-LoRA run")] = None,
     experts: Annotated[
         Literal["stacked", "per_expert"] | None,
         typer.Option(
-            help="how experts' adapters are written: stacked (the default), as transformers 5 has experts, or "
-            "per_expert, as checkpoints name them, older versions and other programs"
+            help="format of expert LoRAs: stacked (default), for transformers 5, or per_expert, with checkpoint names, "
+            "for older versions and other programs"
         ),
     ] = None,
 ) -> None:
+    """Export or merge the LoRA of a run."""
     import torch
 
     from archon.checkpoint.convert import convert
@@ -44,19 +45,19 @@ def command(
     from archon.schema.errors import ConfigError
 
     if not merge and dtype is not None:
-        raise ConfigError("--dtype belongs to --merge; adapters keep the dtype that they were trained in")
+        raise ConfigError("--dtype requires --merge; exported LoRAs keep their training dtype")
     if merge and experts is not None:
-        raise ConfigError("--experts is how adapters of experts are written, and --merge writes none; leave one out")
+        raise ConfigError("--experts and --merge exclude each other: --merge writes no LoRA; remove one of them")
     if not merge and experts is None and is_peft_folder(source):
-        raise ConfigError(f"{source} is in PEFT's format already; add --merge to write it merged into its base")
+        raise ConfigError(f"{source} is already in PEFT format; add --merge to merge it into its base")
     checkpoint = base or base_checkpoint(source)
     if not merge:
-        found = export_lora(source, target, checkpoint, experts or "stacked", name)
-        print(f"adapters of {len(found.sizes)} matrices, {found.parameters:,} parameters: {source} -> {target}")
+        exported = export_lora(source, target, checkpoint, experts or "stacked", name)
+        print(f"LoRAs of {len(exported.sizes)} matrices, {exported.parameters:,} parameters: {source} -> {target}")
         return
-    wanted = None if dtype is None else getattr(torch, dtype)
-    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, lora=source, lora_name=name)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    weights = convert(checkpoint, target, "hf", origin="hf", dtype=torch_dtype, lora=source, lora_name=name)
     print(f"{source} merged into {checkpoint} -> {target}, {len(weights.tensors):,} tensors")
     if quantized := weights.hf_config.get(FIELD):
         method = quantized.get("quant_method", "quantized")
-        print(f"the base is {method}; all of its weights were dequantized, and the copy is not quantized")
+        print(f"the base is {method}; all weights were dequantized, and the output is not quantized")

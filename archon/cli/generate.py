@@ -1,4 +1,4 @@
-"""`archon generate PATH`: answers prompts with a checkpoint."""
+"""`archon generate PATH`: answer prompts with a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "generate",
-    "help": "Answer prompts with a checkpoint.\n\nAnswers go to stdout as they are finished, tokens/s to stderr.",
+    "help": "Answer prompts with a checkpoint.\n\nPrints each finished answer to stdout and tokens/s to stderr.",
     "cls": config_command("archon.cli.generate_config:GenerateConfig"),
 }
 
@@ -34,6 +34,7 @@ def command(
     prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt per line")] = None,
     lora: LoRAFolder = None,
 ) -> None:
+    """Generate answers to prompts."""
     from archon.cli.generate_config import GenerateConfig
 
     resolved = load_config(GenerateConfig, config, overrides or [])
@@ -47,12 +48,12 @@ def command(
                 f"{file}: not UTF-8 ({error.reason} at byte {error.start}); expected a text file"
             ) from None
     if not prompts:
-        raise ConfigError("no prompt was given; use --prompt TEXT or --prompts-file FILE")
+        raise ConfigError("there is no prompt; use --prompt TEXT or --prompts-file FILE")
     answer(path, prompts, resolved, lora)
 
 
 def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Path | None) -> None:
-    """Load the checkpoint and its adapter, answers every prompt and prints the answers."""
+    """Load the checkpoint with its LoRA, and print the answer to every prompt."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -70,7 +71,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
         model,
         tokenizer,
         max_slots=min(config.max_slots, len(requests)),
-        # Beyond the length that the model was trained for only on request.
+        # Exceed the trained context length only on request.
         max_seq_len=min(config.max_tokens or model.args.max_seq_len, longest),
         seed=0 if config.seed is None else config.seed,
     )
@@ -81,14 +82,14 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
 
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
-    """Return `n_samples` requests per prompt, in order, each with its own random stream."""
+    """Return `n_samples` requests per prompt, in order, each with a separate random stream."""
     from archon.data.encoding import render, tokenize
     from archon.generation.types import GenerationHyperparameters, ModelRequest
 
     if config.chat is True and not tokenizer.chat_template:
         raise ConfigError("chat=true, but the tokenizer has no chat template; set chat=false")
     use_chat = bool(tokenizer.chat_template) if config.chat == "auto" else config.chat
-    # Only the engine gets the seed: in the requests it would make all samples of a prompt equal.
+    # Seed the engine instead of the requests: equal request seeds would make all samples of a prompt equal.
     sampling = {name: getattr(config, name) for name in GenerationHyperparameters.model_fields}
     gconfig = GenerationHyperparameters(**sampling | {"n_samples": 1, "seed": None})
     requests = []
@@ -98,7 +99,7 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
             chat = render(tokenizer, [{"role": "user", "content": text}], where, add_generation_prompt=True)
             ids = tokenize(tokenizer, chat, where)["input_ids"]
         else:
-            tokenize(tokenizer, text, where)  # raises a one-line error where `encode` would raise a traceback
+            tokenize(tokenizer, text, where)  # unlike `encode`, raises a one-line error
             ids = tokenizer.encode(text)
         requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
     return requests
@@ -107,7 +108,7 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
 async def print_answers(
     engine: InferenceEngine, requests: Sequence[ModelRequest], n_samples: int, tokenizer: Any
 ) -> None:
-    """Print each answer when it is finished, and at the end the throughput."""
+    """Print each answer when it finishes, then the throughput."""
     start, tokens = time.monotonic(), 0
     async for index, response in as_completed(engine, requests):
         text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
@@ -124,12 +125,12 @@ async def print_answers(
 async def as_completed(
     engine: InferenceEngine, requests: Sequence[ModelRequest]
 ) -> AsyncIterator[tuple[int, ModelResponse]]:
-    """Yield (index, response) of each request when it is finished."""
+    """Yield (index, response) of each request when it finishes."""
 
     async def generate(index: int) -> tuple[int, ModelResponse]:
         return index, await engine.agenerate(requests[index])
 
-    # Tasks, because as_completed starts coroutines in the order of a set, and seeds depend on the order of arrival.
+    # Create tasks in order: as_completed starts coroutines in set order, and seeds depend on the order of arrival.
     tasks = [asyncio.create_task(generate(index)) for index in range(len(requests))]
     for task in asyncio.as_completed(tasks):
         yield await task

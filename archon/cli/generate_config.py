@@ -1,4 +1,4 @@
-"""Configuration of `archon generate`, in a module of its own because the generator's types import torch."""
+"""Configuration of `archon generate`, in a separate module because the generator's types import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from archon.schema.config import ComputeDtype
 
 
 class GenerateConfig(GenerationHyperparameters):
-    """How answers are sampled, and by which model."""
+    """Prompts, sampling and model of `archon generate`."""
 
     prompts: list[str] = Field(default_factory=list, description="prompts to answer; also --prompt, repeatable")
     prompts_file: Path | None = Field(None, description="one prompt per line; also --prompts-file")
-    chat: bool | Literal["auto"] = Field("auto", description="use the chat template; auto: where the tokenizer has one")
+    chat: bool | Literal["auto"] = Field("auto", description="use the chat template; auto: if the tokenizer has one")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
+    dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache")
     max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")

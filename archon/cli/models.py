@@ -1,4 +1,4 @@
-"""`archon models`: lists the supported Hugging Face model types."""
+"""`archon models`: list the supported Hugging Face model types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ SETTINGS: dict[str, Any] = {"name": "models", "help": "List supported model type
 
 
 def command() -> None:
+    """Print every supported model type with its class."""
     from archon.models import get_model_spec, get_supported_model_types
 
     for model_type in sorted(get_supported_model_types()):

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Shared command-line options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
 LoRAFolder = Annotated[
     Path | None,
-    typer.Option("--lora", metavar="FOLDER", help="adapter of the checkpoint, in PEFT's format; it is not merged"),
+    typer.Option("--lora", metavar="FOLDER", help="PEFT folder of a LoRA to apply unmerged"),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file; keys are dotted")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file with dotted keys")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print and check the resolved configuration, then exit")]

@@ -1,4 +1,4 @@
-"""`archon plan MODEL --gpus N`: prints the fastest layouts that fit, and why others are slower or refused."""
+"""`archon plan MODEL --gpus N`: rank the layouts that fit, and explain slower and rejected ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts th
 
 
 def command(
-    model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or one that holds only config.json")] = None,
+    model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or a folder with only config.json")] = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="total number of GPUs")] = 8,
-    gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | your own FILE.yaml")] = (
-        "h100-80gb"
-    ),
+    gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | FILE.yaml")] = ("h100-80gb"),
     tokens: Annotated[
         int | None, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens per optimizer step (1048576)")
     ] = None,
@@ -34,33 +32,34 @@ def command(
     ] = None,
     fp8: Annotated[
         Literal["none", "tensorwise", "rowwise", "tensorwise_inner", "rowwise_inner"] | None,
-        typer.Option("--fp8", help="8-bit products of blocks (none); inner: not of the first and the last"),
+        typer.Option("--fp8", help="FP8 matmuls in blocks (none); inner: skip the first and last block"),
     ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="train adapters: rank=16, targets=[q_proj]; repeatable, as in model.lora"
+            metavar="KEY=VALUE", help="train a LoRA: rank=16, targets=[q_proj]; fields of model.lora; repeatable"
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FILE.yaml", help="model, dtype, fp8, adapters and batch of a run of archon sft"
+            "--config", metavar="FILE.yaml", help="archon sft config to take model, dtype, fp8, LoRA and batch from"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="write the best layout's configuration here")
+        Path | None, typer.Option("--output", metavar="FILE", help="file for the configuration of the best layout")
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             "--calibrate",
             metavar="FILE",
-            help="measure this machine, write FILE for --gpu, and exit; under torchrun also its links",
+            help="measure this machine (under torchrun also its links), write FILE for --gpu, and exit",
         ),
     ] = None,
 ) -> None:
+    """Rank the layouts for a number of GPUs."""
     for file in (calibrate, output):
         if file is not None:
             require_folder(file)
@@ -82,7 +81,7 @@ def command(
     run = {} if config is None else plan_request(config)
     model = model or run.get("path")
     if model is None:
-        raise ConfigError("plan for which model? give the folder of a checkpoint, or one that holds only config.json")
+        raise ConfigError("there is no model to plan for; pass a checkpoint folder, or a folder with only config.json")
     hardware = read_hardware(gpu)
     hf_config = read_hf_config(model)
     spec = get_model_spec(str(hf_config.get("model_type")))
@@ -96,22 +95,22 @@ def command(
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
     request = request._replace(fp8=fp8 or run.get("fp8") or "none")
     plan = Planner(spec, args, hardware, sizes).plan(request)
-    made = run_config(request, plan.best[0].candidate) if plan.best else None
-    text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
+    best_config = run_config(request, plan.best[0].candidate) if plan.best else None
+    text = "" if best_config is None else yaml.safe_dump(best_config, sort_keys=False)
     if as_json:
-        print(json.dumps(plan_as_json(plan) | {"config": made}, indent=2))
+        print(json.dumps(plan_as_json(plan) | {"config": best_config}, indent=2))
     else:
         print("\n".join(describe(plan)))
-        if made is not None and output is None:
+        if best_config is not None and output is None:
             print(f"\n# {gpus} processes: torchrun … -m archon sft --config FILE.yaml\n{text}", end="")
-    if made is None:
+    if best_config is None:
         raise LayoutError(explain_no_plan(plan))
     if output is not None:
         output.write_text(text, encoding="utf-8")
 
 
 def plan_request(file: Path) -> dict[str, Any]:
-    """Return what a configuration of `archon sft` asks of a plan: path, dtype, fp8, lora, documents of a step, seq."""
+    """Return the plan options of an `archon sft` config: path, dtype, fp8, lora, documents per step, seq."""
     from archon.cli.config import load_config
     from archon.training.config import SFTConfig
 
@@ -128,9 +127,10 @@ def plan_request(file: Path) -> dict[str, Any]:
 
 
 def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, LoRASize]:
-    """Return the adapters that fields of `model.lora` mean, by the native name of the matrix.
+    """Return the LoRA size of each target matrix by native name, for fields of `model.lora`.
 
-    Raises ConfigError for several.
+    Raises:
+        ConfigError: The fields describe several LoRAs.
     """
     from archon.engine.build import lora_sizes
     from archon.schema.config import LoRAConfig
@@ -139,8 +139,8 @@ def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> di
     lora = LoRAConfig.parse(fields, source="lora")
     if lora.loras is not None:
         raise ConfigError(
-            "lora.loras has several adapters, and a plan counts one; plan with one that is as large as all of them: "
-            f"--lora rank={sum(own.rank for own in lora.loras.values())}"
+            "lora.loras has several LoRAs, but a plan supports one; plan with one of their total rank: "
+            f"--lora rank={sum(each.rank for each in lora.loras.values())}"
         )
     return lora_sizes(names, lora)
 
@@ -156,7 +156,7 @@ def _calibrate(gpu: str, dtype: str, file: Path) -> None:
 
     device = resolve_device("auto")
     join_process_group(torchrun_world_size(), device.type, timeout_s=600.0)
-    found = calibrate(gpu, device, getattr(torch, dtype))
+    hardware = calibrate(gpu, device, getattr(torch, dtype))
     if os.environ.get("RANK", "0") == "0":
-        file.write_text(found.to_yaml(), encoding="utf-8")
-        print(f"{file}: {found.to_yaml()}", end="")
+        file.write_text(hardware.to_yaml(), encoding="utf-8")
+        print(f"{file}: {hardware.to_yaml()}", end="")

@@ -1,4 +1,4 @@
-"""`archon report`: writes a run's HTML page and PNG curves, or serves the page on loopback during the run."""
+"""`archon report`: write a run's HTML page and PNG curves, or serve the page during the run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "report",
-    "help": "Write a run's report.html and curves as PNG.\n\nThe page shows curves and sampled trajectories; for a "
-    "record of `archon bench`, throughput and memory by layout, and a step of every rank.",
+    "help": "Write a run's report.html and curves as PNG.\n\nThe page shows curves and sampled trajectories. For an "
+    "`archon bench` record it shows throughput and memory by layout, and one step of every rank.",
 }
 
 
 def command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of the run, or a record of archon bench")],
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="where to write; default RUN_DIR/report")] = None,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run directory, or an archon bench record")],
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="output folder; default RUN_DIR/report")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="for a record: also write the profiled steps as a Chrome trace"),
+        typer.Option(metavar="FILE.json", help="for a record: also write a Chrome trace of the profiled steps"),
     ] = None,
     serve: Annotated[
         int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT, updated on each load"),
+        typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT; every load updates it"),
     ] = None,
 ) -> None:
+    """Write or serve the report of a run."""
     from archon.schema.errors import ConfigError
 
     if run_dir.is_file():
@@ -38,7 +39,7 @@ def command(
         from archon.tools.report import write_bench_report
 
         if serve is not None:
-            raise ConfigError(f"--serve follows a run, and {run_dir} is a file; leave it out")
+            raise ConfigError(f"--serve requires a run directory; {run_dir} is a file")
         for path in write_bench_report(run_dir, out):
             print(path)
         if trace is not None:
@@ -46,7 +47,7 @@ def command(
             print(trace)
         return
     if trace is not None:
-        raise ConfigError(f"--trace draws a record of archon bench, and {run_dir} is none; leave it out")
+        raise ConfigError(f"--trace requires an archon bench record; {run_dir} is not a file")
     if serve is not None:
         from archon.tools.report.page_server import serve_report
 
@@ -59,7 +60,7 @@ def command(
 
 
 def write_run_report(runner: Runner) -> None:
-    """Write the report of the run that just ended, its curves where matplotlib is installed, and log its path."""
+    """Write and log the report of a finished run, with PNG curves if matplotlib is installed."""
     from archon.tools.report import write_report
 
     if runner.directory.metrics.stat().st_size > 0:

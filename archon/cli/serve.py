@@ -1,4 +1,4 @@
-"""`archon serve PATH`: serves a checkpoint with OpenAI's and Anthropic's protocols."""
+"""`archon serve PATH`: serve a checkpoint over the OpenAI and Anthropic protocols."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "serve",
-    "help": "Serve a checkpoint to OpenAI's and Anthropic's clients until interrupted.",
+    "help": "Serve a checkpoint to OpenAI and Anthropic clients until interrupted.",
     "cls": config_command("archon.cli.serve_config:ServeConfig"),
 }
 
@@ -31,84 +31,81 @@ def command(
     path: CheckpointFolder,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    host: Annotated[str, typer.Option(help="address to listen on; other than loopback needs a token")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    host: Annotated[str, typer.Option(help="address to listen on; any but loopback requires a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0 picks a free one")] = 8000,
     token: Annotated[
-        str | None, typer.Option(envvar="ARCHON_TOKEN", help="key that clients must send; better in the environment")
+        str | None, typer.Option(envvar="ARCHON_TOKEN", help="API key for clients; prefer the environment variable")
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="adapter to serve as the model NAME, next to the checkpoint; repeatable"
-        ),
+        typer.Option(metavar="NAME=FOLDER", help="LoRA to serve as model NAME; repeatable"),
     ] = None,
     lora_root: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="folder from which clients with the token may load further adapters; needs a token"
-        ),
+        typer.Option(metavar="FOLDER", help="folder from which authorized clients may load LoRAs; requires a token"),
     ] = None,
     push_root: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="folder from which a trainer with the token may push weights; needs a token"
+            metavar="FOLDER", help="folder from which an authorized trainer may push weights; requires a token"
         ),
     ] = None,
     train: Annotated[
         Path | None,
-        typer.Option(metavar="RUN.yaml", help="configuration of `archon rl`: train on the sessions that clients rate"),
+        typer.Option(metavar="RUN.yaml", help="`archon rl` config: train on sessions that clients rate"),
     ] = None,
 ) -> None:
+    """Serve a checkpoint until interrupted."""
     from archon.cli.serve_config import ServeConfig
 
     if (train is not None or push_root is not None) and (lora or lora_root):
         raise ConfigError(
-            "--lora and --lora-root go with a checkpoint that stays as it is, and --train and --push-root change "
-            "its weights; leave out one of them"
+            "--lora and --lora-root require fixed base weights, but --train and --push-root change them; remove one of "
+            "them"
         )
     if train is not None and push_root is not None:
-        raise ConfigError("--train changes the weights itself, and --push-root lets a trainer do so; leave out one")
+        raise ConfigError("--train and --push-root exclude each other: both change the weights; remove one of them")
     if train is not None:
         serve_training(path, train, overrides or [], host, port, token)
     resolved = load_config(ServeConfig, config, overrides or [])
     if token is not None and not token.strip():
-        raise ConfigError("the token is empty; give one, or leave it out on loopback")
+        raise ConfigError("the token is empty; set one, or remove it on loopback")
     from archon.serve.service import check_host
 
     check_host(host, token)  # before a model is loaded
     if lora_root is not None and token is None:
-        raise ConfigError("--lora-root lets clients load adapters, which needs a token: set one with --token")
+        raise ConfigError("--lora-root lets clients load LoRAs and requires a token; set one with --token")
     if lora_root is not None and not lora_root.is_dir():
-        raise ConfigError(f"--lora-root is {str(lora_root)!r}, which is no folder")
+        raise ConfigError(f"--lora-root {str(lora_root)!r} is not a folder")
     if push_root is not None and token is None:
-        raise ConfigError("--push-root lets trainers replace the weights, which needs a token: set one with --token")
+        raise ConfigError("--push-root lets trainers replace the weights and requires a token; set one with --token")
     if push_root is not None and not push_root.is_dir():
-        raise ConfigError(f"--push-root is {str(push_root)!r}, which is no folder")
+        raise ConfigError(f"--push-root {str(push_root)!r} is not a folder")
     folders = parse_lora_folders(lora or [])
     asyncio.run(serve(make_server(path, resolved, token, folders, lora_root, push_root), host, port))
 
 
 def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of NAME=FOLDER options by name. Raises ConfigError for one that is malformed or repeated."""
+    """Parse NAME=FOLDER options. Raises ConfigError if one is malformed or repeated."""
     folders: dict[str, Path] = {}
     for option in options:
         name, separator, folder = option.partition("=")
         if not (name and separator and folder) or not name.isprintable():
             raise ConfigError(f"--lora {option!r}; expected NAME=FOLDER")
         if name in folders:
-            raise ConfigError(f"--lora names {name!r} twice; give each adapter its own name")
+            raise ConfigError(f"--lora has the name {name!r} twice; use unique names")
         folders[name] = Path(folder)
     return folders
 
 
 def serve_training(path: Path, train: Path, overrides: list[str], host: str, port: int, token: str | None) -> NoReturn:
-    """Run `archon rl` on sessions instead of prompts, from the checkpoint `path`, and exits with its code."""
+    """Run `archon rl` on client sessions, starting from the checkpoint `path`, and exit with its code."""
     from archon.cli.train import exit_with, run_training
     from archon.serve.service import check_host
 
     check_host(host, token)
     if token is not None:
-        os.environ["ARCHON_TOKEN"] = token  # it must not be written to the run's folder
+        os.environ["ARCHON_TOKEN"] = token  # an override would write it to the run directory
     online = [
         f"actor.path={path}",
         "workflow=archon.rl.OnlineWorkflow",
@@ -128,7 +125,7 @@ def make_server(
     lora_root: Path | None = None,
     push_root: Path | None = None,
 ) -> AgentServer:
-    """Load the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
+    """Load the checkpoint and its LoRAs. Returns the server, which does not listen yet."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -144,7 +141,7 @@ def make_server(
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
 
-    # Read first: it gives a clearer error than the tokenizer's loader if this is not a checkpoint.
+    # Read the config first: its error for a folder that is not a checkpoint is clearer than the tokenizer's.
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
     tokenizer = load_tokenizer(config.tokenizer or path)
@@ -161,7 +158,7 @@ def make_server(
     engine.max_loras = config.max_loras
     for name, folder in (loras or {}).items():
         if name == model_name:
-            raise ConfigError(f"--lora has the model's own name, {name!r}; choose another, or set model_name")
+            raise ConfigError(f"--lora has the name of the base model, {name!r}; choose another, or set model_name")
         engine.load_lora(name, read_lora_weights(folder, names, path))
     return AgentServer(
         tokenizer,
@@ -198,7 +195,7 @@ async def serve(server: AgentServer, host: str, port: int) -> None:
         loop.add_signal_handler(number, stop.set)
     url = await server.start(host, port)
     try:
-        print(f"serving {server.model} at {url} (Ctrl-C ends)", flush=True)
+        print(f"serving {server.model} at {url} (Ctrl-C to stop)", flush=True)
         await stop.wait()
     finally:
         await server.close()

@@ -8,29 +8,29 @@ from archon.schema.config import MAX_SECONDS, ComputeDtype, StrictModel
 
 
 class ServeConfig(StrictModel):
-    """The model that answers, and the server's limits."""
+    """Model and limits of the server."""
 
     model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
     tool_call_parser: str | None = Field(
         None,
-        description="format of tool calls: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | harmony; null: "
-        "that of the chat template",
+        description="tool-call format: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | harmony; null: from "
+        "the chat template",
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
+    dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache")
     max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")
-    max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
+    max_tokens: int | None = Field(None, ge=2, description="maximum prompt plus answer tokens; null: the model's limit")
     max_new_tokens: int = Field(1024, ge=1, description="default length limit of an answer, in tokens")
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of requests that set none")
-    max_loras: int = Field(64, ge=1, le=2**16, description="adapters in memory at the same time")
-    max_body_bytes: int = Field(8 << 20, ge=1, description="of a request")
-    max_sessions: int = Field(1024, ge=1, description="open at the same time")
-    max_calls_per_session: int = Field(1000, ge=1, description="answers recorded per session")
-    max_requests: int = Field(256, ge=1, description="answered at the same time; further ones get status 429")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of requests without one")
+    max_loras: int = Field(64, ge=1, le=2**16, description="maximum LoRAs in memory")
+    max_body_bytes: int = Field(8 << 20, ge=1, description="maximum size of a request body")
+    max_sessions: int = Field(1024, ge=1, description="maximum open sessions")
+    max_calls_per_session: int = Field(1000, ge=1, description="maximum answers recorded per session")
+    max_requests: int = Field(256, ge=1, description="maximum concurrent requests; further ones get status 429")
     session_idle_seconds: float = Field(
-        3600.0, gt=0, le=MAX_SECONDS, description="after which an unused session is closed"
+        3600.0, gt=0, le=MAX_SECONDS, description="idle seconds before a session closes"
     )
     request_seconds: float = Field(
-        60.0, gt=0, le=MAX_SECONDS, description="to receive a request's headers, and again for its body"
+        60.0, gt=0, le=MAX_SECONDS, description="timeout for the headers of a request, and again for its body"
     )

@@ -1,4 +1,4 @@
-"""The training commands `archon sft`, `preference` and `rl`: a configuration in, a run directory with a report out."""
+"""Training commands `archon sft`, `preference` and `rl`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from archon.cli.report import write_run_report
 
 
 class Run(NamedTuple):
-    """A training command: its help, the "module:Class" of its configuration, what makes its trainer, and the field of
-    the model that is trained.
+    """A training command.
+
+    Attributes:
+        help: Help text.
+        config: "module:Class" of its configuration.
+        trainer: Name in `archon.rl` that builds its trainer.
+        model: Config field of the trained model.
     """
 
     help: str
@@ -29,7 +34,7 @@ class Run(NamedTuple):
 RUNS = {
     "sft": Run("Fine-tune a checkpoint on examples.", "archon.training.config:SFTConfig", "SFTTrainer", "model"),
     "preference": Run(
-        "Train a policy (DPO, IPO) or a reward model on pairs of answers.",
+        "Train a policy (DPO, IPO) or a reward model on preference pairs.",
         "archon.training.config:PreferenceConfig",
         "PreferenceTrainer",
         "model",
@@ -47,17 +52,17 @@ def add_command(app: typer.Typer, name: str) -> None:
 
 
 def exit_with(run: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `run` returns, or with that of a Ctrl-C."""
+    """Exit with the code that `run` returns, or 130 after Ctrl-C."""
     try:
         exit_code = run()
-    except KeyboardInterrupt:  # outside of training, which treats the signal as a request to stop
+    except KeyboardInterrupt:  # outside training, where the signal requests a stop
         sys.stderr.write("archon: interrupted\n")
         exit_code = 128 + signal.SIGINT
     raise typer.Exit(exit_code)
 
 
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
-    """Run a command of `RUNS` to its end, or with `dry_run` checks its configuration. Returns the exit code."""
+    """Run a command of `RUNS`, or check its configuration with `dry_run`. Returns the exit code."""
     import archon.rl as rl
 
     run = RUNS[command]
@@ -82,14 +87,14 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     config = join_processes(config, getattr(config, run.model))
     engine = getattr(config, run.model)
     bootstrap = bootstrap and join_processes(bootstrap, engine)
-    if bootstrap and config.optimizer_steps is not None:  # before the minutes that it takes
+    if bootstrap and config.optimizer_steps is not None:  # fail before the bootstrap, which takes minutes
         for model in filter(None, (engine, getattr(config.resolve(), "critic", None))):
-            multi_lora = model.lora is not None and model.lora.loras is not None  # each has its own schedule
+            multi_lora = model.lora is not None and model.lora.loras is not None  # each LoRA has a separate schedule
             if model.optimizer and not multi_lora:
                 check_schedule(model.scheduler, config.optimizer_steps)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
-        if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
-            runner.request_stop(number)
+        if bootstrap and (signal_number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
+            runner.request_stop(signal_number)
         else:
             getattr(rl, run.trainer)(config, runner).train()
         if runner.world.is_main:

@@ -266,7 +266,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     assert_bitwise(read_back(tmp_path / "back"), weights)
     told = run(folder, tmp_path / "no", "--to", "native", "--names", "hf")
-    assert "--names belongs to dcp; here --from is hf and --to native" in " ".join(told.split())
+    assert "--names requires the dcp format; got --from hf and --to native" in " ".join(told.split())
 
 
 # Damage: what is wrong with a folder, and what is said of it.

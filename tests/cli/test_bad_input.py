@@ -95,7 +95,7 @@ def test_a_schedule_without_an_end_is_refused_before_the_bootstrap(archon, sft_o
 
 
 def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_overrides):
-    assert "where should the checkpoint be made? give path=FOLDER" in archon("bootstrap").complaint
+    assert "the checkpoint has no path; set path=FOLDER" in archon("bootstrap").complaint
     assert "nowhere.yaml" in archon("sft", *sft_overrides, "bootstrap=nowhere.yaml").complaint
 
 

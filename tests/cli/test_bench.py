@@ -16,7 +16,7 @@ from tests.tools.bench.made import record, row
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a model to measure"),
+        ((), "no model to measure"),
         (("MODEL", "d1"), "no document lengths"),
         (("MODEL", "d1", "--seq", "1000"), "--tokens 8192 is not a multiple of --seq 1000"),
         (("MODEL", "d2x", "--seq", "64"), "layout"),
@@ -53,7 +53,7 @@ def test_two_records_are_compared_and_one_is_drawn(archon, tmp_path):
     assert drawn.code == 0 and (tmp_path / "a.html").exists()
     assert archon("report", tmp_path / "a.json", "--trace", tmp_path / "trace.json").code == 0
     assert {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
-    assert "is none; leave it out" in archon("report", tmp_path, "--trace", tmp_path / "trace.json").complaint
+    assert "requires an archon bench record" in archon("report", tmp_path, "--trace", tmp_path / "trace.json").complaint
     assert "leave it out" in archon("report", tmp_path / "a.json", "--serve", "0").complaint
 
 

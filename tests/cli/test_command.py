@@ -165,7 +165,7 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
 def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_path):
     done = archon("rl", "--config", RECIPES / "arithmetic_cpu.yaml", f"run_dir={tmp_path / 'run'}", "--dry-run")
     assert done.code == 0, done.err
-    assert "to be made by the bootstrap" in done.out and "# eval_data: 1,000 rows" in done.out
+    assert "to be created by the bootstrap" in done.out and "# eval_data: 1,000 rows" in done.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +195,7 @@ def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):
     made = tmp_path / "made"
     done = archon("bootstrap", "--config", RECIPES / "arithmetic_bootstrap.yaml", f"path={made}", "--dry-run")
     assert done.code == 0, done.err
-    assert "# model: qwen3, 789,888 parameters, to be made by the bootstrap" in done.out
+    assert "# model: qwen3, 789,888 parameters, to be created by the bootstrap" in done.out
     assert "# warmup.train_data: 9,000 rows" in done.out and "# warmup.target.reward: exact_match" in done.out
     assert list(tmp_path.iterdir()) == []
 

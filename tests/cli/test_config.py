@@ -67,19 +67,19 @@ def test_a_key_may_stand_in_brackets():
         ("steps: 4\n", [], "name: "),
         ("name: a\n  steps: 4\n", [], "not YAML: mapping values are not allowed in this context in line 2"),
         ("- name\n", [], "a list; expected a mapping"),
-        ("5\n", [], "one value alone; expected a mapping"),
-        (".nan\n", [], "one value alone; expected a mapping"),
-        ("name: " + "[" * 4000 + "]" * 4000, [], "nested too deep to be read"),
-        ("\n".join(" " * depth + "a:" for depth in range(3000)), [], "nested too deep to be read"),
+        ("5\n", [], "a single value; expected a mapping"),
+        (".nan\n", [], "a single value; expected a mapping"),
+        ("name: " + "[" * 4000 + "]" * 4000, [], "nested too deeply"),
+        ("\n".join(" " * depth + "a:" for depth in range(3000)), [], "nested too deeply"),
         ("steps: " + "1" * 5000, [], "a value cannot be read: Exceeds the limit (4300 digits)"),
         ("steps: -0x" + "f" * 5000, [], "steps: got a number of thousands of digits"),
         ("steps: 1.5" + "1" * 5000, [], "steps: got 1.5"),
         ("name: a\n", ["steps=" + "1" * 5000], "Exceeds the limit (4300 digits)"),
-        ("name: a\n", ["steps=" + "[" * 4000 + "]" * 4000], "nested too deep to be read"),
-        ("name: a\n", [".".join("a" * 3000) + "=1"], "nested too deep to be read"),
+        ("name: a\n", ["steps=" + "[" * 4000 + "]" * 4000], "nested too deeply"),
+        ("name: a\n", [".".join("a" * 3000) + "=1"], "nested too deeply"),
         ("tags: [a]\n", ["tags.x=1"], "tags is a list, and an override lays a mapping over it"),
         ("optimizer: {lr: 1}\n", ["optimizer=[1]"], "optimizer is a mapping, and an override lays a list over it"),
-        ("name: a\n", ["tags=[a]", "tags.x=1"], "override 'tags.x=1' cannot be read, or not after those before it"),
+        ("name: a\n", ["tags=[a]", "tags.x=1"], "override 'tags.x=1' cannot be read or merged"),
         ("name: a\n", ["optimizer..lr=1"], "override 'optimizer..lr=1' is not key=value"),
         ("name: a\n", [".steps=1"], "override '.steps=1' is not key=value"),
         ("name: a\n", ["steps.=1"], "override 'steps.=1' is not key=value"),
@@ -88,7 +88,7 @@ def test_a_key_may_stand_in_brackets():
         ("name: ${oc.env:NOBODY_SET_THIS}\n", [], "Environment variable 'NOBODY_SET_THIS' not found"),
         ("name: ${nowhere}\n", [], "nowhere"),
         ("name: a\n", ["steps"], "override 'steps' is not key=value"),
-        ("name: a\n", ["steps=[1"], "an override is not YAML"),
+        ("name: a\n", ["steps=[1"], "override 'steps=[1' is not YAML"),
         ("name: a\n", ["optimizer.lr=.inf"], "optimizer.lr: got inf, input should be a finite number"),
         ("name: a\n", ["optimizer.lr=inf"], "optimizer.lr: got 'inf', input should be a finite number"),
     ],
@@ -111,7 +111,7 @@ def test_help_shows_every_field_with_its_default_and_meaning():
     ]
     assert "  optimizer.lr = 0.5" in table, "the default of the whole comes before the part's own"
     assert "  reference = null" in table and "  reference.lr = 1e-05" not in table
-    assert table[-2:] == ["\nreference, where it is given:", "  fields as those of optimizer"]
+    assert table[-2:] == ["\nreference, if set:", "  same fields as optimizer"]
     assert {"name", "reference", "tags"} <= set(leaves(Small)) and "reference.lr" not in leaves(Small)
     assert "  tags = []" in table
 
@@ -145,7 +145,7 @@ def test_settings_in_an_override_are_laid_over_a_method_that_the_file_names_alon
 @pytest.mark.parametrize("schema", [EngineConfig, *map(import_schema, SCHEMAS.values())])
 def test_every_field_is_described(schema):
     lines = list(field_lines(schema))
-    table = [line for line in lines if not line.startswith(("\n", "  fields as those of "))]
+    table = [line for line in lines if not line.startswith(("\n", "  same fields as "))]
     for key, text in zip(table[::2], table[1::2], strict=True):
         assert text.strip().rpartition("]")[2].strip(), f"{key.strip()} has no description"
 

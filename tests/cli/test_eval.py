@@ -105,8 +105,11 @@ def test_a_single_prompt_has_no_interval(archon, checkpoint, data, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--data", "DATA", "--reward", REWARD), "name who answers: a checkpoint folder, or --url"),
-        (("CHECKPOINT", "--url", "http://x", "--data", "DATA", "--reward", REWARD), "name who answers"),
+        (("--data", "DATA", "--reward", REWARD), "expected either a checkpoint folder or --url"),
+        (
+            ("CHECKPOINT", "--url", "http://x", "--data", "DATA", "--reward", REWARD),
+            "expected either a checkpoint folder or --url",
+        ),
         (("CHECKPOINT", "--reward", REWARD), "data: field required"),
         (("CHECKPOINT", "--data", "DATA", "--reward", "no_such"), "unknown reward 'no_such'"),
         (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "k=[3]"), "k: got 3, expected 1 to n = 1"),

@@ -376,9 +376,9 @@ def test_the_lines_of_the_guide_run(base: Path, root: Path, tmp_path: Path) -> N
     ("options", "expected"),
     [
         (["--lora", "red"], "--lora 'red'; expected NAME=FOLDER"),
-        (["--lora", "x=a", "--lora", "x=b"], "names 'x' twice"),
-        (["--lora-root", "."], "which needs a token: set one with --token"),
-        (["--lora-root", "no/where", "--token", "t"], "'no/where', which is no folder"),
+        (["--lora", "x=a", "--lora", "x=b"], "has the name 'x' twice"),
+        (["--lora-root", "."], "requires a token; set one with --token"),
+        (["--lora-root", "no/where", "--token", "t"], "'no/where' is not a folder"),
         (["--lora", "x=a", "--train", "run.yaml"], "leave out one of them"),
         (["--lora", "x=no/where"], "no/where"),
         (["--lora", "checkpoint=a"], "has the model's own name, 'checkpoint'"),

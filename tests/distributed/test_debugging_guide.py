@@ -18,7 +18,7 @@ from tests.distributed.cases import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "archon" / "DEBUGGING.md"
-TESTED = ["collectives: all right in every group", "copies after a step: bitwise equal"]
+TESTED = ["collectives: correct in every group", "replicas after a step: bitwise equal"]
 TOLD = {"hangs": TESTED, "memory": ["parameters", "2 × h100-80gb", "rank 3 of 4"], "communication": TESTED}
 
 

@@ -208,9 +208,9 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for line in (
         "group tp: ranks [0, 1]",
-        "collectives: all right in every group",
-        "copies as loaded: bitwise equal",
-        "copies after a step: bitwise equal",
+        "collectives: correct in every group",
+        "replicas as loaded: bitwise equal",
+        "replicas after a step: bitwise equal",
     ):
         assert line in done.stdout
 

@@ -74,7 +74,7 @@ def test_eval_asks_the_checkpoint_with_its_adapter(archon, checkpoint, lora, dat
     assert json.loads((tmp_path / "adapted" / "results.json").read_text())["who"] == f"{checkpoint} with {lora}"
     assert scored["base"] != scored["adapted"]
     refused = archon("eval", "--url", "http://127.0.0.1:9/v1", *keys, *asked, "--lora", lora)
-    assert "--lora belongs to a checkpoint" in refused.complaint
+    assert "--lora requires a checkpoint" in refused.complaint
 
 
 @pytest.mark.slow

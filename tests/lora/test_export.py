@@ -180,8 +180,8 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     out = tmp_path / "out"
     assert "it does not name its base; set --base" in archon("export", checkpoint, out).complaint
     engine.save(tmp_path / "adapter", "peft")
-    assert "is in PEFT's format already; add --merge" in archon("export", tmp_path / "adapter", out).complaint
-    assert "--dtype belongs to --merge" in archon("export", checkpoint, out, "--dtype", "float32").complaint
+    assert "is already in PEFT format; add --merge" in archon("export", tmp_path / "adapter", out).complaint
+    assert "--dtype requires --merge" in archon("export", checkpoint, out, "--dtype", "float32").complaint
     assert "it holds no LoRA" in archon("export", base, out, "--base", base).complaint
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "Qwen/Qwen3-0.6B"))

@@ -99,7 +99,7 @@ def test_a_field_of_another_family_is_taken_from_it(tmp_path: Path, capsys: pyte
     [
         ("llama", "already belongs to family 'llama'"),
         ("a b", "a valid Python module name"),
-        (NEW_TYPE, "is there already"),
+        (NEW_TYPE, "already exists"),
     ],
 )
 def test_a_supported_type_a_bad_name_and_a_file_that_is_there_are_refused(
