@@ -40,7 +40,7 @@ def test_the_guide_says_what_the_record_says() -> None:
     before, after = (f"{synchronous[f'reward_{when}']:.3f}" for when in ("before", "after"))
     lowest, highest = (f"{of(run['reward_after'] for run in runs):.3f}" for of in (min, max))
     said = (
-        f"from {before} to {after}, these to between {lowest} and {highest}, and shuffled rewards to "
+        f"from {before} to {after}, these runs to between {lowest} and {highest}, and shuffled rewards to "
         f"{control['reward_after']:.3f}"
     )
     assert said in " ".join((ROOT / "rl" / "README.md").read_text().split())

@@ -277,7 +277,7 @@ def test_flipping_any_header_byte_is_an_error_or_changes_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"num_hidden_layers": 3}, "no key fills parameter 'layers.2."),
+        ({"num_hidden_layers": 3}, "no key fills the model's parameter 'layers.2."),
         ({"num_hidden_layers": 1}, "key 'model.layers.1..*' is parameter 'layers.1..*', which the model does not have"),
         ({"vocab_size": 60}, r"of shape \[61, 24\], but the model's parameter '.*' has \[60, 24\]"),
     ],

@@ -212,7 +212,7 @@ def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> Non
 
 
 def test_export_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="pass hf_config or like"):
+    with pytest.raises(CheckpointError, match="neither hf_config nor like is set"):
         save_hf(tmp_path / "out", [])
 
 

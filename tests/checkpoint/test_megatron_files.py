@@ -207,7 +207,7 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="mp_rank_01_000 is missing among the ranks of tp 2, pp 2, ep 1"):
         convert(ranks, tmp_path / "back", "hf")
     (tmp_path / "aside").rename(ranks / "mp_rank_01")
-    with pytest.raises(CheckpointError, match="the directories of several layouts"):
+    with pytest.raises(CheckpointError, match="its folders belong to several layouts"):
         convert(ranks, tmp_path / "back", "hf")
 
 

@@ -142,9 +142,7 @@ def test_a_tensor_of_which_a_rank_wrote_no_shard_is_refused() -> None:
     half = {"file": "tensors-00000.safetensors", "boxes": {"w": ["F32", (4, 2), [0, 0], (2, 2)]}}
     other = {"file": "tensors-00001.safetensors", "boxes": {"w": ["F32", (4, 2), [2, 0], (2, 2)]}}
     assert len(build_index([half, other])["w"]["boxes"]) == 2
-    with pytest.raises(
-        CheckpointError, match=r"the ranks wrote 4 elements of tensor w, expected 8; a shard is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"the ranks wrote 4 elements of tensor w, expected 8; a rank did not"):
         build_index([half, {"file": None}])
     with pytest.raises(CheckpointError, match=r"the ranks wrote 12 elements of tensor w, expected 8"):
         build_index([half, other, half])
@@ -186,7 +184,7 @@ def test_without_a_pointer_latest_is_the_newest_step(tmp_path: Path) -> None:
 def test_pointer_to_nowhere_is_an_error(tmp_path: Path, content: str) -> None:
     save_state(tmp_path, 1, {})
     (tmp_path / "latest").write_text(content, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"latest: invalid name "):
+    with pytest.raises(CheckpointError, match=r"latest: it names "):
         load_latest(tmp_path)
 
 
