@@ -184,7 +184,7 @@ def test_without_a_pointer_latest_is_the_newest_step(tmp_path: Path) -> None:
 def test_pointer_to_nowhere_is_an_error(tmp_path: Path, content: str) -> None:
     save_state(tmp_path, 1, {})
     (tmp_path / "latest").write_text(content, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"latest: it names "):
+    with pytest.raises(CheckpointError, match=r"latest: (it names|invalid name) "):
         load_latest(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_two_records_are_compared_and_one_is_drawn(archon, tmp_path):
     assert archon("report", tmp_path / "a.json", "--trace", tmp_path / "trace.json").code == 0
     assert {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
     assert "requires an archon bench record" in archon("report", tmp_path, "--trace", tmp_path / "trace.json").complaint
-    assert "leave it out" in archon("report", tmp_path / "a.json", "--serve", "0").complaint
+    assert "requires a run directory" in archon("report", tmp_path / "a.json", "--serve", "0").complaint
 
 
 PLANNED = ("--gpus", 2, "--tokens", 1024, "--seq", 32)

@@ -106,4 +106,4 @@ def test_inner_blocks_in_8_bits_are_planned_so(archon, checkpoint, tmp_path):
 def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):
     ranks = ("--lora", "loras.a.rank=4", "--lora", "loras.b.rank=8")
     told = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", 32, *ranks).complaint
-    assert "lora.loras has several adapters, and a plan counts one" in told and "--lora rank=12" in told
+    assert "lora.loras has several LoRAs, but a plan supports one" in told and "--lora rank=12" in told

@@ -187,7 +187,7 @@ async def test_adapters_are_loaded_replaced_and_unloaded_while_others_answer(
     assert {complaint(answer, 404) for answer in lost} == {
         "no model 'blue'; the models here are 'tiny', 'red', 'green'"
     }
-    assert "no adapter 'blue' is loaded" in complaint(await unload(client, "blue"), 404)
+    assert "unknown LoRA 'blue'" in complaint(await unload(client, "blue"), 404)
     assert (await load(client, "blue", "blue")).status_code == 200
     assert await tokens_of(client, "blue", [1, 2, 3]) == reference, "pages of the earlier one are not used"
 
@@ -329,7 +329,7 @@ async def test_a_hostile_load_is_one_line_and_changes_nothing(
         path, expected = make(root, place)
         for name, more in (("new", {}), ("red", {"load_inplace": True})):
             assert expected in complaint(await load(client, name, path, **more), 400), make.__name__
-    for name, expected in (("tiny", "the model's own name"), ("a\nb", "not shown"), ("", "lora_name")):
+    for name, expected in (("tiny", "the base model's name"), ("a\nb", "unprintable characters"), ("", "lora_name")):
         assert expected in complaint(await load(client, name, "red"), 400)
     assert (await load(client, "three", "blue")).status_code == 200
     assert (await load(client, "four", "blue")).status_code == 200
@@ -379,9 +379,9 @@ def test_the_lines_of_the_guide_run(base: Path, root: Path, tmp_path: Path) -> N
         (["--lora", "x=a", "--lora", "x=b"], "has the name 'x' twice"),
         (["--lora-root", "."], "requires a token; set one with --token"),
         (["--lora-root", "no/where", "--token", "t"], "'no/where' is not a folder"),
-        (["--lora", "x=a", "--train", "run.yaml"], "leave out one of them"),
+        (["--lora", "x=a", "--train", "run.yaml"], "remove one of them"),
         (["--lora", "x=no/where"], "no/where"),
-        (["--lora", "checkpoint=a"], "has the model's own name, 'checkpoint'"),
+        (["--lora", "checkpoint=a"], "has the name of the base model, 'checkpoint'"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(archon: Any, checkpoint: Path, options: list[str], expected: str) -> None:

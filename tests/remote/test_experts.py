@@ -82,5 +82,5 @@ def test_experts_of_all_layers_are_those_of_the_layers_with_experts() -> None:
     assert stored.tolist() == reported[:2, 1:].tolist()
     assert decode_server_experts(reported[:, 1:], args, 2).tolist() == stored.tolist()
     for wrong in (reported + 8, reported - 8, reported.astype(np.float32)):
-        with pytest.raises(RolloutError, match=r"no numbers from 0 to 7"):
+        with pytest.raises(RolloutError, match=r"outside of 0 to 7"):
             decode_server_experts(wrong, args, 2)

@@ -148,7 +148,7 @@ async def test_what_cannot_be_seen_is_refused_in_one_line(
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         refused = await client.post(f"{url}/chat/completions", json={"model": "", **chat(url_of(PNG))})
     await blind.close()
-    assert "this model sees none" in refused.json()["error"]["message"]
+    assert "this is a text model" in refused.json()["error"]["message"]
 
 
 async def test_a_session_joins_turns_only_where_the_pictures_are_the_same(vision_server: VisionServer) -> None:

@@ -150,7 +150,7 @@ def vision_rlvr(here: Here) -> None:
     row = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [image], "answer": "2"}
     answers = episode(here._replace(engine=engine), made, row)["images"]
     assert {each.digest for (each,) in answers} == {made.processor.read(image).digest}
-    with pytest.raises(ConfigError, match="its model sees no images"):
+    with pytest.raises(ConfigError, match="it is a text model"):
         areal.VisionRLVRWorkflow(count_digits, gconfig, here.tokenizer, str(here.blank))
 
 
