@@ -152,9 +152,11 @@ def test_what_a_push_may_not_do_is_refused_and_changes_nothing(
         connected(url, tokenizer)
 
 
-def test_metrics_are_prometheus_text(served: tuple[Any, str]) -> None:
-    body = {"model": "archon", "prompt": "1+1=", "max_tokens": 2}
-    assert httpx.post(f"{served[1]}/v1/completions", json=body, headers=OWN).status_code == 200
+def test_metrics_are_prometheus_text(served: tuple[Any, str], checkpoint: Path, tokenizer: Any) -> None:
+    engine = connected(served[1], tokenizer)
+    engine.update_weights(CopiedWeights(checkpoint), version=3)
+    ask(engine, request(1))
+    engine.close()
     answer = httpx.get(f"{served[1]}/metrics", headers=OWN)
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.text.splitlines()
