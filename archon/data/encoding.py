@@ -159,7 +159,7 @@ def _assistant_span(
     """Return the span of turn `index` in `text`, from the end of its generation prompt to the end of its end token.
 
     Templates may render an earlier turn differently from the last one (Qwen3 drops its thinking). Then the turn is
-    located by its content, and its end by the text that follows the content where the turn is rendered last. A turn
+    located by its content, and its end by the text that follows the content when the turn is rendered last. A turn
     that only calls tools has no content, and is located by the text that follows its thinking there.
     """
     before = render(tokenizer, messages[:index], where, add_generation_prompt=True, **options)
@@ -184,7 +184,7 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
     """Return rows `{"input_ids", "loss_mask"}` of rendered examples, lists of int of equal length.
 
     Raises:
-        TokenizerError: the tokenizer has no offsets, or no end-of-text token where one must be added.
+        TokenizerError: the tokenizer has no offsets, or it has no end-of-text token although plain text needs one.
         DatasetError: an example without a trained token, or which cannot be tokenized.
     """
     if not getattr(tokenizer, "is_fast", False):

@@ -34,7 +34,7 @@ class EnvironmentName:
     options: dict[str, Any]
 
     def require_task(self, known: Iterable[str]) -> None:
-        """Raise ConfigError, with the nearest of the `known` tasks, where the family has no such task."""
+        """Raise ConfigError with the nearest of the `known` tasks if the family has no such task."""
         known = sorted(known)
         if self.task in known:
             return
@@ -91,7 +91,7 @@ def environment_function(
 
 
 def import_environment(name: EnvironmentName, module: str) -> Any:
-    """Return a module of the family's package; raises ConfigError, which names the extra, where it is missing."""
+    """Return a module of the family's package; raise ConfigError with the name of the extra if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

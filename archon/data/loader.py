@@ -65,7 +65,7 @@ class RowLoader:
         return full + (1 if remainder and self.tail != "drop" else 0)
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """Return the next batch, and starts a new epoch where this one has no batch left."""
+        """Return the next batch; start a new epoch after the last batch."""
         left = len(self.rows) - self.cursor
         if left == 0 or (left < self.batch_size and self.tail == "drop"):
             self._next_epoch()

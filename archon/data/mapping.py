@@ -171,7 +171,7 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
 
 
 def require_column(row: SourceRow, key: str) -> Any:
-    """Return the value of a column. Raises DatasetError, naming the row, where it is missing or empty."""
+    """Return the value of a column; raise DatasetError with the row if it is missing or empty."""
     if key not in row.data:
         raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
     value = row.data[key]

@@ -129,7 +129,7 @@ def named_rows(name: str, path: str | Path | None, split: str, subset: str | Non
 
 
 def require_tokenizer(tokenizer: Any, name: str) -> Any:
-    """Return the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
+    """Return the tokenizer; raise TokenizerError with the dataset's name if it is None."""
     if tokenizer is None:
         raise TokenizerError(f"SFT rows of {name} are token ids: pass a tokenizer")
     return tokenizer

@@ -96,7 +96,7 @@ class PackedBatch:
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
     def temperature(self, default: float) -> float | Tensor:
-        """Return the field `temperatures` [T] with `default` where it is 0; without the field `default`."""
+        """Return the field `temperatures` [T] with zeros replaced by `default`, or `default` without the field."""
         if "temperatures" not in self or "temperatures" in self.per_document:
             return default
         return self["temperatures"].masked_fill(self["temperatures"] == 0, default)

@@ -260,7 +260,7 @@ class EngineIO:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Model, LoRA sizes and hash of the base: they must be equal where a native checkpoint is loaded."""
+        """Model, LoRA sizes and hash of the base; a native checkpoint loads only if they are equal."""
         model, lora_sizes = model_fingerprint(self.args), self.built.lora_sizes
         if not lora_sizes:
             return model

@@ -281,7 +281,7 @@ class Generator:
         return StopStrings(tokenizer, request.gconfig.stop)
 
     def _check_rope(self, sequence: Sequence) -> None:
-        """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
+        """Raise RolloutError if a longer answer would change the RoPE frequencies of cached keys."""
         longest = len(sequence.prompt) + sequence.limit
         for rope in self._length_dependent_ropes:
             scaling = rope.scaling

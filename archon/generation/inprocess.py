@@ -66,7 +66,7 @@ def choose_page_count(
 ) -> int:
     """Return the number of pages of the cache.
 
-    Raises RolloutError, with the estimate, where the cache and a copy of the weights exceed the free memory.
+    Raises RolloutError with the estimate if the cache and a copy of the weights exceed the free memory.
     """
     caches = [layer.mixer.cache for layer in model.layer_specs]
     page_bytes = sum(cache.token_features for cache in caches) * page_size * dtype.itemsize

@@ -115,7 +115,7 @@ def build_replica(
 
 
 def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter of a replica in `dtype`; {} where it is None."""
+    """Return the dtype of each parameter of a replica in `dtype`; {} if `dtype` is None."""
     if dtype is None:
         return {}
     wide, names = torch.promote_types(dtype, torch.float32), replica.full_precision_names()

@@ -206,7 +206,7 @@ class Scheduler:
         self.page_table[sequence.slot, : len(pages)] = pages
 
     def _free_pages(self, count: int, sequence: Sequence) -> bool:
-        """Free `count` pages for `sequence`. Returns False where it was preempted itself."""
+        """Free `count` pages for `sequence`; return False if the sequence itself was preempted."""
         if self.pool.n_free < count:
             for prompt in self.prompts.values():
                 self._drop_pages(prompt)

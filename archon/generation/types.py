@@ -178,7 +178,7 @@ class InferenceEngine(Protocol):
         """Return `version`; the name of AReaL's interface."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return the answer to a request. Raises RolloutError where it can never be answered."""
+        """Return the answer to a request; raise RolloutError if it can never be answered."""
 
     def pause(self) -> None:
         """Stop between two tokens; unfinished answers are kept."""

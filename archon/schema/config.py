@@ -156,7 +156,7 @@ class ActivationCheckpointConfig(StrictModel):
 
     @classmethod
     def from_name(cls, name: str) -> Self:
-        """Return the policy of a `name`, with the default detail where it has none. Raises ConfigError if unknown."""
+        """Return the policy called `name`, with the default detail if it has none; raise ConfigError if unknown."""
         mode, _, detail = name.partition(" ")
         detailed = detail and mode in ("selective", "memory_budget")
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")

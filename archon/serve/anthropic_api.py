@@ -119,7 +119,7 @@ class ThinkingOptions(protocol.RequestModel):
 class CountBody(protocol.Conversation):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
-    model: str = Field("", description="of /v1/models; any name where the server has one model")
+    model: str = Field("", description="a name from /v1/models; any name if the server has a single model")
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None

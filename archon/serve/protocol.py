@@ -76,7 +76,7 @@ class RequestModel(StrictModel):
 class Body(RequestModel):
     """Fields of every protocol. A field that could change the answer but is not supported is an error."""
 
-    model: str = Field("", description="of /v1/models; any name where the server has one model")
+    model: str = Field("", description="a name from /v1/models; any name if the server has a single model")
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0 is the most likely token")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -173,7 +173,7 @@ class Conversation(RequestModel):
 
 
 def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Return the template's text, with the arguments of tool calls as objects, or where it fails as JSON."""
+    """Return the template's text, with tool-call arguments as objects, or as JSON if the template rejects objects."""
     try:
         return render(tokenizer, messages, "messages", **options)
     except DatasetError:

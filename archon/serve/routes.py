@@ -328,7 +328,7 @@ async def model(service: ServiceOf, model: str) -> Model:
 
 
 class LoadBody(RequestModel):
-    """`POST /v1/load_lora_adapter`, as vLLM has it."""
+    """Body of `POST /v1/load_lora_adapter`, compatible with vLLM."""
 
     lora_name: str = Field(min_length=1, max_length=200, description="model name of the LoRA")
     lora_path: str = Field(min_length=1, max_length=4096, description="a directory below the server's LoRA root")
@@ -336,7 +336,7 @@ class LoadBody(RequestModel):
 
 
 class UnloadBody(RequestModel):
-    """`POST /v1/unload_lora_adapter`, as vLLM has it."""
+    """Body of `POST /v1/unload_lora_adapter`, compatible with vLLM."""
 
     lora_name: str = Field(min_length=1, max_length=200)
     lora_int_id: None = None
@@ -478,7 +478,7 @@ def _session(request: Request, session_id: str) -> Session:
 async def reward(
     request: Request, service: ServiceOf, session_id: SessionId, body: RewardBody
 ) -> dict[Literal["reward"], float]:
-    """Reward an answer; where sessions are trained, also the whole session."""
+    """Reward an answer, or the whole session if sessions are trained."""
     session = _session(request, session_id)
     finished = body.completion_id is None if body.finished is None else body.finished
     if service.training is not None and finished and session.active_requests:

@@ -60,7 +60,7 @@ class AgentServer(Service):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
     async def close(self) -> None:
-        """Stop listening, aborts every connection, cancels the requests in progress and waits for their end."""
+        """Stop listening, abort every connection, cancel the requests in progress and wait for their end."""
         if self._listener is None:
             return
         self._listener.close()

@@ -181,7 +181,7 @@ class Service:
             engine.unload_lora(name)
 
     def finish(self, session: Session) -> None:
-        """Close a rated session, and hands it to the trainer if there is one."""
+        """Close a rated session and pass it to the trainer, if there is one."""
         self.sessions.close(session)
         if self.training is not None:
             self.training.finish(session)

@@ -48,7 +48,7 @@ class Caller:
         self.unfinished = 0  # answers requested that neither finished nor failed, including canceled ones
 
     def sampling(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Return the values to sample with, by the policy if there is one; raises `ConfigError` where it refuses."""
+        """Return the sampling values after the policy, if any; raise `ConfigError` if it refuses."""
         if self.policy is None:
             return asked
         try:
@@ -64,7 +64,7 @@ class Caller:
         return None
 
     def admit(self, answers: int) -> None:
-        """Raise `LimitError` where this many further answers are not allowed."""
+        """Raise `LimitError` if the limits do not allow this number of further answers."""
 
     def record(
         self,

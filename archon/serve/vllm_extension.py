@@ -113,7 +113,7 @@ class Transfer(WeightTransferEngine):
         return source
 
     def _load(self, source: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load a whole checkpoint; raises ValueError where it sets other parameters than an earlier one."""
+        """Load a whole checkpoint; raise ValueError if its parameters differ from an earlier one."""
         loaded = self.model.load_weights(source)
         if loaded is None:
             return

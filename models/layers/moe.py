@@ -185,7 +185,7 @@ class Router(ConversionHook):
         Args:
             x: hidden states [T, dim].
             valid_mask: [T], how often each row counts in the statistics; None for once.
-            routed_experts: [T, k], experts to replay, negative where the router chooses. Their
+            routed_experts: [T, k], experts to replay, negative entries are chosen by the router. Their
                 weights come from the current scores (Ma et al. 2025, arXiv:2510.11370).
         """
         # 1. Choose the experts of each token: by score plus bias, or as recorded.

@@ -37,7 +37,7 @@ class LoRAMapping:
     inverse: Tensor | None = None
     tp_shard: LoRAMapping | None = None
     on_host: Tensor | None = None
-    """`ids` on the CPU, where the host knows them."""
+    """`ids` on the CPU, if the host knows them."""
 
     @classmethod
     def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> LoRAMapping:

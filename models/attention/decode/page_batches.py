@@ -31,7 +31,7 @@ class PageBatch:
 
     pages: Tensor | slice  # int64 [P] or a range of the pool
     slot_rows: Tensor  # int64 [P · R], the decode row of each slot
-    bias: Tensor  # [P, 1, R, 1, page_size], 0 where the slot's row sees the position and -inf elsewhere
+    bias: Tensor  # [P, 1, R, 1, page_size], 0 for visible positions, else -inf
     page_of_row: Tensor | None  # int64 [B], each row's index among the P, if R is 1 and each row has one page here
 
     def read(self, cache: Tensor) -> Tensor:

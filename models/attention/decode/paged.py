@@ -167,7 +167,7 @@ class PagedAttention(AttentionMeta):
 
     @cached_property
     def _state_groups(self) -> list[tuple[Tensor, Tensor | None, PackedDocuments]]:
-        """Slots, mask of new sequences (None if none) and documents of the decode rows, then of the chunks."""
+        """Slots, new-sequence mask (or None) and documents: first of the decode rows, then of the chunks."""
         groups = list[tuple[np.ndarray, np.ndarray, tuple[int, ...]]]()
         if self.n_decode:
             assert self.decode.states is not None

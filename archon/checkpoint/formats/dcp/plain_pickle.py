@@ -100,7 +100,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> GlobalName:
         """Return an allowed name, unimported."""
         if f"{module}.{name}" not in self.allowed:
-            raise ValueError(f"it names '{module}.{name}', which is not among the names that are allowed there")
+            raise ValueError(f"it contains '{module}.{name}'; only the names of tensor metadata are allowed")
         return GlobalName(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Record:
