@@ -64,7 +64,7 @@ class PromptStream:
         return prompts
 
     def state_dict(self, untrained: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the position. A resumed stream first repeats the prompts in `untrained`: sampled, but not trained yet."""
+        """Return the position; a resumed stream first repeats the `untrained` prompts."""
         return {**self._loader.state_dict(), "again": [*untrained, *self._untrained]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

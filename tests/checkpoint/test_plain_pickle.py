@@ -93,7 +93,7 @@ def test_a_call_of_anything_else_is_refused(
     hostile: Any = Calls(function, f"open({str(trace)!r}, 'w')")
     if nested:
         hostile = {"a": [(1, Calls(collections.OrderedDict, [("b", hostile)]))]}
-    with pytest.raises(CheckpointError, match=rf"a.pkl: .*names '[^']*{name}', which is not among the names"):
+    with pytest.raises(CheckpointError, match=rf"a.pkl: .*contains '[^']*{name}'; only the names"):
         read(pickle.dumps(hostile, protocol))
     assert not trace.exists()
 
