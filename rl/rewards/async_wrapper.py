@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import WorkerPool
-from archon.rl.rewards.result import (
-    Reward,
-    RewardFailure,
-    RewardRaised,
-    RewardTimeout,
-    as_reward,
-    is_in_process,
-)
+from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward, is_in_process
 from archon.schema.errors import RewardError
 
 if TYPE_CHECKING:
@@ -131,11 +124,36 @@ class AsyncRewardWrapper:
         return await self._run(arguments, data)
 
     async def _run(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
-        if self.in_process:
-            return self._run_now(arguments, data)
-        if self._pool is None:
-            return await self._run_here(arguments, data)
-        return await self._run_in_pool(self._pool, arguments, data)
+        """Run one attempt: in the pool, or in the caller's loop without one."""
+        if self._pool is not None:
+            try:
+                frame = pickle.dumps((arguments, data), protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                message = f"an argument of reward {self.name} cannot be sent to another process: {error}"
+                raise RewardError(message) from error
+            outcome = await self._pool.run(frame)
+            if isinstance(outcome, RewardError):
+                raise outcome
+            return outcome
+        limit = asyncio.timeout(self.timeout_seconds)
+        try:
+            if self.in_process:
+                # Copies: the reward must not change trained tokens.
+                value = self._function(*(list(x) if isinstance(x, list) else x for x in arguments), **data)
+            else:
+                async with limit:
+                    value = await self._function(*arguments, **data)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if limit.expired():
+                message = f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
+                raise RewardTimeout(message) from error
+            if isinstance(error, asyncio.CancelledError) and not self.in_process:
+                raise  # of the caller
+            message = f"reward function {self.name} raised {type(error).__name__}: {error}"
+            raise RewardRaised(message, traceback.format_exc()) from error
+        return as_reward(value, self.name)
 
     def _require_same_limits(self, timeout_seconds: float, max_workers: int | None, max_retries: int) -> None:
         if (
@@ -156,50 +174,6 @@ class AsyncRewardWrapper:
         except TypeError as error:
             form = ", ".join(ARGUMENTS)
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
-
-    def _run_now(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
-        copies = [list(x) if isinstance(x, list) else x for x in arguments]  # the reward must not change trained tokens
-        try:
-            value = self._function(*copies, **data)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise self._wrap_exception(error) from error
-        return as_reward(value, self.name)
-
-    def _wrap_exception(self, error: BaseException) -> RewardRaised:
-        return RewardRaised(
-            f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
-        )
-
-    async def _run_here(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
-        limit = asyncio.timeout(self.timeout_seconds)
-        try:
-            async with limit:
-                value = await self._function(*arguments, **data)
-        except (KeyboardInterrupt, asyncio.CancelledError):  # of the caller
-            raise
-        except BaseException as error:
-            if limit.expired():
-                raise RewardTimeout(
-                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
-                ) from error
-            raise self._wrap_exception(error) from error
-        return as_reward(value, self.name)
-
-    async def _run_in_pool(
-        self, pool: WorkerPool | RayPool, arguments: tuple[Any, ...], data: dict[str, Any]
-    ) -> Reward:
-        try:
-            frame = pickle.dumps((arguments, data), protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise RewardError(
-                f"an argument of reward {self.name} cannot be sent to another process: {error}"
-            ) from error
-        outcome = await pool.run(frame)
-        if isinstance(outcome, RewardError):
-            raise outcome
-        return outcome
 
     def close(self) -> None:
         """Kill the worker processes; unanswered calls raise `RewardError`."""

@@ -145,8 +145,11 @@ class WorkerPool:
                     if key.data is None:
                         self._wake_receiver.recv(4096)
                         self._wake_pending = False
-                    elif key.data in self._workers:
-                        self._serve(key.data, events)
+                        continue
+                    if key.data in self._workers and events & selectors.EVENT_WRITE:
+                        self._send(key.data)
+                    if key.data in self._workers and events & selectors.EVENT_READ:
+                        self._receive(key.data)
                 self._queue.extend(_drain(self._inbox))
                 self._dying = [process for process in self._dying if process.poll() is None]
                 self._expire()
@@ -162,12 +165,6 @@ class WorkerPool:
         if self._dying:
             nearest = min(nearest, time.monotonic() + 1.0)
         return None if nearest == float("inf") else min(max(0.0, nearest - time.monotonic()), _MAX_WAIT_SECONDS)
-
-    def _serve(self, worker: _Worker, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._send(worker)
-        if events & selectors.EVENT_READ:
-            self._receive(worker)
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -204,23 +201,20 @@ class WorkerPool:
         average = self._seconds_per_call
         self._seconds_per_call = seconds if average is None else 0.9 * average + 0.1 * seconds
         worker.deadline = time.monotonic() + self.timeout_seconds if worker.calls else float("inf")
-        self._done.append((call, self._outcome(reply)))
-
-    def _outcome(self, reply: dict[str, Any]) -> Outcome:
-        if reply["event"] == "reward":
-            return Reward(reply["total"], reply["parts"])
-        if reply["event"] == "invalid":
-            return RewardInvalid(reply["text"])
-        return RewardRaised(f"reward function {self.name} raised {reply['error']}", reply["text"])
+        if event == "reward":
+            outcome: Outcome = Reward(reply["total"], reply["parts"])
+        elif event == "invalid":
+            outcome = RewardInvalid(reply["text"])
+        else:
+            outcome = RewardRaised(f"reward function {self.name} raised {reply['error']}", reply["text"])
+        self._done.append((call, outcome))
 
     def _expire(self) -> None:
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
             if worker.ready:
-                failure: RewardFailure = RewardTimeout(
-                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was killed"
-                )
-                self._remove(worker, failure)
+                message = f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was killed"
+                self._remove(worker, RewardTimeout(message))
             else:
                 self._remove(worker, None)
                 self._start_failed(f"not loaded after {START_SECONDS:g} s")
@@ -238,9 +232,8 @@ class WorkerPool:
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS and self._broken is None:
-            times = f"{_MAX_FAILED_STARTS} times: {reason}"
-            message = f"no worker process for the reward function {self.name} could start {times}"
-            self._broken = message, ""
+            message = f"no worker process for the reward function {self.name} could start {_MAX_FAILED_STARTS} times"
+            self._broken = f"{message}: {reason}", ""
 
     def _remove(self, worker: _Worker, failure: RewardFailure | None) -> None:
         """Kill a worker and its children; the executing call fails, later calls return to the queue's head."""

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from archon.remote.config import WorkersConfig
 from archon.rl.ray_workers import RayWorkers, WorkerActor, WorkerLostError, WorkersBrokenError
 from archon.rl.rewards.pool import START_SECONDS, Outcome, WorkerPool
-from archon.rl.rewards.result import (
-    Reward,
-    RewardCrashed,
-    RewardFailure,
-    RewardInvalid,
-    RewardRaised,
-    RewardTimeout,
-)
+from archon.rl.rewards.result import Reward, RewardCrashed, RewardFailure, RewardInvalid, RewardRaised, RewardTimeout
 from archon.schema.errors import RewardError
 
 _SLACK_SECONDS = 30.0

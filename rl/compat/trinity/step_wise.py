@@ -7,6 +7,12 @@ from archon.rl.compat.trinity.workflow import Workflow
 from archon.schema.errors import ConfigError
 
 
+def _with_reward(experiences: list[Experience], reward: float) -> list[Experience]:
+    for experience in experiences:
+        experience.reward = reward
+    return experiences
+
+
 class _Steps(Workflow):
     """Workflow that calls `step` until it returns False, at most `max_step_num` times."""
 
@@ -52,9 +58,7 @@ class StepWiseRewardWorkflow(_Steps):
             goes_on = self.step(step_num=number)
             step_experiences = self.step_experiences(number)
             reward = self.reward(step_experiences, step_num=number)
-            for experience in step_experiences:
-                experience.reward = reward
-            experiences += step_experiences
+            experiences += _with_reward(step_experiences, reward)
             if not goes_on:
                 break
         return experiences
@@ -76,9 +80,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
             goes_on = await self.step_async(step_num=number)
             step_experiences = self.step_experiences(number)
             reward = await self.reward_async(step_experiences, step_num=number)
-            for experience in step_experiences:
-                experience.reward = reward
-            experiences += step_experiences
+            experiences += _with_reward(step_experiences, reward)
             if not goes_on:
                 break
         return experiences
@@ -99,13 +101,7 @@ class RewardPropagationWorkflow(_Steps):
             experiences += self.step_experiences(number)
             if not goes_on:
                 break
-        return self._rewarded(experiences, self.reward(experiences))
-
-    @staticmethod
-    def _rewarded(experiences: list[Experience], reward: float) -> list[Experience]:
-        for experience in experiences:
-            experience.reward = reward
-        return experiences
+        return _with_reward(experiences, self.reward(experiences))
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
@@ -125,4 +121,4 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
             experiences += self.step_experiences(number)
             if not goes_on:
                 break
-        return self._rewarded(experiences, await self.reward_async(experiences))
+        return _with_reward(experiences, await self.reward_async(experiences))
