@@ -44,7 +44,7 @@ class _Stage(PipelineStage):
 
 
 class Pipeline:
-    """Runs micro-batches of one shape through the stages of one group of ranks.
+    """Schedule of micro-batches of one shape through the stages of one group of ranks.
 
     Args:
         model: this rank's stages.

@@ -1,4 +1,4 @@
-"""Tokenizes prompts for generation, and SFT examples with a loss mask from token offsets.
+"""Tokenization of prompts for generation, and of SFT examples with a loss mask from token offsets.
 
 A conversation is rendered once as text; the spans of assistant turns are located in that text; the text is tokenized
 once, and a token is trained if it starts inside a span. Parts of the text are never tokenized separately, because their

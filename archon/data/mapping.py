@@ -136,8 +136,9 @@ def sft_dataset(
 def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
     """Return the columns `input_ids` and `loss_mask` of rows that a loader has encoded, as lists of int.
 
-    Raises DatasetError, naming the row, where one is missing, they differ in length, a mask holds anything but 0 and 1,
-    or no token is trained.
+    Raises:
+        DatasetError: a column is missing, the lengths differ, a mask has other values than 0 and 1, or no token is
+            trained; names the row.
     """
     rows = []
     for row in source:
@@ -153,9 +154,10 @@ def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
 
 
 def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
-    """Return the rows of at most `max_length` tokens, and logs how many were dropped.
+    """Return the rows of at most `max_length` tokens, and log how many were dropped.
 
-    Raises DatasetError where all rows are longer.
+    Raises:
+        DatasetError: all rows are longer.
     """
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
     n_filtered = len(rows) - len(kept)

@@ -186,7 +186,7 @@ def _generated(environment: EnvironmentName, name: str, split: str, seed: int) -
 
 
 def _episodes(source: Sequence[SourceRow], name: str, kind: DatasetKind, options: Mapping[str, Any]) -> RowDataset:
-    """Return rows that only name episodes. Raises DatasetError where answers or prompts are asked of them."""
+    """Return rows that only name episodes; raise DatasetError for options that need prompts or answers."""
     if kind != "rl":
         raise DatasetError(f"{name} has episodes to play, and no rows of kind {kind!r}; it is for archon rl")
     for option in ("system_prompt", "instruction", "max_length", "raw"):

@@ -1,4 +1,4 @@
-"""Reads rows from JSONL and parquet files, folders, Hugging Face datasets and functions, with each row's location."""
+"""Reader of rows from JSONL and parquet files, folders, Hugging Face datasets and functions, with each row's location."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from archon.parallel.ranks import SOLO, Ranks
 
 
 class PipelineRunner:
-    """Runs micro-batches through a pipeline; its last stage applies the loss.
+    """Step of micro-batches through a pipeline; its last stage applies the loss.
 
     All micro-batches of a batch are padded to the longest one, since stages send tensors of one shape. If a schedule
     needs more micro-batches than a batch has, idle ones without scores are added.

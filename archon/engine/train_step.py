@@ -124,7 +124,7 @@ def lora_groups(
 
 @dataclass(frozen=True)
 class MicroBatchRunner:
-    """Runs micro-batches through a model, or through one pipeline stage.
+    """Step of micro-batches through a model, or through one pipeline stage.
 
     Attributes:
         model: the model or the stage.

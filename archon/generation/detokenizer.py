@@ -1,4 +1,4 @@
-"""Decodes tokens to text as they are generated."""
+"""Incremental detokenization of answers."""
 
 from __future__ import annotations
 

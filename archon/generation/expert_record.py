@@ -40,7 +40,7 @@ class ExpertRecord:
 
 
 class Recorder:
-    """Reads the experts that the model's last forward chose, for a generator."""
+    """Reader of the routed experts of the model's last forward."""
 
     def __init__(self, model: BaseArchonModel) -> None:
         self._model, self._dtype = model, routed_experts_dtype(model.args)

@@ -82,8 +82,8 @@ class TokenRecord:
     def answer(self, response: ModelResponse, temperature: float = 0.0) -> None:
         """Append the model's next answer, sampled at `temperature` (0: not known).
 
-        Raises UnusableAnswerError where its prompt is not this record's tokens: it would be trained on another context
-        than it was sampled in.
+        Raises:
+            UnusableAnswerError: its prompt differs from this record, so it would be trained on another context.
         """
         if response.input_tokens != self.input_ids:
             raise UnusableAnswerError(

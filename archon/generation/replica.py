@@ -180,10 +180,13 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def share_weights(replica: nn.Module, model: nn.Module) -> int:
-    """Make the replica's parameters share the memory of the model's, which may have been reallocated.
+    """Make the replica's parameters share the model's memory again, which may have been reallocated.
 
-    Returns the bytes of the packed copies that were written. Raises RolloutError where names, shapes, dtypes or devices
-    differ.
+    Returns:
+        Number of bytes written to packed copies.
+
+    Raises:
+        RolloutError: names, shapes, dtypes or devices differ.
     """
     source, parameters = _tensors(model), _tensors(replica)
     if source.keys() != parameters.keys():

@@ -70,12 +70,13 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return sampled tokens int64 [R] and their logprobs [R] on the CPU, from logits [R, V]: in one transfer.
+    """Sample from logits [R, V]; return tokens int64 [R] and their logprobs [R] on the CPU, in one transfer.
 
     The logprob is `log_softmax(logits / temperature)` over the full vocabulary, in float32 (float64 for float64
     logits), as the trainer's head computes it, independent of top-k, top-p and banned tokens.
 
-    Raises NotFiniteError where logits are not finite.
+    Raises:
+        NotFiniteError: logits are not finite.
     """
     partial = params.partial if operations.can_use(logits) else np.ones(len(logits), dtype=bool)
     if partial.all() or not partial.any():

@@ -1,4 +1,4 @@
-"""Schedules sequences: admission in order of submission, shared prompts, preemption when pages run out.
+"""Scheduler of sequences: admission in order of submission, shared prompts, preemption when pages run out.
 
 The scheduler handles sequences and page numbers only; the generator computes with tensors.
 """

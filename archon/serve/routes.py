@@ -35,7 +35,7 @@ _bearer, _api_key = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key",
 
 
 class StrictRequest(Request):
-    """Reads its body as a JSON object, within the server's limits."""
+    """Request with a JSON object as body, within the server's limits."""
 
     async def body(self) -> bytes:
         """Return the body; raises HTTPException if it is too large or slow."""

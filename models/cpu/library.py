@@ -1,4 +1,4 @@
-"""Builds `kernels.c` with the machine's C compiler on first use, in about a second, and loads it.
+"""Build `kernels.c` with the machine's C compiler on first use, in about a second, and load it.
 
 The library is cached for the user's other processes. Without a compiler or its OpenMP, PyTorch's operations replace it.
 """

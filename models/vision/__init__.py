@@ -1,1 +1,1 @@
-"""Towers that turn the patches of images into rows of the decoder's residual stream."""
+"""Vision encoders: from image patches to hidden states of the decoder."""

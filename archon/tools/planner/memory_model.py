@@ -132,7 +132,7 @@ def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
 
 
 class MemoryModel:
-    """Predicts the memory of ranks in layouts of one model."""
+    """Memory model of ranks in layouts of one model."""
 
     def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
         self.args, self.weights, self.device_type = args, weights, device_type

@@ -122,7 +122,7 @@ Layers = tuple[tuple[int, int], ...]
 
 
 class TimeModel:
-    """Predicts the step time of one model on one kind of hardware, in documents of `seq` tokens.
+    """Step-time model of one model on one kind of hardware, in documents of `seq` tokens.
 
     `lora_layers` are the LoRA matrices by layer (`ModelWeights.lora_layers`); if present, all weights are frozen.
     """
