@@ -1,4 +1,4 @@
-"""Reader of rows from JSONL and parquet files, folders, Hugging Face datasets and functions, with each row's location."""
+"""Reader of rows and their locations: JSONL and parquet files, folders, Hugging Face datasets, functions."""
 
 from __future__ import annotations
 

@@ -492,8 +492,8 @@ async def reward(
     elif session.interactions and not session.unrewarded_leaves:
         raise HTTPException(
             400,
-            "every branch of this session ends with an answer that has a reward already, which one of the whole "
-            "session does not replace; name the answer by completion_id, with finished=true to end the session",
+            "the last answer of every branch already has a reward; pass completion_id to change one, and finished=true "
+            "to end the session",
         )
     else:
         session.reward_every_branch(body.reward)
