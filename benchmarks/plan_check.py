@@ -37,7 +37,7 @@ WITHIN = 0.25
 DOCUMENTS = 16
 
 
-UNFUSED = "experts one after the other in Python, and no overlap: not the work that the planner plans"
+UNFUSED = "it runs experts one by one in Python without overlap, which the planner does not model"
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ FIGURES = [
     Figure("Megatron-Bridge", "Qwen3-30B-A3B", 16, 4096, 13011, "mock data"),
     Figure(
         *("Megatron-Bridge", "Qwen3-30B-A3B", 16, 4096, 8655, "natural routing"),
-        missed="the planner takes every expert to be chosen equally often; the same source has mock data next to it",
+        missed="the planner assumes balanced experts; the row above is the same source with mock data",
     ),
     Figure("transformers v5", "Qwen3-30B-A3B", 8, 4096, 3075, missed=UNFUSED),
     Figure(
         *("torchtitan", "Llama-3.1-8B", 8, 8192, 6667, "compiled", "d8", OPS),
-        missed="its recompute by operator makes every second product again, ours none, and its loss holds whole logits",
+        missed="its operator recomputation repeats every second matmul, archon's repeats none, and its loss stores whole logits",
     ),
     Figure(
         *("torchtitan", "Llama-3.1-8B", 8, 8192, 5762, "eager", "d8", OPS),
-        missed="as compiled, and element-wise operators one by one",
+        missed="as in (3), and elementwise operators run one by one",
     ),
     Figure(
-        *("prime-rl", "Qwen3-4B", 8, 16384, 3250, "26,000 in all, an RL trainer", "d8", FULL),
-        missed="a trainer inside an RL loop, which packs documents shorter than its 16k and waits for rollouts",
+        *("prime-rl", "Qwen3-4B", 8, 16384, 3250, "26,000 in total, an RL trainer", "d8", FULL),
+        missed="a trainer in an RL loop, which packs shorter documents and waits for rollouts",
     ),
 ]
 
@@ -94,11 +94,11 @@ class Unpredicted:
     unpredicted: str
 
 
-READING = "reading a checkpoint is no training step; benchmarks.load times it next to others on one machine"
+READING = "loading is not a training step; benchmarks.load measures it"
 UNPREDICTED = [
     Unpredicted(
         *("torchtitan", "Llama-3.1-8B", "8,532 tok/s of a GPU, compiled and in FP8"),
-        "archon trains in no FP8, and the hardware's files have no rate of it",
+        "this comparison covers bfloat16 only",
     ),
     Unpredicted("its upstream reader", "Qwen3-0.6B", "44.9 s to load a checkpoint", READING),
     Unpredicted("NeMo Automodel", "Qwen3-0.6B", "11.8 s to load a checkpoint", READING),
@@ -154,10 +154,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The planner against published figures",
         "",
-        "Made, with `records/plan_check.jsonl`, by `python -m benchmarks.plan_check`. Tokens a second of one H100 in",
-        "bfloat16. The first figure sets the `gemm_efficiency` of the H100's file; no other was used.",
+        "`python -m benchmarks.plan_check` writes this page and `records/plan_check.jsonl`. Figures are tokens per second of",
+        "one H100 in bfloat16. The first one calibrates `gemm_efficiency` in the H100's file; the others are predictions.",
         "",
-        "| model | system | told | predicted for | published | predicted | ratio |",
+        "| model | system | run | predicted layout | published | predicted | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     misses = []
@@ -174,7 +174,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['predicted']:,.0f} | {row['ratio']:.2f}{mark} |"
         )
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(misses, start=1))]
-    lines += ["", "Not predicted:", "", "| model | system | published | why |", "| --- | --- | --- | --- |"]
+    lines += ["", "Not predicted:", "", "| model | system | published | reason |", "| --- | --- | --- | --- |"]
     lines += [
         f"| {row['model']} | {row['system']} | {row['figure']} | {row['unpredicted']} |"
         for row in rows
