@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -17,18 +18,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import archon
 from archon.engine.engine import ArchonEngine
 from archon.engine.forkserver import forkserver_context
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
+from archon.remote.config import PushConfig
+from archon.remote.connect import connect
 from archon.rl import RLConfig, RLTrainer
 from archon.rl.bootstrap import write_blank
 from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.engine.tiny import make_engine, write_config
-from tests.rl.conftest import small_run
+from tests.remote.test_engine import Weights
+from tests.remote.twin import VLLMTwin
+from tests.rl.conftest import fresh_checkpoint, small_run
 from tests.small_qwen3 import SMALL_QWEN3
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +43,7 @@ MOST_FILES = {
     "A checkpoint to logits": 11,
     "A batch through a training step": 12,
     "A prompt to a trained-on sample": 20,
+    "A weight push to a server": 3,
     "A layout string to sharded modules": 10,
 }
 
@@ -95,11 +102,13 @@ def follow(action: Callable[[], object]) -> Calls:
             back = back.f_back
         calls[called] = callers
 
+    threading.setprofile(record)
     sys.setprofile(record)
     try:
         action()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
     return calls
 
 
@@ -131,6 +140,19 @@ def prompt_to_a_sample(folder: Path) -> Calls:
         return follow(trainer.train_step)
 
 
+def push_to_a_server(folder: Path) -> Calls:
+    recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
+    write_blank(BootstrapConfig(path=str(folder / "blank"), hf_config=SMALL_QWEN3, tokenizer=recipe), folder / "blank")
+    checkpoint = fresh_checkpoint(folder / "blank", folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    with ExitStack() as stack:
+        server = VLLMTwin(checkpoint)
+        stack.callback(server.stop)
+        engine = connect([server.url], PushConfig(), vocab_size=len(tokenizer), tokenizer=tokenizer, log=print)
+        stack.callback(engine.close)
+        return follow(lambda: engine.update_weights(Weights(checkpoint), version=0))
+
+
 def layout_to_modules(folder: Path) -> Calls:
     """Initialize one of four fake ranks in a separate process."""
     with ProcessPoolExecutor(1, forkserver_context()) as pool:
@@ -151,6 +173,7 @@ WALKS = {
     "A checkpoint to logits": checkpoint_to_logits,
     "A batch through a training step": batch_through_a_step,
     "A prompt to a trained-on sample": prompt_to_a_sample,
+    "A weight push to a server": push_to_a_server,
     "A layout string to sharded modules": layout_to_modules,
 }
 

@@ -95,7 +95,7 @@ GOOD = [
 ]
 BAD = {
     "": "empty",
-    "improve things": "not `type(scope)",
+    "improve things": "`type(scope)",
     "feat(rollout): more": "unknown scope 'rollout'",
     "feature(rl): more": "unknown type 'feature'",
     "feat(rl): more.": "full stop",

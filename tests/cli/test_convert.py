@@ -38,7 +38,7 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
         ("--to native --spec te", "--spec requires --to megatron; got native"),
         ("--to native --dtype bfloat16", "--dtype requires --to hf; got native"),
         ("--to native --drop-padding", "--drop-padding requires --from megatron; got hf"),
-        ("--to native --like elsewhere", "like (--like) was given for a hf checkpoint"),
+        ("--to native --like elsewhere", "like (--like) is set for a hf checkpoint"),
         ("--to native --from native", "holds no step-* folder"),
         ("--to hf --from megatron", "no mp_rank_* directory"),
     ],

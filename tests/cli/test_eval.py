@@ -117,7 +117,7 @@ def test_a_single_prompt_has_no_interval(archon, checkpoint, data, tmp_path):
         (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "temperatur=1"), "did you mean 'temperature'"),
         (("--url", "http://127.0.0.1:9/v1", "--data", "DATA", "--reward", REWARD), "http://127.0.0.1:9/v1: Connection"),
         (("DATA", "--data", "DATA", "--reward", REWARD), "sums.jsonl"),
-        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--out", "."), "is not empty; name another folder"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--out", "."), "is not empty; choose another folder"),
     ],
 )
 def test_a_mistake_is_one_line(archon, checkpoint, data, tmp_path, monkeypatch, arguments, told):

@@ -155,7 +155,7 @@ def _stored_tensor(
             "another model?",
         )
     if rank != size.rank:
-        fail(file.path, f"the LoRA of {tensor.name!r} has rank {rank}, and {CONFIG_FILE} says {size.rank}")
+        fail(file.path, f"the LoRA of {tensor.name!r} has rank {rank}, but {CONFIG_FILE} says {size.rank}")
     shared = parts is None
     sizes = (size,) * len(tensor.parts) if shared else _sizes_of_parts(file.path, tensor, size, parts)
     return _Stored(tensor, keys, sizes, shared, swapped)
