@@ -71,7 +71,7 @@ FIGURES = [
     Figure("transformers v5", "Qwen3-30B-A3B", 8, 4096, 3075, missed=UNFUSED),
     Figure(
         *("torchtitan", "Llama-3.1-8B", 8, 8192, 6667, "compiled", "d8", OPS),
-        missed="its operator recomputation repeats every second matmul, archon's repeats none, and its loss stores whole logits",
+        missed="its recomputation repeats every second matmul, archon's none, and its loss stores whole logits",
     ),
     Figure(
         *("torchtitan", "Llama-3.1-8B", 8, 8192, 5762, "eager", "d8", OPS),
@@ -154,8 +154,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The planner against published figures",
         "",
-        "`python -m benchmarks.plan_check` writes this page and `records/plan_check.jsonl`. Figures are tokens per second of",
-        "one H100 in bfloat16. The first one calibrates `gemm_efficiency` in the H100's file; the others are predictions.",
+        "`python -m benchmarks.plan_check` writes this page and `records/plan_check.jsonl`. Figures are tokens per second",
+        "of one H100 in bfloat16. The first calibrates `gemm_efficiency` in the H100's file; the others are predictions.",
         "",
         "| model | system | run | predicted layout | published | predicted | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -206,7 +206,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base's weights"),
         ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not support"),
-        ({"r": 4}, "has rank 2, and adapter_config.json says 4"),
+        ({"r": 4}, "has rank 2, but adapter_config.json says 4"),
         ({"r": "2"}, "r is '2'; expected a positive whole number"),
         ({"r": 2.5}, "r is 2.5; expected a positive whole number"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan; expected a positive number"),
