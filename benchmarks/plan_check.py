@@ -154,8 +154,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The planner against published figures",
         "",
-        "`python -m benchmarks.plan_check` writes this page and `records/plan_check.jsonl`. Figures are tokens per second",
-        "of one H100 in bfloat16. The first calibrates `gemm_efficiency` in the H100's file; the others are predictions.",
+        "`python -m benchmarks.plan_check` writes this page and `records/plan_check.jsonl`. Figures are tokens per",
+        "second of one H100 in bfloat16. The first calibrates `gemm_efficiency` in the H100's file; the others are",
+        "predictions.",
         "",
         "| model | system | run | predicted layout | published | predicted | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",
