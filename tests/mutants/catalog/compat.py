@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rl/compat/trinity/adapter.py",
         "known.versions[place] if known and sampled else model.model_version",
         "model.model_version",
-        ("tests/rl/compat/trinity",),
+        ("tests/rl/compat/trinity/test_experiences.py",),
     ),
     Mutant(
         "tokens that the workflow masks are trained",

@@ -10,6 +10,8 @@ import torch
 
 from archon.rl import Experience, Workflow
 from archon.schema.errors import RolloutError, UserError
+from tests.rl.compat.trinity.conftest import GCONFIG
+from tests.small_qwen3 import small_model
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 
@@ -91,6 +93,15 @@ def test_tokens_that_the_model_did_not_generate_need_logprobs_of_their_own(adapt
         run_episode(adapted(returning(other(None))))
     result, _ = run_episode(adapted(returning(other([-1.5, -2.5]))))
     assert result["logprobs"][0][result["loss_mask"][0] == 1].tolist() == [-1.5, -2.5]
+
+
+def test_tokens_keep_the_version_of_their_sampling(adapted, run_episode, engine, tokenizer) -> None:
+    def after_a_push(_: Any, answer: Experience) -> list[Experience]:
+        engine.update_weights(small_model(len(tokenizer), max_seq_len=160), version=7)
+        return [experience(answer)]
+
+    result, _ = run_episode(adapted(returning(after_a_push), gconfig=GCONFIG.new(n_samples=1)))
+    assert engine.version == 7 and result["versions"][result["loss_mask"] == 1].unique().tolist() == [0]
 
 
 def test_masked_tokens_are_not_trained_and_carry_nothing(adapted, run_episode) -> None:
