@@ -53,7 +53,8 @@ def _checkpointed_class(block_class: Any, saved_ops: frozenset[str] | None) -> A
     `fully_shard` replaces the class in the same way. Names, `isinstance` and deep copies keep working, and all blocks
     share one code object, so torch.compile compiles it once.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws random numbers
+    # Blocks must not draw random numbers: recomputation would draw others.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if saved_ops is not None:
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -353,4 +353,7 @@ def _require_weight_files(folder: Path) -> NoReturn:
             f"its weights are pickled ({pickled[0]}); unpickling can run arbitrary code, so archon reads only "
             "safetensors: convert them with transformers' save_pretrained",
         )
-    fail(folder, f"it holds no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}")
+    fail(
+        folder,
+        f"it holds no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}; to train random weights, set init_from_scratch",
+    )

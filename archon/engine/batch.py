@@ -70,7 +70,8 @@ class PackedBatch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
-            raise BatchError(f"the batch has no field {name!r}; it has {', '.join(sorted(self.fields)) or 'none'}")
+            fields = ", ".join(sorted(self.fields)) or "tokens"
+            raise BatchError(f"the batch has no field {name!r}, only {fields}; add it with shape [B, S] or [B]")
         return self.fields[name]
 
     def __contains__(self, name: str) -> bool:

@@ -170,7 +170,7 @@ def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, devi
     if config.router_aux_loss_coef and not all(network.has_balancing_loss for network in sparse):
         raise ConfigError(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs softmax routers, and family {spec.name} has "
-            "sigmoid routers with scores that do not sum to 1; set it to 0, and router_bias_update_rate to balance "
+            "routers with scores that do not sum to 1; set it to 0, and router_bias_update_rate to balance "
             "experts by a bias"
         )
     if config.vision == "trained" and args.image_format is None:

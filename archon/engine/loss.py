@@ -18,7 +18,7 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Name to scalars (sum, count); the engine sums both over micro-batches and reports sum / count."""
+"""Metric name to two scalar tensors, sum and count; the engine adds both over micro-batches and reports sum / count."""
 
 LossWeightFn = Callable[[PackedBatch], Tensor]
 """Function that counts the units of a micro-batch, on the CPU before the forward."""
@@ -26,9 +26,9 @@ LossWeightFn = Callable[[PackedBatch], Tensor]
 
 @runtime_checkable
 class WeightedTokenLoss(Protocol):
-    """Loss Σ -w_t log p_t with weights known before the forward.
+    """Loss Σ -w_t log p_t with weights that do not depend on the model's outputs, so that head and loss run fused.
 
-    The head and the loss run in one fused, chunked pass. `metrics` receives detached logprobs.
+    `metrics` receives detached logprobs.
     """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
@@ -45,7 +45,10 @@ class WeightedTokenLoss(Protocol):
 
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], Tensor | tuple[Tensor, Metrics]] | WeightedTokenLoss
-"""(logprobs [T], entropy [T] or None, micro-batch) to a scalar sum, with or without metrics.
+"""Function of label logprobs [T], entropies [T] or None, and the micro-batch, to a scalar sum or (sum, metrics).
+
+It does not see logits, hidden states or the log-probabilities of other tokens; `archon.models.layers.token_scores`
+computes the scores of the head.
 
 A critic's loss receives values [T] in place of logprobs, and None for the entropy. The attribute
 `needs_entropy = False` skips the entropy.

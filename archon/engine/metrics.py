@@ -12,6 +12,7 @@ from archon.engine.loss import Metrics
 from archon.parallel.comm import all_reduce
 from archon.parallel.ranks import Ranks
 from archon.parallel.transfer import to_device_async
+from archon.schema.errors import ConfigError
 
 
 class MetricSums:
@@ -32,7 +33,10 @@ class MetricSums:
 
     def add(self, metrics: Metrics, prefix: str = "") -> None:
         """Add the metrics of a micro-batch, with a prefix to their names."""
-        for metric, (total, count) in metrics.items():
+        for metric, value in metrics.items():
+            if not isinstance(value, tuple) or not all(isinstance(part, Tensor) for part in value) or len(value) != 2:
+                raise ConfigError(f"metric {metric!r} is a {type(value).__name__}; expected tensors (sum, count)")
+            total, count = value
             name = prefix + metric
             self.sums[name] = self.sums.get(name, 0) + total.detach().double()
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()

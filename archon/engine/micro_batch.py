@@ -30,7 +30,8 @@ class TokenOrder:
         lengths: document lengths in compute order.
         cu_seqlens: int32 [B + 1], document boundaries in compute order.
         rows: int64 [U], the pack index of each computed token; None for pack order.
-        inverse: int64 [T], the inverse of a permutation `rows`. Scores are then in compute order, else in pack order.
+        inverse: int64 [T], inverse of `rows` if `rows` is a permutation; the head's scores are then in compute order.
+            None: they are in pack order.
         prefixes: the shared prefixes, computed once; None without them.
     """
 

@@ -260,6 +260,9 @@ class MicroBatchRunner:
         for group, part, rows in groups:
             result = fn(values[rows], None if entropies is None else entropies[rows], part)
             value, metrics = result if isinstance(result, tuple) else (result, {})
+            if not isinstance(value, Tensor) or value.ndim:
+                got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigError(f"{_name(fn)} returned a loss of {got}; expected a scalar, the sum over tokens")
             value = value / group.weight
             sums.add(metrics, group.prefix)
             if group.name is not None:

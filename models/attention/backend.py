@@ -23,14 +23,14 @@ class AttentionBackend(abc.ABC):
 
     Attributes:
         name: its `attn_type`.
-        features: supported options of `AttentionSpec`, and `bidirectional` for non-causal attention; other options
-            raise an error.
+        features: the implemented options of `AttentionSpec`: `window`, `soft_cap`, `sinks`, and `bidirectional` for
+            non-causal attention. A layer with another option raises ConfigError.
         saved_ops: `namespace::operator` names; selective recomputation keeps their results.
         prefers_equal_lengths: adjacent documents of equal length cost less; the engine then sorts them.
     """
 
     name: ClassVar[str]
-    features: ClassVar[frozenset[str]] = frozenset({"window"})
+    features: ClassVar[frozenset[str]] = frozenset()
     saved_ops: ClassVar[frozenset[str]] = frozenset()
     prefers_equal_lengths: ClassVar[bool] = False
 
@@ -43,7 +43,10 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        """Return attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D], G dividing H."""
+        """Return attention within each document [T, H, D], for q [T, H, D], k and v [T, G, D].
+
+        Each key head serves H / G consecutive query heads.
+        """
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:  # noqa: B027
         """Prepare for `attend_gathered` once per forward, outside compiled and recomputed code."""

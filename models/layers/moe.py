@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from archon.schema.errors import ConfigError
 
 CAN_COMPILE_SCALED_GROUPED_MM = TorchVersion(torch.__version__) >= "2.13"
 Score = Literal["softmax", "sigmoid"]
-"""Function from a token's router logits to scores: a softmax over the experts, or a sigmoid of each."""
+"""Scores from a token's router logits: a softmax over all experts, or a sigmoid of each logit."""
 
 
 class RouterStats(NamedTuple):
@@ -73,7 +73,8 @@ class ExpertsLayer(FeedForwardSpec):
         fp32_logits: compute the router's logits in at least float32.
         router_bias: the router's linear layer has a bias.
         correction_bias: choose experts by score plus a bias that checkpoints store, see `Router`.
-        balance: `archon.engine.router_balance` changes that bias, which starts at 0 if checkpoints do not store it.
+        balance: add that bias even if checkpoints store none (it then starts at 0), and let
+            `archon.engine.router_balance` update it.
         expert_biases: the three matrices of each expert have biases.
         shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
         shared_gate: multiply the shared experts' output by the sigmoid of a linear function of the token.
@@ -102,6 +103,8 @@ class ExpertsLayer(FeedForwardSpec):
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
+        if self.score not in get_args(Score):
+            raise ConfigError(f"router score is {self.score!r}; expected one of {', '.join(get_args(Score))}")
         if not 1 <= self.top_k <= self.n_experts:
             raise ConfigError(f"experts per token are {self.top_k}; expected 1 to the {self.n_experts} experts")
         if self.n_experts % self.n_groups or not 1 <= self.top_groups <= self.n_groups:

@@ -212,5 +212,5 @@ def test_a_malformed_batch_names_what_is_wrong(batch: dict[str, torch.Tensor], m
 
 def test_a_missing_field_names_those_that_are_there() -> None:
     _, batch = make([4, 3])
-    with pytest.raises(BatchError, match="no field 'values'; it has advantages, loss_mask, rewards"):
+    with pytest.raises(BatchError, match="no field 'values', only advantages, loss_mask, rewards"):
         pack(batch)["values"]

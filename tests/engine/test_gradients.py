@@ -160,6 +160,21 @@ def test_a_batch_without_a_loss_token_is_refused(tmp_path: Path) -> None:
         engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
 
 
+def test_a_loss_that_is_no_sum_and_a_metric_without_count_are_refused(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+
+    def unsummed(logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> Tensor:
+        return -logprobs
+
+    def uncounted(logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> Any:
+        return -logprobs.sum(), {"accuracy": 0.5}
+
+    with pytest.raises(ConfigError, match=r"unsummed returned a loss of shape \[\d+\]; expected a scalar"):
+        engine.train_batch(sft_batch(), unsummed, loss_token_count)
+    with pytest.raises(ConfigError, match=r"metric 'accuracy' is a float; expected tensors \(sum, count\)"):
+        engine.train_batch(sft_batch(), uncounted, loss_token_count)
+
+
 def test_a_detached_loss_is_refused(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
 

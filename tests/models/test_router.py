@@ -369,6 +369,7 @@ def test_a_gated_shared_expert_is_that_of_qwen2_moe(dtype: torch.dtype) -> None:
     ("fields", "message"),
     [
         ({"top_k": 17}, "experts per token are 17; expected 1 to the 16 experts"),
+        ({"score": "tanh"}, "router score is 'tanh'; expected one of softmax, sigmoid"),
         ({"n_groups": 3}, "1 of 3 groups of the 16 experts; expected groups that divide the experts"),
         ({"n_groups": 4, "top_groups": 5}, "5 of 4 groups of the 16 experts"),
         ({"n_groups": 16, "top_groups": 16}, "16 groups have 1 experts each"),
