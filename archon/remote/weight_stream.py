@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archon.parallel.torch_private import separate_group
-
 BUCKET_BYTES = 2**25
 ALIGNMENT = 16
 """Alignment of the tensors in a bucket in bytes, so that they are views of the bucket."""
@@ -154,6 +152,8 @@ class _Group:
 
     def __init__(self, store: dist.Store, rank: int, size: int, backend: str, address: str, limit: timedelta) -> None:
         prefixed = dist.PrefixStore("weights", store)
+        from archon.parallel.torch_private import separate_group  # slow to import in a worker of vLLM
+
         self._backend: Any = separate_group(prefixed, rank, size, backend, address, limit)
         # Keep a reference to the last tensor. If the group's thread freed it, the thread would wait for the GIL while
         # Python waits for the thread.

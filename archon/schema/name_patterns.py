@@ -101,6 +101,8 @@ def _checked(text: str) -> regex.Pattern[str]:
     for sign in re.findall(r"\\(.)", text):
         if sign.isalnum() and sign not in "dDwWsS":
             raise ValueError(f"\\{sign} is refused; expected one of \\d \\w \\s \\D \\W \\S, or an escaped sign")
+    if "[:" in text:
+        raise ValueError("[: starts a POSIX class, which is refused")
     plain = _ATOM.sub("a", text)  # a set or an escaped sign is one character
     if re.search(r"\(\?(?!:)", plain):
         raise ValueError("extensions (?…) are refused")

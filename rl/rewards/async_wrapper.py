@@ -146,11 +146,11 @@ class AsyncRewardWrapper:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and not self.in_process:
+                raise  # of the caller; a time-out arrives as TimeoutError
             if limit.expired():
                 message = f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
                 raise RewardTimeout(message) from error
-            if isinstance(error, asyncio.CancelledError) and not self.in_process:
-                raise  # of the caller
             message = f"reward function {self.name} raised {type(error).__name__}: {error}"
             raise RewardRaised(message, traceback.format_exc()) from error
         return as_reward(value, self.name)

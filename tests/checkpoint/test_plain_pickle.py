@@ -93,7 +93,7 @@ def test_a_call_of_anything_else_is_refused(
     hostile: Any = Calls(function, f"open({str(trace)!r}, 'w')")
     if nested:
         hostile = {"a": [(1, Calls(collections.OrderedDict, [("b", hostile)]))]}
-    with pytest.raises(CheckpointError, match=rf"a.pkl: .*contains '[^']*{name}'; only the names"):
+    with pytest.raises(CheckpointError, match=rf"a.pkl: .*names '[^']*{name}', which is not among the names"):
         read(pickle.dumps(hostile, protocol))
     assert not trace.exists()
 
@@ -109,38 +109,34 @@ def test_no_name_is_looked_up_even_an_allowed_one(tmp_path: Path, monkeypatch: p
 # Each is a program for CPython's machine that plain data never needs.
 TORCH_SIZE = b"ctorch\nSize\n"
 PROGRAMS = {
-    "an attribute set on a class": (
-        TORCH_SIZE + b"}\x8c\x01a" + b"K\x01sb.",
-        "the state of an object twice, or of something",
-    ),
-    "an attribute set by slot": (TORCH_SIZE + b"N}" + short("name") + b"Ns\x86b.", "something that is no object"),
-    "a call of a text": (short("torch.Size") + b")R.", "TypeError"),
-    "a call of a call's result": (TORCH_SIZE + b")R)R.", "TypeError"),
-    "a call of a method": (short("x") + b")\x81.", "TypeError"),
+    "an attribute set on a class": (TORCH_SIZE + b"}\x8c\x01a" + b"K\x01sb.", "cannot be filled"),
+    "a call of a text": (short("torch.Size") + b")R.", "a str has the wrong type"),
+    "a call of a call's result": (TORCH_SIZE + b")R)R.", "a Record has the wrong type"),
+    "a call with a list": (TORCH_SIZE + b"]R.", "a list has the wrong type"),
     "state set twice": (TORCH_SIZE + b")RK\x01bK\x01b.", "the state of an object twice"),
-    "an item of a tuple": (b")K\x01a.", "AttributeError"),
-    "an item of a call's result": (TORCH_SIZE + b")RK\x01K\x02s.", "TypeError"),
-    "a key without a value": (b"}(K\x01u.", "IndexError"),
-    "an extension code": (b"\x82\x01.", "KeyError: 130"),
-    "an instance, protocol 0": (b"(ios\nsystem\n.", "KeyError: 105"),
+    "an item of a tuple": (b")K\x01a.", "a tuple cannot be filled"),
+    "an item of a call's result": (TORCH_SIZE + b")RK\x01K\x02s.", "a Record cannot be filled"),
+    "a key without a value": (b"}(K\x01u.", "a key without a value"),
+    "an extension code": (b"\x82\x01.", "opcode EXT1"),
+    "an instance, protocol 0": (b"(ios\nsystem\n.", "opcode INST"),
     "an object, protocol 1": (b"(cos\nsystem\no.", "'os.system'"),
-    "a persistent text": (b"Pabc\n.", "KeyError: 80"),
-    "a buffer outside": (b"\x97.", "KeyError: 151"),
-    "bytes": (b"C\x01a.", "KeyError: 67"),
-    "a huge array of bytes": (b"\x96" + struct.pack("<Q", 2**62) + b".", "KeyError: 150"),
-    "a huge text": (b"\x8d" + struct.pack("<Q", 2**62) + b"a.", "EOFError"),
-    "a huge frame": (b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.", "frame size"),
-    "a frame beyond the end": (b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.", None),
+    "a persistent text": (b"Pabc\n.", "opcode PERSID"),
+    "a buffer outside": (b"\x97.", "opcode NEXT_BUFFER"),
+    "bytes": (b"C\x01a.", "opcode SHORT_BINBYTES"),
+    "a huge array of bytes": (b"\x96" + struct.pack("<Q", 2**62) + b".", "2\\*\\*63|expected|bytearray8|BYTEARRAY8"),
+    "a huge text": (b"\x8d" + struct.pack("<Q", 2**62) + b"a.", "expected"),
+    "a huge frame": (b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.", None),
     "a huge memo": (b"Nr\xff\xff\xff\xff.", None),
-    "a memo that is not there": (b"h\x07.", "Memo value not found"),
-    "an empty stack": (b"a.", "IndexError"),
-    "a mark for a value": (b"(\x85.", "IndexError"),
-    "no value": (b"\x80\x04.", "IndexError"),
-    "no end": (b"\x80\x04N", "EOFError"),
-    "nothing": (b"", "EOFError"),
+    "a memo that is not there": (b"h\x07.", "refers to nothing"),
+    "an empty stack": (b"a.", "refers to nothing"),
+    "a mark for a value": (b"(\x85.", "a _Mark has the wrong type"),
+    "two values": (b"NN.", "ends with 2 values"),
+    "no value": (b"\x80\x04.", "ends with 0 values"),
+    "no end": (b"\x80\x04N", "pickle exhausted"),
+    "nothing": (b"", "pickle exhausted"),
     "no pickle": (b"PK\x03\x04", "."),
     "a name in halves": (short("os.") + short("system") + b"\x93.", "'os..system'"),
-    "a name with a space": (b"cos system\nx\n.", "'os system.x'"),
+    "a name with a space": (b"cos system\nx\n.", "'os.system.x'"),
 }
 
 

@@ -102,6 +102,7 @@ def test_matches_stop_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
         ("\\", "bad escape"),
         (r"(a)\1", r"\\1 is refused; expected one of"),
         ("(?=a)", "extensions .* are refused"),
+        ("[[:alpha:]]", "POSIX class, which is refused"),
         ("(?i)a", "extensions .* are refused"),
         ("a{e<=1}", "no number of repetitions"),
         (r"[\]a](b*)+", "repeats a group"),

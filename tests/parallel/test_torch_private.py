@@ -41,7 +41,6 @@ LIMIT = timedelta(seconds=7)
 MODULE_PRIVATE = {name for name in (*vars(nn.Module), *vars(nn.Module())) if name[0] == "_" != name[1]}
 # Private names of classes outside PyTorch, or of modules of the standard library, that the product uses on an object.
 OTHER_PRIVATE = {"_asdict", "_base", "_exit", "_from_config", "_make", "_registry", "_replace", "_supports_sdpa"}
-OTHER_PRIVATE |= {"_Unpickler"}  # of pickle
 
 
 @pytest.mark.parametrize(("entry", "name"), NAMES, ids=[name for _, name in NAMES])

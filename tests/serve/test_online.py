@@ -209,7 +209,7 @@ async def test_a_session_ends_with_a_reward_that_counts(
     said = (await outside.ask(session))["id"]
     await outside.rate(session, 0.5, finished=False)
     ignored = await outside.post(path, key, reward=1.0)
-    assert ignored.status_code == 400 and "name the answer by completion_id" in ignored.text
+    assert ignored.status_code == 400 and "pass completion_id" in ignored.text
     await outside.rate(session, 1.0, completion_id=said, finished=True)
     assert (await asyncio.wait_for(task, 20))["rewards"].tolist() == [1.0]
 

@@ -46,8 +46,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a pickle may name os.system",
         "archon/checkpoint/formats/dcp/plain_pickle.py",
-        'if f"{module}.{name}" not in self.allowed:',
-        'if f"{module}.{name}" not in (*self.allowed, "os.system", "posix.system"):',
+        "if name not in self.allowed:",
+        'if name not in (*self.allowed, "os.system", "posix.system"):',
         ("tests/checkpoint/test_plain_pickle.py::test_a_call_of_anything_else_is_refused",),
     ),
 )

@@ -239,6 +239,27 @@ async def test_a_killed_reward_takes_its_own_children_along(reward: AsyncRewardW
     assert _ends_soon(int(log.read_text()))
 
 
+async def test_a_cancellation_after_the_time_limit_ends_the_call() -> None:
+    calls = []
+
+    async def slow_to_end(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+        calls.append(prompt)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.2)
+            raise
+        return 1.0
+
+    reward = AsyncRewardWrapper(slow_to_end, timeout_seconds=0.1, max_retries=2)
+    task = asyncio.create_task(reward("", "", [], []))
+    await asyncio.sleep(0.2)  # the time limit is over, and the reward is still ending
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(calls) == 1
+
+
 async def test_a_cancelled_call_does_not_run(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with AsyncRewardWrapper(faulty.obey, timeout_seconds=REWARD_TIMEOUT_SECONDS, max_workers=1) as reward:
