@@ -204,7 +204,7 @@ def _is_shape(values: Any) -> bool:
 
 
 def _reject_json_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def fail(file: str | os.PathLike[str], why: str) -> NoReturn:

@@ -43,7 +43,7 @@ def describe_blocks(args: BaseModelArgs) -> list[str]:
 
 
 class _Section:
-    """Lines of one module, and its tensors that no line has named yet.
+    """Lines of one module, and its tensors that are not named yet.
 
     Attributes:
         shapes: shape of each unnamed parameter and buffer.

@@ -1,4 +1,4 @@
-r"""Answer extractor of all rewards.
+r"""Answer extraction, shared by all rewards.
 
 It takes the last `\boxed{…}` (with nested braces), else the dataset's form (`#### x` for gsm8k, `[x]` for geometry3k
 and clevr_count_70k). It never takes the last number of the text, which may be an unfinished thought.

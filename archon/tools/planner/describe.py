@@ -107,7 +107,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def _slowdown(best: Candidate, other: Candidate) -> str:
-    """Return the relative slowdown of `other`, and the part of the step with the largest loss."""
+    """Return the relative slowdown of `other`, and the part of the step that costs most of it."""
     if other is best:
         return "-"
     slower = other.seconds.total / best.seconds.total - 1
