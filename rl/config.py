@@ -118,7 +118,7 @@ class ExperiencesConfig(StrictModel):
         1800.0, gt=0, le=MAX_SECONDS, description="mode train: how long to wait for the groups of a step"
     )
     weights_from: str | None = Field(
-        None, description="modes explore and bench: folder of the run whose checkpoints are loaded; null: none"
+        None, description="modes explore and bench: load checkpoints from this run folder; null: none"
     )
     sync_every: int = Field(1, ge=1, description="mode explore: steps between checks for a newer checkpoint")
     latest_only: bool = Field(False, description="mode bench: only the latest checkpoint")

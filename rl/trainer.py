@@ -251,7 +251,7 @@ class RLTrainer(BaseTrainer):
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint, or its LoRA in PEFT's format.
 
-        With `verify_export`, compare the logits of the model with those of transformers.
+        With `verify_export`, compare the model's logits with transformers' on the export.
         """
         assert self.runner is not None
         path = self.runner.directory.export

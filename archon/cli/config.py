@@ -65,7 +65,7 @@ def load_config(
 def _anchor_paths(
     schema: type[StrictModel], values: dict[str, Any], file: Path | None, overrides: Sequence[str]
 ) -> None:
-    """Make paths absolute: those of `file` relative to its folder, overrides relative to the current one."""
+    """Make paths absolute, relative to the folder of `file`; paths in overrides, relative to the current folder."""
     overridden = {override.partition("=")[0].rpartition(".")[2] for override in overrides}
     for name, field in schema.model_fields.items():
         if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
@@ -191,7 +191,7 @@ def read_bootstrap(file: str | None) -> BootstrapConfig | None:
 
 
 def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:
-    """Return the configuration as YAML; sections of `resolved` replace those of the same name."""
+    """Return the configuration as YAML; a section of `resolved` replaces the section with its name."""
     values = config.model_dump(mode="json")
     parts = {} if resolved is None else resolved.model_dump(mode="json", include=set(values))
     return yaml.safe_dump(values | parts, sort_keys=False, allow_unicode=True).rstrip()

@@ -1,8 +1,8 @@
 """Tokenization of prompts for generation, and of SFT examples with a loss mask from token offsets.
 
-A conversation is rendered once as text; the spans of assistant turns are located in that text; the text is tokenized
-once, and a token is trained if it starts inside a span. Parts of the text are never tokenized separately, because their
-tokens can differ from those of the full text.
+A conversation is rendered once as text, the spans of assistant turns are located in it, and the text is tokenized once.
+A token is trained if it starts inside a span. Parts of the text are never tokenized separately, because that can change
+tokens.
 """
 
 from __future__ import annotations

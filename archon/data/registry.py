@@ -59,8 +59,8 @@ WITH_SUBSETS = ("shapes",)
 def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
     """Register the decorated function as the loader of a dataset's rows of one kind; `path: NAME` then reads it.
 
-    It is called by keyword with those of `path`, `split`, `tokenizer` and `max_length` that its signature names. `path`
-    is `data_dir` of the configuration, by default the dataset's name. It returns rows as dictionaries: a list,
+    It receives the keyword arguments that its signature names among `path`, `split`, `tokenizer` and `max_length`.
+    `path` is `data_dir` of the configuration, by default the dataset's name. It returns rows as dictionaries: a list,
     `RowDataset`, or Hugging Face dataset. SFT rows hold `input_ids` and `loss_mask`.
 
     Raises:

@@ -20,8 +20,8 @@ _TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory
 class RowDataset(Sequence[Row]):
     """Rows in memory, in the source's order.
 
-    `map`, `filter`, `select`, `shuffle`, `remove_columns` and `rename_column` return a new dataset, like those of
-    Hugging Face datasets; options that only change their speed (`num_proc`, …) are accepted and have no effect.
+    `map`, `filter`, `select`, `shuffle`, `remove_columns` and `rename_column` return a new dataset, as in Hugging
+    Face datasets; options that only change their speed (`num_proc`, …) are accepted and have no effect.
 
     Attributes:
         name: name of the dataset, for messages.

@@ -140,8 +140,8 @@ def get_shapes_sft_dataset(
 def _rows(split: str, seed: int, subset: str | None, reader: ImageReader | None) -> list[SourceRow]:
     if reader is None:
         raise DatasetError(
-            "the dataset shapes has images; expected a vision-language model, "
-            "whose folder has a preprocessor_config.json"
+            "the dataset shapes has images; expected the checkpoint of a vision-language model, "
+            "with a preprocessor_config.json"
         )
     return _draw_rows(split, seed, subset)
 

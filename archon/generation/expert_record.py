@@ -17,8 +17,8 @@ Experts = np.ndarray
 class ExpertRecord:
     """Routed experts of the first `length` tokens of a sequence.
 
-    A token is recomputed after a preemption or a weight update. Its recorded experts stay those of the forward that the
-    next token was sampled from, consistent with that token's logprob.
+    A preemption or a weight update recomputes a token, but keeps its recorded experts. The next token was sampled from
+    the forward with these experts, so they are consistent with its logprob.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
 def _nonfinite_sequences(
     spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None
 ) -> list[Sequence]:
-    """Return the sequences whose LoRAs produce non-finite values.
+    """Return the sequences with LoRAs that produce non-finite values.
 
     Args:
         spans: the sequences of consecutive rows, and their numbers of rows.
@@ -473,7 +473,7 @@ class Generator:
     def replace_lora(self, name: str, weights: LoRAWeights, version: int | None) -> None:
         """Replace the weights of a LoRA in place, see `LoRAManager.replace`.
 
-        Its unfinished sequences restart like those of `restart`; other sequences are not affected.
+        Its unfinished sequences are recomputed with the new weights; other sequences are not affected.
         """
         self.scheduler.restart(self.lora_manager.replace(name, weights, version))
 

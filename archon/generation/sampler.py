@@ -152,7 +152,7 @@ def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def inverse_cdf_sample(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
+    """Return the tokens int64 [R] at `uniform` [R] of each row's cumulative distribution.
 
     probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned;
     any token is where probabilities are NaN.

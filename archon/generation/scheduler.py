@@ -179,9 +179,9 @@ class Scheduler:
                 del self.prompts[sequence.prompt_key]
 
     def restart(self, lora: ServedLoRA | None = None) -> None:
-        """Invalidate all cached keys and values, or those of a LoRA.
+        """Invalidate the cached keys and values of all sequences, or of the sequences with one LoRA.
 
-        Its running sequences return to the queue with their tokens.
+        The running ones return to the queue with their tokens.
         """
         for sequence in self.running[::-1]:
             if lora in (None, sequence.lora):

@@ -110,8 +110,8 @@ class RemoteEngine:
         folder: folder of pushes, unless they are broadcast.
         vocab_size: vocabulary size of the model.
         eos_token_ids: token ids that end an answer.
-        probe: text whose first `PROBE_TOKENS` logprobs verify a push, such as the run's prompts. Empty: ids over the
-            whole vocabulary, which are improbable and have the largest rounding errors.
+        probe: text, for example the run's prompts. The logprobs of its first `PROBE_TOKENS` tokens verify a push. An
+            empty probe uses ids over the whole vocabulary, which are improbable and have the largest rounding errors.
         recorded_model: record the routed experts of this model for each token; None: do not record.
         seed: seeds requests without a seed.
         version: version of the last push.

@@ -46,7 +46,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Thinking = bool | Effort
 """Whether, or how much, a model is to think."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-"""Standard variables of a chat template, besides those of a request."""
+"""Variables that every chat template receives, in addition to `chat_template_kwargs` of a request."""
 
 Integer = Annotated[int, BeforeValidator(_float_to_int)]
 Positive = Annotated[Integer, Field(ge=1)]

@@ -49,8 +49,8 @@ class Service:
     A request with a session's key is answered by that session's generator and recorded in it. A request with the server
     token, or with any other key if there is no token, is answered by `engine` and not recorded.
 
-    A server whose engine has LoRAs, or that can load them, selects the model by the name in a request. Otherwise the
-    single model answers to any name.
+    With LoRAs, or the ability to load them, the server selects the model by the name in a request. Otherwise its single
+    model answers to any name.
 
     Args:
         tokenizer: renders prompts and decodes answers.

@@ -239,7 +239,7 @@ class MarkedParser:
 
 
 class PrefixCallParser:
-    """Parser of formats whose calls start at the first character; any other answer is text."""
+    """Parser of formats in which calls start at the first character; any other answer is text."""
 
     def __init__(self, marks: Sequence[str], calls: Callable[[str, Schemas], list[ToolCall]], schemas: Schemas) -> None:
         self._marks, self._calls, self._schemas = marks, calls, schemas

@@ -19,7 +19,7 @@ from archon.schema.errors import ConfigError, RolloutError
 
 
 class Agent(Protocol):
-    """An object whose `run` returns the episode's reward, or rewards by completion id."""
+    """An agent; `run` returns the reward of the episode, or rewards by completion id."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]:
         """Run one episode on a row."""

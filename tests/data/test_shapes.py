@@ -131,7 +131,7 @@ def test_what_is_wrong_with_the_pictures_of_a_row_is_said_in_one_line(blank: Pat
         with pytest.raises(DatasetError, match=problem) as raised:
             get_custom_dataset(file, kind="sft", tokenizer=tokenizer, reader=reader)
         assert "\n" not in str(raised.value)
-    with pytest.raises(DatasetError, match="expected a vision-language model"):
+    with pytest.raises(DatasetError, match="expected the checkpoint of a vision-language model"):
         get_custom_dataset("shapes", kind="sft", tokenizer=tokenizer)
     with pytest.raises(ImageError, match="no image reader"):
         encode_image_prompt(tokenizer, {"prompt": "a", "images": [PNG]}, None)

@@ -44,7 +44,7 @@ class _Plan:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether the name belongs to `target_parameters`."""
+        """Whether the target is listed in `target_parameters` instead of `target_modules`."""
         return self.tensor.experts is not None or self.target != self.tensor.name
 
     def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:

@@ -149,7 +149,7 @@ class DocumentChunks:
         steps = [int((counts > step).sum()) for step in range(int(counts.max()))]
         firsts = torch.tensor([0, *steps]).cumsum(0)
         spans = [torch.arange(length) for length in lengths]
-        # Chunk i of a document is the one at its rank among those of step i.
+        # Step i computes chunk i of all documents that have one; a document's place in the step is its rank.
         positions = torch.cat(
             [(firsts[span // size] + rank[document]) * size + span % size for document, span in enumerate(spans)]
         )
