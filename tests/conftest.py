@@ -102,7 +102,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SAMPLE > 1:
-        out = deselected((item.nodeid for item in items), SAMPLE, current_commit())
+        sampled = (item.nodeid for item in items if not item.get_closest_marker("unsampled"))
+        out = deselected(sampled, SAMPLE, current_commit())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
     has_gpu, has_data = torch.cuda.is_available(), find_data() is not None

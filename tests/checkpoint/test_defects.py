@@ -19,6 +19,8 @@ from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import MOE, config_with, edit_header, make_checkpoint, write_checkpoint
 
+pytestmark = pytest.mark.unsampled
+
 SHARD = "model-00002-of-00003.safetensors"
 KEY = "model.layers.1.self_attn.k_proj.weight"  # is in SHARD; its shape is [10, 24]
 SAME_FOLDER = "expected a .safetensors file in the same folder"
@@ -118,7 +120,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "header length of 2^64 - 1": (in_bytes(lambda b: b"\xff" * 8 + b[8:]), (SHARD, str(2**64 - 1))),
     "header nested too deep": (in_header(lambda h: "[" * 100_000), (SHARD, "not valid JSON")),
     "header with an endless number": (in_header(lambda h: '{"a": ' + "9" * 5000 + "}"), (SHARD, "4300 digits")),
-    "header with NaN": (in_header(lambda h: '{"a": NaN}'), (SHARD, "NaN is not a number")),
+    "header with NaN": (in_header(lambda h: '{"a": NaN}'), (SHARD, "NaN is not a JSON number")),
     "key twice in a header": (in_header(duplicated), (SHARD, KEY, "twice")),
     "metadata is not strings": (in_header(lambda h: h.update(__metadata__={"a": {}})), (SHARD, "__metadata__")),
     "wrong dtype string": (in_header(lambda h: h[KEY].update(dtype="FLOAT")), (SHARD, KEY, "FLOAT")),

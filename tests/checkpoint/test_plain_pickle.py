@@ -19,6 +19,8 @@ import pytest
 from archon.checkpoint.formats.dcp.plain_pickle import GlobalName, PickledDict, Record, read_pickle
 from archon.schema.errors import CheckpointError
 
+pytestmark = pytest.mark.unsampled
+
 ALLOWED = frozenset({"collections.OrderedDict", "torch.Size"})
 
 

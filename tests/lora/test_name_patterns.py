@@ -12,6 +12,8 @@ from archon.schema import name_patterns
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePattern, NamePatterns
 
+pytestmark = pytest.mark.unsampled
+
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.3.gate_proj", "q_proj", "aab.ba", "a", ""]
 ATOMS = [
     "a",

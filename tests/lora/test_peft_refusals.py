@@ -21,6 +21,8 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.lora.oracle import base_of, engine_of
 
+pytestmark = pytest.mark.unsampled
+
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4, "init": "random"}
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 QUERIES = "model.layers.1.self_attn.q_proj"
@@ -74,7 +76,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\], which archon does not support"),
     "layers twice": ({"layer_replication": [[0, 2]]}, "layer_replication is .* which archon does not support"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not support"),
-    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, and adapter_config.json says 3"),
+    "another rank": ({"rank_pattern": {QUERIES: 3}}, "has rank 2, but adapter_config.json says 3"),
     "a rank that is no number": ({"rank_pattern": {"q_proj": 2.0}}, r"\['q_proj'\] is 2.0; expected a positive whole"),
     "an endless alpha": ({"alpha_pattern": {"q_proj": float("inf")}}, r"\['q_proj'\] is inf; expected a positive num"),
     "a regular expression that takes forever": (
