@@ -26,7 +26,7 @@ class Demonstrations:
 
     def __init__(self, config: DemonstrationsConfig, tokenizer: Any, seed: int) -> None:
         rows = load_rows(config.data, "sft", tokenizer)
-        self._loader = RowLoader(rows, batch_size=config.per_step, seed=seed)
+        self._loader = RowLoader(rows, batch_size=config.per_step, seed=seed, tail="wrap")
 
     def take(self) -> dict[str, Tensor]:
         """Return the next rows: `input_ids`, `loss_mask` int64 and `attention_mask` bool [B, S]."""

@@ -37,7 +37,7 @@ class PromptStream:
             if curriculum_column is None
             else [_number(row, index, curriculum_column) for index, row in enumerate(rows)]
         )
-        self._loader = RowLoader(rows, batch_size=1, seed=seed, difficulty=difficulty)
+        self._loader = RowLoader(rows, batch_size=1, seed=seed, difficulty=difficulty, tail="wrap")
         self._untrained: list[int] = []  # ordinals taken before a resume but not trained
 
     @property

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from archon.data.rows import row_fingerprint
 from archon.schema.errors import DatasetError
 
-_FINGERPRINT_ROWS = 64
+_MASKS = {"loss_mask": "input_ids", "chosen_loss_mask": "chosen_ids", "rejected_loss_mask": "rejected_ids"}
 
 
 class RowLoader:
@@ -23,8 +24,8 @@ class RowLoader:
         shuffle: if False, every epoch has the order of `rows`.
         difficulty: a number for each row; every epoch starts with the easiest rows, and `shuffle` orders rows of equal
             difficulty (curriculum sampling: Kimi k1.5, arXiv 2501.12599, section 2.3.4).
-        tail: for the last rows of an epoch, if they are fewer than a batch: "drop" them, "keep" them as a shorter
-            batch, or "wrap": complete the batch with the first rows of the next epoch.
+        tail: for the last rows of an epoch, if they are fewer than a batch: "keep" them as a shorter batch, "drop"
+            them, or "wrap": complete the batch with the first rows of the next epoch.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class RowLoader:
         seed: int = 0,
         shuffle: bool = True,
         difficulty: Sequence[float] | None = None,
-        tail: Literal["drop", "keep", "wrap"] = "wrap",
+        tail: Literal["drop", "keep", "wrap"] = "keep",
     ) -> None:
         if not rows:
             raise DatasetError("the dataset is empty; expected at least one row")
@@ -46,7 +47,7 @@ class RowLoader:
         if tail == "drop" and batch_size > len(rows):
             raise DatasetError(
                 f"batch_size is {batch_size} and tail is 'drop', which drops all {len(rows)} rows of the dataset; "
-                "lower batch_size or choose tail='wrap'"
+                "lower batch_size or choose tail='keep'"
             )
         self.rows = rows
         self.batch_size = batch_size
@@ -63,6 +64,11 @@ class RowLoader:
         """Number of batches that contain every row once; with "drop", every row that is not dropped."""
         full, remainder = divmod(len(self.rows), self.batch_size)
         return full + (1 if remainder and self.tail != "drop" else 0)
+
+    @property
+    def steps_taken(self) -> int:
+        """Number of batches of this size before the position, unless `tail` is "wrap"."""
+        return self.epoch * self.steps_per_epoch + math.ceil(self.cursor / self.batch_size)
 
     def next_batch(self) -> list[dict[str, Any]]:
         """Return the next batch; start a new epoch after the last batch."""
@@ -129,13 +135,19 @@ class RowLoader:
         return order
 
     def fingerprint(self) -> str:
-        """Return a hash of some evenly spaced rows, which detects another dataset or another order of its rows."""
-        count = min(_FINGERPRINT_ROWS, len(self.rows))
-        sample = [self.rows[index * len(self.rows) // count] for index in range(count)]
-        try:
-            text = json.dumps(sample, sort_keys=True, default=repr)
-        except (TypeError, ValueError, RecursionError) as error:  # keys of several types, a row within itself
-            raise DatasetError(
-                f"a row is not JSON-compatible: {error}; expected strings, numbers, lists and mappings"
-            ) from None
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Return a hash that detects another dataset or another order of its rows.
+
+        Encoded rows count with their trained tokens, because a chat template can write today's date into a prompt.
+        Prompts are compared by the fingerprint of the source, which a `RowDataset` has.
+        """
+        source = getattr(self.rows, "source_fingerprint", None)
+        return row_fingerprint([source, row_fingerprint(self.rows, key=_trained_tokens)])
+
+
+def _trained_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the trained tokens of an encoded row by the name of their column; other rows are returned unchanged."""
+    return {
+        ids: [token for token, trained in zip(row[ids], row[mask], strict=True) if trained]
+        for mask, ids in _MASKS.items()
+        if mask in row and ids in row
+    } or row

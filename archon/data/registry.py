@@ -17,7 +17,7 @@ from archon.data.config import DatasetConfig
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
-from archon.data.rows import RowDataset
+from archon.data.rows import RowDataset, row_fingerprint
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
@@ -90,7 +90,13 @@ def load_rows(
     """Return at most `limit` rows of a configured dataset; `reader` is a vision-language model's image reader."""
     options = config.model_dump(exclude={"limit"})
     dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, **options)
-    return replace(dataset, rows=dataset.rows[: config.limit])
+    rows = dataset.rows[: config.limit]
+    if kind == "rl":
+        return replace(dataset, rows=rows)
+    # A file may move between a run and its resume; everything else that changes encoded rows counts.
+    recipe = [config.model_dump(exclude={"path", "data_dir"}), getattr(tokenizer, "chat_template", None)]
+    fingerprint = row_fingerprint([dataset.source_fingerprint, recipe])
+    return replace(dataset, rows=rows, source_fingerprint=fingerprint)
 
 
 def get_custom_dataset(
@@ -172,9 +178,12 @@ def get_custom_dataset(
         if any(key not in row.data for row in source for key in (prompt_key, response_key)):
             return RowDataset(name, [{"raw_task": row.data["raw_task"]} for row in source])
     if kind in ("dpo", "rw"):
-        return pairs.pair_dataset(source, name, prompt_key=None if response_key is None else prompt_key, **shared)
+        key = None if response_key is None else prompt_key
+        encoded = pairs.pair_dataset(source, name, prompt_key=key, **shared)
+        return replace(encoded, source_fingerprint=row_fingerprint([row.data for row in source]))
     if kind == "sft":
-        return sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
+        encoded = sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
+        return replace(encoded, source_fingerprint=row_fingerprint([row.data for row in source]))
     if response_key is None:
         raise DatasetError(f"response_key is null; RL rows of {path} need the column of the gold answer: name it")
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,20 @@ Row = dict[str, Any]
 
 # Options of Hugging Face's `map` and `filter` that affect speed or output, but not the rows.
 _TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"})
+_FINGERPRINT_ROWS = 64
+
+
+def row_fingerprint(rows: Sequence[Any], key: Callable[[Any], Any] = lambda row: row) -> str:
+    """Return a hash of `key` of some evenly spaced rows, which detects other rows or another order."""
+    count = min(_FINGERPRINT_ROWS, len(rows))
+    sample = [key(rows[index * len(rows) // count]) for index in range(count)]
+    try:
+        text = json.dumps([len(rows), sample], sort_keys=True, default=repr)
+    except (TypeError, ValueError, RecursionError) as error:  # keys of several types, a row within itself
+        raise DatasetError(
+            f"a row is not JSON-compatible: {error}; expected strings, numbers, lists and mappings"
+        ) from None
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -27,11 +43,13 @@ class RowDataset(Sequence[Row]):
         name: name of the dataset, for messages.
         rows: the rows.
         n_filtered: number of rows that were dropped because they were longer than `max_length` tokens.
+        source_fingerprint: hash of the source rows and options that encoded rows were rendered from; None if unknown.
     """
 
     name: str
     rows: list[Row]
     n_filtered: int = 0
+    source_fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

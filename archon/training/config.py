@@ -60,7 +60,9 @@ class SFTConfig(StrictModel):
     resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the data order")
     total_steps: int | None = Field(None, ge=1, description="optimizer steps; null: set by `epochs`")
-    epochs: int = Field(1, ge=1, description="passes over the data if total_steps is null")
+    epochs: int = Field(
+        1, ge=1, description="passes over the data if total_steps is null; the last batch of a pass may be smaller"
+    )
     batch_size: int = Field(32, ge=1, description="rows per optimizer step")
     model: EngineConfig = Field(description="the model")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,22 +111,24 @@ class SFTTrainer(BaseTrainer):
                 require_same_rows(loaded, section.path if section else "the held-out rows")
         ranks = parse_layout(config.model.layout).dp
         require_documents(config.batch_size, ranks, "batch_size")
-        if self.held_out is not None:
-            require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
         require_row_lengths(rows, config.model.max_tokens_per_mb)
-        self.loader = loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        # A run of epochs trains each row equally often; a run of steps has full batches.
+        tail: Literal["keep", "wrap"] = "keep" if config.total_steps is None else "wrap"
+        self.loader = loader = RowLoader(rows, config.batch_size, seed=config.seed, tail=tail)
         self.held_out_by_name = {}
         self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * loader.steps_per_epoch
         if names := multi_lora(config):
-            config = self._open_loras(names, rows, tokenizer, ranks)
+            config = self._open_loras(names, rows, tokenizer, ranks, tail)
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stall_watch.folder = self.runner.directory.stacks
         self.resume()
 
-    def _open_loras(self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int) -> SFTConfig:
+    def _open_loras(
+        self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int, tail: Literal["keep", "wrap"]
+    ) -> SFTConfig:
         """Load the rows of every LoRA; return the config with the number of steps of each."""
         config, lora = self.config, self.config.model.lora
         assert lora is not None and lora.loras is not None
@@ -145,9 +146,8 @@ class SFTTrainer(BaseTrainer):
                 require_documents(size, ranks, f"lora_data.{name}.batch_size")
                 require_row_lengths(train_rows, config.model.max_tokens_per_mb)
             if eval_rows is not None:
-                require_documents(len(eval_rows), ranks, f"the number of held-out rows of LoRA {name}")
                 held_out[name] = eval_rows
-            loaders[name] = RowLoader(train_rows, size, seed=config.seed)
+            loaders[name] = RowLoader(train_rows, size, seed=config.seed, tail=tail)
             run_steps = config.total_steps or config.epochs * loaders[name].steps_per_epoch
             steps[name] = lora.loras[name].total_steps or run_steps
         self.loader, self.held_out_by_name = MultiLoRALoader(loaders, steps), held_out
@@ -162,6 +162,20 @@ class SFTTrainer(BaseTrainer):
         """See `BaseTrainer.load_position`."""
         self.loader.load_state_dict(state["rows"])
         self._target_reached = state["enough"]
+        if self.config.total_steps is not None:
+            return
+        if isinstance(self.loader, MultiLoRALoader):
+            steps, loaders = self.loader.steps, self.loader.loaders
+            positions = [(loader, min(self.step, steps[name])) for name, loader in loaders.items()]
+        else:
+            positions = [(self.loader, self.step)]
+        for loader, step in positions:
+            if loader.steps_taken != step:
+                raise ConfigError(
+                    f"the checkpoint of step {step} was trained with another batch_size than {loader.batch_size}, or "
+                    f"with total_steps, so the steps of epochs={self.config.epochs} cannot be counted; keep the batch "
+                    "size, or set total_steps"
+                )
 
     def after_step(self) -> dict[str, float]:
         """Return the metrics of the probe."""
@@ -186,6 +200,8 @@ class SFTTrainer(BaseTrainer):
     def _local_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the padded documents of this rank."""
         indices = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
+        if not indices:  # the last batch of an epoch has fewer rows than ranks
+            return padded_batch([rows[0] | {"loss_mask": [0] * len(rows[0]["loss_mask"])}], self.reader)
         return padded_batch([rows[index] for index in indices], self.reader)
 
     def evaluate(self) -> dict[str, float]:
@@ -205,11 +221,8 @@ class SFTTrainer(BaseTrainer):
     def _evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         sums: dict[str, float] = {}
         size = self.config.batch_size
-        starts = list(range(0, len(rows), size))
-        if len(rows) - starts[-1] < self.engine.ranks.dp.size:
-            starts.pop()  # too few rows for all ranks: merged into the previous batch
-        for start, stop in pairwise([*starts, len(rows)]):
-            batch = self._local_batch(rows[start:stop])
+        for start in range(0, len(rows), size):
+            batch = self._local_batch(rows[start : start + size])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
             weight = measured.pop("loss_weight")
             sums["weight"] = sums.get("weight", 0.0) + weight

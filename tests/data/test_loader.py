@@ -28,11 +28,11 @@ def flat(batches: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 10, 25])
 def test_every_row_comes_exactly_once_an_epoch(batch_size: int) -> None:
     loader = RowLoader(rows(10), batch_size, seed=5)
-    batches = numbers(loader, 70)
-    assert {len(batch) for batch in batches} == {batch_size}
-    seen = flat(batches)
-    for epoch in range(len(seen) // 10):
-        assert sorted(seen[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    for epoch in range(7):
+        batches = numbers(loader, loader.steps_per_epoch)
+        assert sorted(flat(batches)) == list(range(10))
+        assert (loader.epoch, loader.cursor) == (epoch, 10)
+        assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
 @pytest.mark.parametrize(("tail", "sizes"), [("drop", [4, 4, 4]), ("keep", [4, 4, 2]), ("wrap", [4, 4, 4])])
@@ -54,6 +54,7 @@ def test_the_order_is_fixed_by_seed_and_epoch_alone() -> None:
     random.seed(99)
     assert numbers(RowLoader(rows(50), 50, seed=1), 3) == first
     assert flat(numbers(RowLoader(rows(50), 5, seed=1), 30)) == flat(first)
+    assert flat(numbers(RowLoader(rows(50), 30, seed=1, tail="wrap"), 5)) == flat(first)
     assert numbers(RowLoader(rows(50), 50, seed=2), 3) != first
     assert first[0] != first[1] != list(range(50))
     assert numbers(RowLoader(rows(4), 2, shuffle=False), 3) == [[0, 1], [2, 3], [0, 1]]
@@ -134,3 +135,17 @@ def test_a_run_is_not_resumed_with_another_curriculum() -> None:
     for other in (None, [4, 3, 2, 1]):
         with pytest.raises(DatasetError, match="cannot resume the data order: the checkpoint has difficulty="):
             RowLoader(rows, 2, difficulty=other).load_state_dict(state)
+
+
+def test_a_prompt_with_another_date_is_the_same_data_and_another_answer_is_not() -> None:
+    def row(date: int, answer: int) -> dict[str, list[int]]:
+        return {"input_ids": [date, 7, answer], "loss_mask": [0, 0, 1]}
+
+    def pair(date: int, rejected: int) -> dict[str, list[int]]:
+        mask = {"chosen_loss_mask": [0, 1], "rejected_loss_mask": [0, 1]}
+        return {"chosen_ids": [date, 5], "rejected_ids": [date, rejected], **mask}
+
+    for encode in (row, pair):
+        fingerprint = RowLoader([encode(1, 8)], 1).fingerprint()
+        assert RowLoader([encode(2, 8)], 1).fingerprint() == fingerprint
+        assert RowLoader([encode(1, 9)], 1).fingerprint() != fingerprint

@@ -100,6 +100,22 @@ def test_sft_trains_the_same_global_batches(
     assert_same_weights(weights, sft_alone, config.run_dir)
 
 
+def test_a_batch_and_held_out_rows_may_be_fewer_than_the_ranks(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """The second batch of an epoch of 90 rows has one row, and one row is held out."""
+    held_out = {"path": str(folder), "split": "test", "limit": 1}
+    changes = {"total_steps": None, "batch_size": 89, "eval_data": held_out}
+    one, two = ({"run_dir": str(tmp_path / layout), **changes} for layout in ("d1", "d2"))
+    alone = train_sft(str(folder), "d1", one)
+    weights = ranks(2).run(train_sft, str(folder), "d2", two)
+    assert len(records(two["run_dir"])) == 2
+    for found, expected in zip(records(two["run_dir"]), records(one["run_dir"]), strict=True):
+        assert found["tokens"] >= expected["tokens"], "a rank without a row computes an untrained copy"
+        assert_same(found | {"tokens": 0}, expected | {"tokens": 0})
+    assert_same_weights(weights, alone, two["run_dir"])
+
+
 @pytest.mark.parametrize("layout", ["d2", *SLOW])
 def test_rl_samples_and_trains_the_same(
     layout: str, folder: Path, rl_alone: dict[str, Tensor], ranks: Callable[[int], Pool]

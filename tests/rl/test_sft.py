@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.checkpoint.native import load_latest
 from archon.rl import SFTTrainer
-from archon.schema.errors import CheckpointError, ConfigError
+from archon.schema.errors import CheckpointError, ConfigError, DatasetError
 from archon.training.config import SFTConfig
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
@@ -145,11 +147,75 @@ def test_error_between_steps_saves_the_last_complete_step(sft_config: MakeConfig
     assert saved is not None and saved[0] == 2
 
 
-def test_epochs_see_every_row_once_each(sft_config: MakeConfig) -> None:
+def test_epochs_train_every_row_once_each(sft_config: MakeConfig) -> None:
+    """96 rows are 40 + 40 + 16; every row has the prompt's number and is counted by it."""
     config = sft_config(total_steps=None, epochs=2, batch_size=40, eval_data=None)
-    trainer = SFTTrainer(config)
+    trainer, passes = SFTTrainer(config), Counter[tuple[int, ...]]()
+    local_batch = trainer._local_batch
+
+    def counted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        passes.update(tuple(row["input_ids"]) for row in rows)
+        return local_batch(rows)
+
+    trainer._local_batch = counted  # type: ignore[method-assign]
     trainer.train()
-    assert (trainer.step, trainer.loader.epoch, trainer.loader.cursor) == (6, 2, 48)
+    assert trainer.step == 6
+    assert len(passes) == 96 and set(passes.values()) == {2}
+
+
+def test_a_run_of_epochs_is_not_resumed_with_another_batch_size(sft_config: MakeConfig) -> None:
+    SFTTrainer(sft_config(total_steps=2)).train()
+    with pytest.raises(ConfigError, match="step 2 was trained with another batch_size than 40"):
+        SFTTrainer(sft_config(total_steps=None, batch_size=40, resume=True)).train()
+    resumed = SFTTrainer(sft_config(total_steps=3, batch_size=40, resume=True))
+    resumed.train()
+    assert resumed.loader.state_dict()["cursor"] == 72
+
+
+DATED = """{{ strftime_now('%d%m%Y') }}{% for message in messages %}
+{{- message['content'] }}{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}
+{%- endfor %}"""
+
+
+def test_a_run_is_resumed_on_another_day_but_not_with_other_data(
+    sft_config: MakeConfig, blank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(blank)
+    tokenizer.chat_template = DATED
+    tokenizer.save_pretrained(tmp_path / "dated")
+    changes = {"tokenizer": str(tmp_path / "dated"), "eval_data": None, "resume": True}
+    data = {"path": str(tmp_path / "train.jsonl")}
+
+    def resume(step: int, **data_changes: Any) -> SFTTrainer:
+        trainer = SFTTrainer(sft_config(total_steps=step, train_data=data | data_changes, **changes))
+        trainer.train()
+        return trainer
+
+    def ids(trainer: SFTTrainer) -> list[int]:
+        return list(trainer.loader.row_at(0)["input_ids"])  # type: ignore[union-attr]
+
+    today = resume(1)
+    monkeypatch.setenv("TZ", "UTC-14")
+    time.tzset()
+    first = ids(resume(2))
+    monkeypatch.setenv("TZ", "UTC+14")
+    time.tzset()
+    second = ids(resume(3))
+    monkeypatch.undo()
+    time.tzset()
+    assert first != second, "the two time zones have different dates at all times"
+    assert today.step == 1
+    with pytest.raises(DatasetError, match="cannot resume the data order"):
+        resume(4, system_prompt="0=")
+    rows = Path(data["path"]).read_text()
+    for old, new in (('"prompt": "1="', '"prompt": "1+"'), ('"response": "1"', '"response": "2"')):
+        assert old in rows
+        Path(data["path"]).write_text(rows.replace(old, new))
+        with pytest.raises(DatasetError, match="cannot resume the data order"):
+            resume(4)
+    Path(data["path"]).write_text(rows)
+    Path(data["path"]).rename(tmp_path / "moved.jsonl")
+    assert resume(4, path=str(tmp_path / "moved.jsonl")).step == 4
 
 
 def test_resume_from_another_models_checkpoint_is_refused(sft_config: MakeConfig, blank: Path, tmp_path: Path) -> None:
