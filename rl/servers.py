@@ -86,7 +86,7 @@ def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str],
         folder = root / "servers"
     if config.actor.init_from_scratch:  # the path holds no weights
         model = folder / "model"
-        engine.save(model)
+        engine.save(model, tokenizer=config.tokenizer)
     if not ControlPlane.with_long_timeout("servers").is_main:
         return None
     rank = config.actor.lora.rank if config.actor.lora is not None else None

@@ -253,11 +253,11 @@ class RLTrainer(BaseTrainer):
 
         With `verify_export`, compare the model's logits with transformers' on the export.
         """
-        assert self.runner is not None
-        path = self.runner.directory.export
-        self.engine.save(path, format=self.engine.export_format)
+        super().export()
         if not self.config.verify_export:
             return
+        assert self.runner is not None
+        path = self.runner.directory.export
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
         if not self.runner.world.is_main:
             return

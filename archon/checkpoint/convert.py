@@ -24,7 +24,7 @@ from archon.checkpoint.formats.dcp.metadata import METADATA_FILE
 from archon.checkpoint.formats.dcp.names import Names, match_names, named_tensors, target_scheme, write_marker
 from archon.checkpoint.formats.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
-from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
+from archon.checkpoint.hf_export import copy_assets, has_tokenizer, require_zero_biases, save_hf
 from archon.checkpoint.hf_io import config_dtype
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
@@ -114,7 +114,9 @@ def convert(
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             text_only = is_text_decoder(weights.adapter.args, weights.hf_config["model_type"])
-            save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype, text_only=text_only)
+            tokenizer = lora if lora is not None and has_tokenizer(lora) else None
+            options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
+            save_hf(destination, tensors, weights.hf_config, like=weights.assets, **options)
         elif to == "native":
             _write_folder(destination, lambda staged: write_state(staged, weights))
         elif to == "dcp":

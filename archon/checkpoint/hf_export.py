@@ -53,8 +53,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# The chat templates of a tokenizer that has several, by name; the default one is in chat_template.jinja.
+NAMED_TEMPLATES = "additional_chat_templates"
 # Image and video processors.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+ASSETS = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, NAMED_TEMPLATES, *PROCESSOR_FILES)
+"""Names that `copy_assets` writes."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -78,7 +82,7 @@ def save_hf(
             them is in memory at a time.
         hf_config: the config to write; by default the config of `like`. Its dtype field is set to the weights' dtype.
         like: checkpoint folder with the config, generation config and tokenizer files to copy. May be `path`.
-        tokenizer: a tokenizer to save instead of the files of `like`.
+        tokenizer: a tokenizer, or its folder, to save instead of the files of `like`.
         dtype: dtype to convert the parameters to; by default they keep their dtypes, as buffers always do. Parameters
             in full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
             (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
@@ -137,6 +141,7 @@ def save_hf_distributed(
     weights: Iterator[tuple[str, Tensor]],
     *,
     like: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
@@ -150,7 +155,8 @@ def save_hf_distributed(
     def export() -> None:
         try:
             if ranks.rank == 0:
-                save_hf(path, weights, like=like, dtype=dtype, passthrough=passthrough, text_only=text_only)
+                options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
+                save_hf(path, weights, like=like, passthrough=passthrough, **options)
         finally:
             for _ in weights:  # gathering is a collective: every rank must finish it, even after an error
                 pass
@@ -321,18 +327,32 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, i
 
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
-    """Copy generation config, tokenizer and image processor from `assets`; save `tokenizer` instead if set."""
-    if tokenizer is not None:
+    """Copy the files of a model besides its weights.
+
+    Args:
+        folder: the export.
+        assets: folder of the generation config, the image processor and, by default, the tokenizer.
+        tokenizer: a tokenizer, or its folder, to save instead of the one of `assets`.
+    """
+    source = assets
+    if isinstance(tokenizer, str | os.PathLike):
+        source = checkpoint_folder(tokenizer)
+    elif tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    if assets is None:
-        return
-    names = (GENERATION_CONFIG_FILE, *PROCESSOR_FILES, *(() if tokenizer is not None else TOKENIZER_FILES))
-    for name in names:
-        if (assets / name).is_file():
-            shutil.copyfile(assets / name, folder / name)
+        source = None
+    for origin, names in ((source, TOKENIZER_FILES), (assets, (GENERATION_CONFIG_FILE, *PROCESSOR_FILES))):
+        for name in names:
+            if origin is not None and (origin / name).is_file():
+                shutil.copyfile(origin / name, folder / name)
+    if source is not None and (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has the vocabulary of a tokenizer; without one transformers builds an empty one."""
+    return any((Path(folder) / name).is_file() for name in VOCABULARY_FILES)
 
 
 def _is_exported(name: str) -> bool:
     """Return whether an export has a file of this name."""
-    files = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES}
-    return name in files or fnmatch.fnmatch(name, "model-*-of-*.safetensors")
+    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *ASSETS} or fnmatch.fnmatch(name, "model-*-of-*.safetensors")

@@ -19,7 +19,7 @@ from torch import nn
 
 from archon.checkpoint.hf_export import (
     MAX_SHARD_BYTES,
-    VOCABULARY_FILES,
+    has_tokenizer,
     require_zero_expert_biases,
     save_hf,
 )
@@ -248,8 +248,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     folder = Path(path)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
-    # Without vocabulary files transformers builds a tokenizer with an empty vocabulary.
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+    if not has_tokenizer(folder):
         raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
     # Imported here because importing transformers takes seconds.
     from transformers import AutoTokenizer

@@ -56,13 +56,15 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
     """Load the checkpoint with its LoRA, and print the answer to every prompt."""
     import torch
 
+    from archon.checkpoint.hf_export import has_tokenizer
     from archon.checkpoint.hf_io import load_model, load_tokenizer
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
-    tokenizer = load_tokenizer(config.tokenizer or path)
+    trained = lora if lora is not None and has_tokenizer(lora) else path
+    tokenizer = load_tokenizer(config.tokenizer or trained)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(path, device=device, dtype=dtype, lora=lora)

@@ -280,6 +280,7 @@ class EngineIO:
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
         lora: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         """Write the weights or the whole state; every rank calls it.
 
@@ -293,6 +294,7 @@ class EngineIO:
                 raises errors.
             dtype: the dtype of an `hf` export; by default the master dtype.
             lora: the LoRA of a multi-LoRA model that a `peft` export writes to `path` itself.
+            tokenizer: folder of the exported tokenizer; by default the checkpoint's for `hf`, and none for `peft`.
         """
         if lora is not None and format != "peft":
             raise ConfigError(f"lora={lora!r} selects a LoRA for format='peft', and format is {format!r}")
@@ -307,7 +309,7 @@ class EngineIO:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
-            self._save_loras(path, lora)
+            self._save_loras(path, lora, tokenizer)
             return
         if self.loras:
             raise ConfigError(
@@ -318,12 +320,15 @@ class EngineIO:
             path,
             self.hf_weights(dtype),
             like=self.config.path,
+            tokenizer=tokenizer,
             dtype=dtype,
             passthrough=False if self._loaded_from is None else self._loaded_from,
             text_only=self.config.vision == "off",
         )
 
-    def _save_loras(self, path: str | os.PathLike[str], lora_name: str | None) -> None:
+    def _save_loras(
+        self, path: str | os.PathLike[str], lora_name: str | None, tokenizer: str | os.PathLike[str] | None
+    ) -> None:
         if self.config.is_critic:
             raise ConfigError("format='peft' holds LoRAs and no value head; set format to 'native' or 'hf'")
         shapes = lora_specs(self.config)
@@ -332,7 +337,8 @@ class EngineIO:
         for name in shapes if lora_name is None else [self._lora_trainer(lora_name).name]:
             folder = path if name is None or lora_name is not None else os.path.join(path, name)
             sizes, experts = self.built.lora_sizes[name], shapes[name].export_experts
-            save_lora(folder, self.adapter, sizes, dict(self.lora_weights(name)), base=self._base, experts=experts)
+            tensors = dict(self.lora_weights(name))
+            save_lora(folder, self.adapter, sizes, tensors, base=self._base, experts=experts, tokenizer=tokenizer)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""

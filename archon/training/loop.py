@@ -197,9 +197,14 @@ class BaseTrainer:
 
     def finish(self) -> None:
         """Save, and export the model, after the last step."""
-        assert self.runner is not None
         self.save()
-        self.engine.save(self.runner.directory.export, format=self.engine.export_format)
+        self.export()
+
+    def export(self) -> None:
+        """Export the model, or its LoRAs in PEFT's format, with the tokenizer of the run."""
+        assert self.runner is not None
+        tokenizer = self.config.tokenizer or self.engine.config.path
+        self.engine.save(self.runner.directory.export, format=self.engine.export_format, tokenizer=tokenizer)
 
 
 def join_processes(config: Config, model: EngineConfig) -> Config:

@@ -371,6 +371,29 @@ def test_tokenizer_object_is_saved_in_place_of_files(tmp_path: Path) -> None:
     assert again.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
 
 
+def test_every_chat_template_of_the_trained_tokenizer_is_exported(tmp_path: Path) -> None:
+    """transformers keeps named templates in a folder; an export over an earlier one replaces it."""
+    from transformers import AutoTokenizer
+
+    folder, _ = make_checkpoint(tmp_path / "in")
+    make_tokenizer(folder, eos_token="<end>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    make_tokenizer(tmp_path / "plain", eos_token="<end>")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    templates = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ messages[0].content }}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tmp_path / "trained")
+    weights = random_weights(config_with())
+    for source in (tmp_path / "trained", tokenizer, tmp_path / "trained"):
+        save_hf(tmp_path / "out", weights.items(), like=folder, tokenizer=source)
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
+    save_hf(tmp_path / "copy", weights.items(), like=tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "copy").chat_template == templates
+    save_hf(tmp_path / "out", weights.items(), like=folder)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT_TEMPLATE
+
+
 def test_apply_chat_template_gives_a_plain_list(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, eos_token="<end>")
     tokenizer = load_tokenizer(tmp_path)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from archon.checkpoint.convert import convert
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.peft.export import export_lora
 from archon.checkpoint.safetensors_file import SafetensorsFile, tensor_bytes
 from archon.engine.engine import ArchonEngine
 from archon.rl import SFTTrainer
@@ -38,7 +41,9 @@ def folder(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, run: Path, lora: dict[str, Any], rows: str = "reversed", **changes: Any) -> SFTConfig:
+def config_of(
+    folder: Path, run: Path, lora: dict[str, Any] | None, rows: str = "reversed", **changes: Any
+) -> SFTConfig:
     model = {"path": str(folder / "base"), "device": "cpu", "dtype": "float64", "optimizer": OPTIMIZER, "lora": lora}
     model |= changes.pop("model", {})
     data = {"train_data": {"path": str(folder / rows)}, "eval_data": {"path": str(folder / rows), "split": "test"}}
@@ -116,3 +121,23 @@ def test_a_run_ends_with_the_last_step_of_the_last_adapter(folder: Path, tmp_pat
     lora = {"loras": {"long": LONG | {"total_steps": 3}, "short": SHORT | {"total_steps": 2}}}
     SFTTrainer(config_of(folder, tmp_path / "run", lora, total_steps=6)).train()
     assert len([row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) == 3
+
+
+def test_a_run_exports_the_tokenizer_that_it_was_trained_with(folder: Path, tmp_path: Path) -> None:
+    """Full weights, one LoRA, two LoRAs, and a LoRA merged into its base."""
+    tokenizer = load_tokenizer(folder / "base")
+    template = tokenizer.chat_template + "{# trained #}"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "trained")
+    one = {"rank": 2, "alpha": 4.0}
+    exports = {"full": [""], "lora": [""], "loras": ["long", "short"]}
+    loras = {"full": None, "lora": one, "loras": {"loras": {"long": LONG, "short": SHORT}}}
+    for name, lora in loras.items():
+        changes = {"tokenizer": str(tmp_path / "trained"), "total_steps": 1, "eval_data": None}
+        SFTTrainer(config_of(folder, tmp_path / name, lora, **changes)).train()
+        for export in exports[name]:
+            assert load_tokenizer(tmp_path / name / "export" / export).chat_template == template
+    convert(folder / "base", tmp_path / "merged", "hf", lora=tmp_path / "lora" / "export")
+    assert load_tokenizer(tmp_path / "merged").chat_template == template
+    export_lora(tmp_path / "lora" / "export", tmp_path / "again", folder / "base")
+    assert load_tokenizer(tmp_path / "again").chat_template == template

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archon.checkpoint.hf_export import has_tokenizer
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
@@ -116,7 +117,8 @@ def export_lora(
     """Convert a LoRA to PEFT's format and return it; see `read_lora_weights` and `save_lora`."""
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
-    save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts)
+    tokenizer = path if has_tokenizer(path) else base
+    save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts, tokenizer=tokenizer)
     return lora
 
 

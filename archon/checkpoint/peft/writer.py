@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from archon.checkpoint.atomic import replaced_export, write_json
+from archon.checkpoint.hf_export import ASSETS, copy_assets
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
 from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, peft_tensors
 from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
@@ -105,6 +106,7 @@ def save_lora(
     *,
     base: str,
     experts: ExpertFiles = "stacked",
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write a LoRA in PEFT's format from rank 0. A collective; errors are raised on every rank.
 
@@ -115,6 +117,7 @@ def save_lora(
         tensors: full tensors by native name; see `ArchonEngine.lora_weights`.
         base: path or name of the base checkpoint.
         experts: layout of experts' LoRAs.
+        tokenizer: folder of the tokenizer to copy, besides the generation config of `base`; None: neither.
 
     Raises:
         ConfigError: PEFT's format cannot hold the LoRA.
@@ -122,10 +125,21 @@ def save_lora(
     """
     ranks = ControlPlane.with_long_timeout("exports")
     target = Path(os.path.realpath(path))
-    ranks.run_on_all(lambda: _write(target, _plans(adapter, sizes, experts), tensors, base) if ranks.is_main else None)
+
+    def write() -> None:
+        if ranks.is_main:
+            _write(target, _plans(adapter, sizes, experts), tensors, base, tokenizer)
+
+    ranks.run_on_all(write)
 
 
-def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base: str) -> None:
+def _write(
+    target: Path,
+    plans: list[_Plan],
+    tensors: Mapping[str, Tensor],
+    base: str,
+    tokenizer: str | os.PathLike[str] | None,
+) -> None:
     keys = key_pairs(plan.tensor for plan in plans)
     by_key: dict[str, Tensor | LazyTensor] = {}
     sizes: dict[str, LoRASize] = {}
@@ -144,7 +158,9 @@ def _write(target: Path, plans: list[_Plan], tensors: Mapping[str, Tensor], base
             parts[name] = [None if size is None else [size.rank, size.alpha] for size in plan.sizes]
     modules = [plan.target for plan in plans if not plan.is_parameter]
     parameters = [plan.target for plan in plans if plan.is_parameter]
-    with replaced_export(target, lambda name: name in (CONFIG_FILE, WEIGHTS_FILE), "a LoRA export") as folder:
+    with replaced_export(target, {CONFIG_FILE, WEIGHTS_FILE, *ASSETS}.__contains__, "a LoRA export") as folder:
         write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base))
         metadata = {PARTS: json.dumps(parts)} if parts else None
         write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
+        if tokenizer is not None:
+            copy_assets(folder, Path(base) if Path(base).is_dir() else None, tokenizer)
