@@ -8,12 +8,12 @@ from archon.schema.config import StrictModel
 
 
 class DatasetConfig(StrictModel):
-    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face dataset."""
+    """One dataset: a named one, files, or a Hugging Face dataset."""
 
     path: str = Field(
-        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
-        "python:package.module.function, which returns the rows of a split | an environment, such as "
-        "reasoning_gym:leg_counting?size=500"
+        description="a named set (gsm8k, arithmetic, …) | a file (.jsonl, .json, .csv, .parquet, .arrow), a pattern of "
+        "files or a folder | a hub id owner/name or owner/name@revision | python:package.module.function, which "
+        "returns the rows of a split | an environment, such as reasoning_gym:leg_counting?size=500"
     )
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(
@@ -22,7 +22,9 @@ class DatasetConfig(StrictModel):
     data_dir: str | None = Field(
         None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )
-    prompt_key: str = Field("prompt", description="column of the prompt; ignored for named sets")
+    prompt_key: str = Field(
+        "prompt", description="column of the prompt, such as question or extra.question; ignored for named sets"
+    )
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
     system_prompt: str | None = Field(None, description="system message prepended to every prompt")
     instruction: str | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from archon.data.image_rows import (
 )
 from archon.data.images import ImageReader
 from archon.data.rows import RowDataset
-from archon.data.sources import SourceRow
+from archon.data.sources import SourceRow, column_value
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -173,12 +174,12 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
 
 
 def require_column(row: SourceRow, key: str) -> Any:
-    """Return the value of a column; raise DatasetError with the row if it is missing or empty."""
-    if key not in row.data:
-        raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
-    value = row.data[key]
+    """Return the value of a column (see `column_value`); raise DatasetError if it is missing, empty or NaN."""
+    value = column_value(row, key)
     if value is None or value == "":
         raise DatasetError(f"{row.where}: {key!r} is empty; expected a value")
+    if isinstance(value, float) and math.isnan(value):
+        raise DatasetError(f"{row.where}: {key!r} is NaN; expected a value")
     return value
 
 

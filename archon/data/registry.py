@@ -18,7 +18,7 @@ from archon.data.environments import EnvironmentName, environment_function, pars
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset, row_fingerprint
-from archon.data.sources import SourceRow, read_rows
+from archon.data.sources import SourceRow, has_column, has_subsets, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
 
@@ -119,13 +119,14 @@ def get_custom_dataset(
     """Return rows of a named dataset (`VALID_DATASETS`), a JSONL, parquet or Hugging Face dataset, or an environment.
 
     Args:
-        path: a name of `VALID_DATASETS`, or a source of `read_rows`: a file, a directory, a hub name, a function; or an
-            environment's name, for example `reasoning_gym:leg_counting`.
+        path: a name of `VALID_DATASETS`, or a source of `read_rows`: a file, a pattern of files, a folder, a hub id, a
+            function; or an environment's name, for example `reasoning_gym:leg_counting`.
         kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
             ids and masks of a chosen and a rejected answer.
         split: "train" or "test" for the named datasets.
         tokenizer: required except for "rl" without `max_length`.
-        prompt_key: column with the prompt: a string, or a list of messages. Not used for named datasets.
+        prompt_key: column with the prompt: a string, or a list of messages; a dotted key for a nested column. Not used
+            for named datasets.
         response_key: column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
             or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
         system_prompt: prepended to conversations without a system message.
@@ -156,8 +157,8 @@ def get_custom_dataset(
             f"{', '.join(name for name in VALID_DATASETS if name not in GENERATED)}: leave data_dir out"
         )
     environment = parse_environment(str(path))
-    has_subsets = named is None and environment is None and not Path(path).expanduser().exists()
-    if subset is not None and not has_subsets and str(path) not in WITH_SUBSETS:
+    is_source = named is None and environment is None
+    if subset is not None and not (is_source and has_subsets(path)) and str(path) not in WITH_SUBSETS:
         raise DatasetError(f"subset is {subset!r}, but {path} is not a Hugging Face dataset; leave subset out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
@@ -175,7 +176,7 @@ def get_custom_dataset(
         shared["reader"] = reader
     if raw:
         source = [SourceRow(row.where, {**row.data, "raw_task": row.data}) for row in source]
-        if any(key not in row.data for row in source for key in (prompt_key, response_key)):
+        if any(key is None or not has_column(row, key) for row in source for key in (prompt_key, response_key)):
             return RowDataset(name, [{"raw_task": row.data["raw_task"]} for row in source])
     if kind in ("dpo", "rw"):
         key = None if response_key is None else prompt_key

@@ -1,0 +1,87 @@
+"""Models and datasets of the Hugging Face hub by id, from the hub or from its cache on disk."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from archon.schema.errors import CheckpointError, DatasetError
+
+RepoType = Literal["model", "dataset"]
+
+_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_ERRORS: dict[RepoType, type[CheckpointError | DatasetError]] = {"model": CheckpointError, "dataset": DatasetError}
+
+
+class HubId(NamedTuple):
+    """A repository of the hub, and a branch, tag or commit of it (None: `main`)."""
+
+    name: str
+    revision: str | None
+
+
+def parse_hub_id(path: str | os.PathLike[str]) -> HubId | None:
+    """Return the hub id that `owner/name` or `owner/name@revision` stands for; None for any other path."""
+    match = _ID.fullmatch(os.fspath(path))
+    return None if match is None else HubId(match["name"], match["revision"])
+
+
+@functools.cache
+def hub_snapshot(
+    hub_id: HubId, repo_type: RepoType, patterns: tuple[str, ...] | None = None, *, offline: bool = False
+) -> Path:
+    """Return the folder of a repository in the hub's cache, after downloading the files that it lacks.
+
+    The environment variables of huggingface_hub apply: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+
+    Args:
+        hub_id: the repository.
+        repo_type: its type.
+        patterns: names of the files to download, such as `*.json`; None for all.
+        offline: use only the cache, as with HF_HUB_OFFLINE=1.
+
+    Raises:
+        CheckpointError: the model is neither in the cache nor on a hub that can be reached.
+        DatasetError: the same for a dataset.
+    """
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id.name,
+            repo_type=repo_type,
+            revision=hub_id.revision,
+            allow_patterns=patterns and list(patterns),
+            local_files_only=offline,
+        )
+    except Exception as error:  # of huggingface_hub, or of its HTTP library, which depends on its release
+        raise _ERRORS[repo_type](_not_available(hub_id, repo_type, error)) from error
+    return Path(folder)
+
+
+def is_reachable(hub_id: HubId, repo_type: RepoType) -> bool:
+    """Return whether the hub answers a request for a repository, even if only with an error."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().repo_info(hub_id.name, repo_type=repo_type, revision=hub_id.revision, timeout=10)
+    except Exception as error:  # noqa: BLE001 - of huggingface_hub, or of its HTTP library, which depends on its release
+        return isinstance(error, huggingface_hub.errors.HfHubHTTPError)
+    return True
+
+
+def _not_available(hub_id: HubId, repo_type: RepoType, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    revision = "" if hub_id.revision is None else f" --revision {hub_id.revision}"
+    kind = "" if repo_type == "model" else f" --repo-type {repo_type}"
+    is_offline = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    reason = "it is offline or was not reached" if is_offline else str(error).strip().splitlines()[0][:200]
+    return (
+        f"{hub_id.name}: no such folder, and the {repo_type} of that id is neither in the hub's cache "
+        f"{constants.HF_HUB_CACHE} nor available from {constants.ENDPOINT} ({reason}); on a machine that reaches the "
+        f"hub run: hf download {hub_id.name}{revision}{kind} --local-dir FOLDER, and set the path to FOLDER here"
+    )
