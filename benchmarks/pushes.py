@@ -44,7 +44,7 @@ def measure_pushes(url: str, checkpoint: Path, folder: Path, rounds: int) -> dic
     """Return the seconds of every copy and push, and the largest |Δ logprob|."""
     import torch
 
-    from archon.checkpoint.hf_io import load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer
     from archon.engine.engine import ArchonEngine
     from archon.remote.config import PushConfig
     from archon.remote.connect import connect

@@ -57,7 +57,8 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
 
 def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
     """Measure the generator alone, loaded as the server loads it; makes the checkpoint first."""
-    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model
+    from archon.checkpoint.tokenizer import load_tokenizer
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters, ModelRequest
     from archon.rl.bootstrap import make_tokenizer

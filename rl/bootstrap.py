@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.image_rows import IMAGE, open_reader
 from archon.data.images import PROCESSOR_FILE, ImageReader
 from archon.data.registry import load_rows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.engine.engine import ArchonEngine
 from archon.remote.clients import require_package
 from archon.rl.config import RLConfig, TeacherServerConfig

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data import encode_prompt
 from archon.data.config import DatasetConfig
 from archon.data.image_files import save_images
@@ -287,7 +287,7 @@ class RLTrainer(BaseTrainer):
         with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
-            self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
+            self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path, config.actor.path)
             self.reader = open_reader(config.actor)
             workflow = workflow or config.workflow
             self._raw = reads_raw_rows(workflow)

@@ -24,13 +24,14 @@ from archon.checkpoint.formats.dcp.metadata import METADATA_FILE
 from archon.checkpoint.formats.dcp.names import Names, match_names, named_tensors, target_scheme, write_marker
 from archon.checkpoint.formats.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
-from archon.checkpoint.hf_export import copy_assets, has_tokenizer, require_zero_biases, save_hf
+from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
 from archon.checkpoint.hf_io import config_dtype
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
 from archon.checkpoint.peft.export import LoRAWeights, merge, read_lora_weights
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
+from archon.checkpoint.tokenizer import has_tokenizer
 from archon.models import get_model_spec
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget

@@ -26,6 +26,7 @@ from archon.checkpoint.hf_reader import (
     read_hf_config,
 )
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
+from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, NAMED_TEMPLATES, TOKENIZER_FILES, write_tokenizer
 from archon.models import get_model_spec
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.state_dict import BaseStateDictAdapter
@@ -34,27 +35,6 @@ from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
-GENERATION_CONFIG_FILE = "generation_config.json"
-# Tokenizer files of transformers.
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-# The chat templates of a tokenizer that has several, by name; the default one is in chat_template.jinja.
-NAMED_TEMPLATES = "additional_chat_templates"
 # Image and video processors.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 ASSETS = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, NAMED_TEMPLATES, *PROCESSOR_FILES)
@@ -141,7 +121,7 @@ def save_hf_distributed(
     weights: Iterator[tuple[str, Tensor]],
     *,
     like: str | os.PathLike[str],
-    tokenizer: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
@@ -334,23 +314,10 @@ def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> Non
         assets: folder of the generation config, the image processor and, by default, the tokenizer.
         tokenizer: a tokenizer, or its folder, to save instead of the one of `assets`.
     """
-    source = assets
-    if isinstance(tokenizer, str | os.PathLike):
-        source = checkpoint_folder(tokenizer)
-    elif tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        source = None
-    for origin, names in ((source, TOKENIZER_FILES), (assets, (GENERATION_CONFIG_FILE, *PROCESSOR_FILES))):
-        for name in names:
-            if origin is not None and (origin / name).is_file():
-                shutil.copyfile(origin / name, folder / name)
-    if source is not None and (source / NAMED_TEMPLATES).is_dir():
-        shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
-
-
-def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has the vocabulary of a tokenizer; without one transformers builds an empty one."""
-    return any((Path(folder) / name).is_file() for name in VOCABULARY_FILES)
+    write_tokenizer(folder, tokenizer, assets)
+    for name in PROCESSOR_FILES:
+        if assets is not None and (assets / name).is_file():
+            shutil.copyfile(assets / name, folder / name)
 
 
 def _is_exported(name: str) -> bool:

@@ -6,23 +6,16 @@ archon.save_model(model, "mine", like="Qwen3-0.6B")
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from archon.checkpoint.hf_export import (
-    MAX_SHARD_BYTES,
-    has_tokenizer,
-    require_zero_expert_biases,
-    save_hf,
-)
+from archon.checkpoint.hf_export import MAX_SHARD_BYTES, require_zero_expert_biases, save_hf
 from archon.checkpoint.hf_reader import (
     WEIGHT_DTYPES,
     HFCheckpoint,
@@ -38,7 +31,7 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import add_lora, is_lora
 from archon.models.spec import ModelSpec, is_text_decoder
 from archon.parallel.gather import full_tensors
-from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
+from archon.schema.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -235,32 +228,3 @@ def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"config field 'dtype' is {name!r}; expected a floating-point dtype, such as 'bfloat16'")
     return dtype
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer with `apply_chat_template(tokenize=True)` returning a plain list of ids.
-
-    transformers 5 returns a mapping by default, while workflows of other RL frameworks expect a list.
-
-    Raises:
-        TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
-    if not has_tokenizer(folder):
-        raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
-    # Imported here because importing transformers takes seconds.
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
-    if tokenizer.eos_token_id is None:
-        raise TokenizerError(
-            f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
-        )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    return tokenizer

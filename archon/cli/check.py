@@ -203,7 +203,7 @@ def check_model(
 
 def check_tokenizer(path: str, blanks: Mapping[str, str]) -> tuple[Any, str]:
     """Return the tokenizer and a summary line."""
-    from archon.checkpoint.hf_io import load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(blanks.get(path, path))
     return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"

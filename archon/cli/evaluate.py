@@ -127,9 +127,9 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
     """Return an answerer for the checkpoint with its LoRA, and the tokenizer."""
     import torch
 
-    from archon.checkpoint.hf_export import has_tokenizer
-    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
@@ -137,7 +137,7 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
 
     read_hf_config(checkpoint)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     trained = lora if lora is not None and has_tokenizer(lora) else checkpoint
-    tokenizer = load_tokenizer(config.tokenizer or trained)
+    tokenizer = load_tokenizer(config.tokenizer or trained, checkpoint)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(checkpoint, device=device, dtype=dtype, lora=lora)
     engine = InProcessEngine.from_model(

@@ -56,15 +56,15 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
     """Load the checkpoint with its LoRA, and print the answer to every prompt."""
     import torch
 
-    from archon.checkpoint.hf_export import has_tokenizer
-    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     trained = lora if lora is not None and has_tokenizer(lora) else path
-    tokenizer = load_tokenizer(config.tokenizer or trained)
+    tokenizer = load_tokenizer(config.tokenizer or trained, path)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(path, device=device, dtype=dtype, lora=lora)
@@ -85,7 +85,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
     """Return `n_samples` requests per prompt, in order, each with a separate random stream."""
-    from archon.data.encoding import render, tokenize
+    from archon.data.encoding import encode_prompt
     from archon.generation.types import GenerationHyperparameters, ModelRequest
 
     if config.chat is True and not tokenizer.chat_template:
@@ -96,13 +96,8 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
     gconfig = GenerationHyperparameters(**sampling | {"n_samples": 1, "seed": None})
     requests = []
     for number, text in enumerate(prompts, start=1):
-        where = f"prompt {number}"
-        if use_chat:
-            chat = render(tokenizer, [{"role": "user", "content": text}], where, add_generation_prompt=True)
-            ids = tokenize(tokenizer, chat, where)["input_ids"]
-        else:
-            tokenize(tokenizer, text, where)  # unlike `encode`, raises a one-line error
-            ids = tokenizer.encode(text)
+        row = {"messages": [{"role": "user", "content": text}]} if use_chat else {"prompt": text}
+        ids = encode_prompt(tokenizer, row, f"prompt {number}")
         requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
     return requests
 

@@ -128,9 +128,10 @@ def make_server(
     """Load the checkpoint and its LoRAs. Returns the server, which does not listen yet."""
     import torch
 
-    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.peft.export import read_lora_weights
+    from archon.checkpoint.tokenizer import load_tokenizer
     from archon.data.image_rows import open_reader
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
@@ -144,7 +145,7 @@ def make_server(
     # Read the config first: its error for a folder that is not a checkpoint is clearer than the tokenizer's.
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
-    tokenizer = load_tokenizer(config.tokenizer or path)
+    tokenizer = load_tokenizer(config.tokenizer or path, path)
     read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         read(path),

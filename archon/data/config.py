@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from pydantic import Field
 
 from archon.schema.config import StrictModel
@@ -23,9 +25,27 @@ class DatasetConfig(StrictModel):
         None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )
     prompt_key: str = Field(
-        "prompt", description="column of the prompt, such as question or extra.question; ignored for named sets"
+        "prompt",
+        description="column of the prompt, such as question or extra.question; the default also reads messages, "
+        "ShareGPT and TRL rows; ignored for named sets",
     )
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
+    train_turns: Literal["all", "last"] = Field("all", description="assistant turns that SFT trains")
+    stripped_thinking: Literal["mask", "train"] = Field(
+        "mask", description="what SFT does with an assistant turn without the thinking that the chat template removes"
+    )
+    ignore_fields: list[str] = Field(
+        default_factory=list, description="fields of messages, and tools, that the chat template may leave out"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as enable_thinking; of SFT and pairs"
+    )
+    separator: str | None = Field(
+        None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
+    )
+    long_rows: Literal["drop", "truncate"] = Field(
+        "drop", description="SFT rows longer than max_length: drop them, or cut conversations after a whole turn"
+    )
     system_prompt: str | None = Field(None, description="system message prepended to every prompt")
     instruction: str | None = Field(
         None, description="text appended to the last user message; null: the default of the named set"

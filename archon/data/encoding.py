@@ -1,23 +1,39 @@
-"""Tokenization of prompts for generation, and of SFT examples with a loss mask from token offsets.
+"""Tokenization of prompts for generation, and of training examples with a loss mask.
 
-A conversation is rendered once as text, the spans of assistant turns are located in it, and the text is tokenized once.
-A token is trained if it starts inside a span. Parts of the text are never tokenized separately, because that can change
-tokens.
+One rule in SFT, preference pairs, RL and generation: a text is split where the model starts an answer and where it ends
+one. If a token would span such a place, the parts are tokenized separately, as they are in generation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
+from archon.checkpoint.chat_template import (
+    PROBE_TEXT,
+    THINKING_FIELDS,
+    ChatTemplate,
+    Message,
+    Rendering,
+    Span,
+    chat_template,
+    has_chat_template,
+    prompt_separator,
+    render_calls,
+    stop_token_ids,
+)
 from archon.schema.errors import DatasetError, TokenizerError
 
-Message = dict[str, Any]  # {"role": "user", "content": "…"}
 _BATCH = 1000  # texts per call of the tokenizer, which encodes them in parallel
 
 
 class SFTText(NamedTuple):
-    """A rendered SFT example.
+    """A rendered training example.
 
     Attributes:
         where: location in the source, for errors.
@@ -29,51 +45,77 @@ class SFTText(NamedTuple):
 
     where: str
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     plain: bool
 
 
-def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer has a chat template; without one conversations are rendered as plain text."""
-    return bool(getattr(tokenizer, "chat_template", None))
+@dataclass(frozen=True)
+class TurnOptions:
+    """Which tokens of a conversation are trained.
+
+    Attributes:
+        train_turns: all assistant turns, or the last one.
+        stripped_thinking: what happens to an assistant turn whose thinking the template leaves out, as most templates
+            do in earlier turns: "mask" it, or "train" what is left.
+        ignore_fields: fields of messages that may be lost because the template does not render them.
+        chat_template_kwargs: variables of the chat template, such as enable_thinking.
+        long_rows: "drop" a conversation with too many tokens, or "truncate" it after its last trained turn that fits.
+    """
+
+    train_turns: Literal["all", "last"] = "all"
+    stripped_thinking: Literal["mask", "train"] = "mask"
+    ignore_fields: list[str] = field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    long_rows: Literal["drop", "truncate"] = "drop"
 
 
-def plain_prompt(messages: Sequence[Message], end: str = "\n") -> str:
-    """Return a conversation as plain text, one line per message, then `end`: for tokenizers without a template."""
-    return "\n".join(message["content"] for message in messages) + end
+def plain_prompt(messages: Sequence[Message]) -> str:
+    """Return a conversation as plain text, one line per message: for tokenizers without a chat template."""
+    return "\n".join(message["content"] for message in messages)
 
 
-def encode_prompt(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[int]:
+def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str = "this row", **options: Any) -> list[int]:
     """Return the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
 
-    `options` (`enable_thinking`) are passed to the chat template.
+    `options` (`enable_thinking`) are passed to the chat template; the row's `tools` too.
 
     Raises:
-        DatasetError: the row has neither `messages` nor `prompt`.
+        DatasetError: the row has neither `messages` nor `prompt`, or the chat template ignores its tools.
     """
     if has_chat_template(tokenizer) and "messages" in row:
-        text = render(tokenizer, row["messages"], "this row", add_generation_prompt=True, **options)
-        return list(tokenize(tokenizer, text, "this row")["input_ids"])
+        tools = parse_tools(row.get("tools"), where)
+        messages = [prepare_message(message, where) for message in row["messages"]]
+        if tools:
+            _require_tool_template(chat_template(tokenizer), where)
+            options["tools"] = tools
+        text = render_calls(tokenizer, messages, where, add_generation_prompt=True, **options)
+        return list(tokenize(tokenizer, text, where)["input_ids"])
     if "prompt" not in row and "messages" not in row:
         raise DatasetError(f"the RL row has the keys {sorted(row)}; expected `messages` or `prompt` among them")
     text = row["prompt"] if "prompt" in row else plain_prompt(row["messages"])
-    return _leading_ids(tokenizer) + list(tokenize(tokenizer, text, "this row")["input_ids"])
+    return _leading_ids(tokenizer) + list(tokenize(tokenizer, text + prompt_separator(tokenizer), where)["input_ids"])
 
 
 def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> list[int]:
     """Return the tokens between the model's `answer` and its next one, with `message` in between.
 
-    They consist of the end of the model's turn, unless `answer` ends with it, the message, and the generation prompt of
-    the next turn. Tokens of earlier turns stay unchanged; only the new tokens come from a rendered conversation.
+    They consist of the end of the model's turn, unless `answer` ends with a stop token, the message, and the generation
+    prompt of the next turn. Tokens of earlier turns stay unchanged.
     """
+    stopped = bool(answer) and answer[-1] in stop_token_ids(tokenizer)
     if not has_chat_template(tokenizer):
-        text = plain_prompt([{"content": "\n" + message["content"]}])
-    else:
-        placeholder = "(the model's answer)"
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": placeholder}, message]
-        text = render(tokenizer, turns, "the next turn", add_generation_prompt=True).rpartition(placeholder)[2]
-    ids = list(tokenize(tokenizer, text, "the next turn")["input_ids"])
-    return ids[1:] if answer and ids[:1] == [answer[-1]] == [tokenizer.eos_token_id] else ids
+        text = "\n" + plain_prompt([message]) + prompt_separator(tokenizer)
+        return list(tokenize(tokenizer, text, "the next turn")["input_ids"])
+    chat = chat_template(tokenizer)
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_TEXT}, message]
+    rendering = chat.render(turns, "the next turn", add_generation_prompt=True)
+    closing = rendering.text_of(1).rpartition(PROBE_TEXT)[2]
+    following = rendering.text[rendering.segments[1][1] :]
+    if stopped and (token := chat.special_suffix(closing)):
+        closing = closing.partition(token)[2]
+    ids = list(tokenize(tokenizer, closing + following, "the next turn")["input_ids"])
+    # A turn without an end token ends with the token that starts the next message.
+    return ids[1:] if stopped and ids[:1] == [answer[-1]] else ids
 
 
 def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
@@ -88,96 +130,211 @@ def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
         raise DatasetError(f"{where}: the tokenizer refuses {text[:80]!a}: {' '.join(str(error).split())}") from error
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False, **options: Any
-) -> str:
-    """Return the chat template's text of a conversation; `options` (tools) are passed to the template.
-
-    Raises DatasetError, naming `where`, if the template fails.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
-    except Exception as error:  # a template is a program: it divides by zero, or calls itself without end
-        roles = [message.get("role") for message in messages]
-        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {reason}") from error
-    return str(text)
-
-
 def sft_text(
-    tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n", tools: Sequence[Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    where: str,
+    tools: Sequence[Any] | str | None = None,
+    options: TurnOptions | None = None,
 ) -> SFTText:
     """Render an example: by the tokenizer's chat template if it has one, else as plain text.
 
-    Every assistant turn is trained, with its end token; plain text has one assistant turn, the last message.
+    Assistant turns are trained, with their end token; plain text has one assistant turn, the last message. A message
+    with `weight: 0` or `train: false` is not trained.
 
     Args:
         messages: conversation, with `role` and `content`.
         tokenizer: tokenizer of the model.
         where: location in the source, for errors.
-        plain_end: text between prompt and response in plain text.
         tools: functions for the chat template, in OpenAI's format.
+        options: which turns are trained.
 
     Raises:
         DatasetError: the tokenizer's format cannot represent the tools or the conversation; names `where`.
     """
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DatasetError(f"{where}: 'tools' must be a list of objects {{'type': 'function', 'function': …}}")
+    options = options or TurnOptions()
+    tools = parse_tools(tools, where)
+    trained = [_is_trained(message, where) for message in messages]
+    messages = [prepare_message(message, where) for message in messages]
     if has_chat_template(tokenizer):
-        return _chat_text(tokenizer, messages, where, {"tools": tools} if tools else {})
+        return _chat_text(tokenizer, messages, trained, where, tools, options)
     if tools:
         raise DatasetError(f"{where}: it has tools, but the tokenizer has no chat template for them")
     if len(messages) < 2 or any((message["role"] == "assistant") != (message is messages[-1]) for message in messages):
         raise DatasetError(
             f"{where}: expected one assistant message, the last, since the tokenizer has no chat template"
         )
-    before = plain_prompt(messages[:-1], plain_end)
+    for message in messages:
+        if field_name := next((name for name in ("tool_calls", *THINKING_FIELDS) if message.get(name)), None):
+            raise DatasetError(f"{where}: it has {field_name}, but the tokenizer has no chat template that renders it")
+    before = plain_prompt(messages[:-1]) + prompt_separator(tokenizer)
     text = before + messages[-1]["content"]
-    return SFTText(where, text, ((len(before), len(text)),), plain=True)
+    return SFTText(where, text, ((len(before), len(text)),) if trained[-1] else (), plain=True)
 
 
-def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options: dict[str, Any]) -> SFTText:
-    text = render(tokenizer, messages, where, **options)
-    if options and text == render(tokenizer, messages, where):
-        raise DatasetError(f"{where}: it has tools, but the tokenizer's chat template ignores them")
-    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+def _chat_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    trained: Sequence[bool],
+    where: str,
+    tools: list[Any] | None,
+    options: TurnOptions,
+) -> SFTText:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
     if turns[0] == 0:
         raise DatasetError(f"{where}: the conversation starts with an assistant turn; expected a user turn before it")
-    spans = tuple(_assistant_span(tokenizer, messages, index, text, where, options) for index in turns)
-    return SFTText(where, text, spans, plain=False)
+    chat = chat_template(tokenizer, **options.chat_template_kwargs)
+    rendering = chat.render(messages, where, tools)
+    if tools and "tools" not in options.ignore_fields:
+        _require_tool_template(chat, where)
+    stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer)))
+    stop_pattern = "|".join(map(re.escape, stops))
+    text, spans = rendering.text, list[Span]()
+    for index, message in enumerate(messages):
+        complete = _check_fields(chat, rendering, index, message, where, options)
+        if message["role"] != "assistant" or not trained[index]:
+            continue
+        if (options.train_turns == "last" and index != turns[-1]) or not (
+            complete or options.stripped_thinking == "train"
+        ):
+            continue
+        start, end = rendering.segments[index]
+        if rendering.generated is not None:
+            marked = [(max(a, start), min(b, end)) for a, b in rendering.generated if a < end and b > start]
+            if not marked:
+                continue
+            *earlier, (start, end) = marked
+            spans += earlier
+        else:
+            start += chat.header_length(chat.header(messages[:index], where, tools), text[start:end])
+        turn, rest = text[start:end].rstrip(), text[end:]
+        if closing := re.search(rf"(?:{stop_pattern})(?:\s|{stop_pattern})*$", turn):
+            end = start + closing.start() + len(re.match(stop_pattern, closing[0])[0])
+        elif stop := next((token for token in stops if rest.startswith(token)), None):
+            end += len(stop)
+        elif not rest and (stop := chat.end_of_calls if message.get("tool_calls") else chat.end_of_answer):
+            text += stop
+            end = len(text)
+        elif token := chat.special_suffix(turn):
+            # gpt-oss ends an earlier answer with <|end|>, at which generation does not stop.
+            end = start + len(turn) - len(token)
+        elif rendering.generated is None:
+            raise DatasetError(
+                f"{where}: the chat template ends the assistant turn {index} with {turn[-20:]!r}, and not with a token "
+                f"at which generation stops ({', '.join(stops)}), so a trained model would never stop; end the turn "
+                "with {{ eos_token }} in the template"
+            )
+        spans.append((start, end))
+    if not spans:
+        raise DatasetError(f"{where}: nothing to train on: every assistant turn is masked")
+    return SFTText(where, text, tuple(spans), plain=False)
 
 
-def _assistant_span(
-    tokenizer: Any, messages: Sequence[Message], index: int, text: str, where: str, options: dict[str, Any]
-) -> tuple[int, int]:
-    """Return the span of turn `index` in `text`, from the end of its generation prompt to the end of its end token.
+def _require_tool_template(chat: ChatTemplate, where: str) -> None:
+    if not chat.renders_tools:
+        raise DatasetError(f"{where}: it has tools, but the tokenizer's chat template ignores them")
 
-    Templates may render an earlier turn differently from the last one (Qwen3 drops its thinking). Then the turn is
-    located by its content, and its end by the text that follows the content when the turn is rendered last. A turn
-    that only calls tools has no content, and is located by the text that follows its thinking there.
+
+def _check_fields(
+    chat: ChatTemplate, rendering: Rendering, index: int, message: Message, where: str, options: TurnOptions
+) -> bool:
+    """Check that the template renders every field of a message; return whether it renders the turn's thinking.
+
+    Raises:
+        DatasetError: a field is lost; names it.
     """
-    before = render(tokenizer, messages[:index], where, add_generation_prompt=True, **options)
-    if not text.startswith(before):
+    turn, ignored = rendering.text_of(index), options.ignore_fields
+    content = message["content"] if isinstance(message["content"], str) else ""
+    lost = None
+    calls = Counter(call["function"]["name"] for call in message.get("tool_calls") or ())
+    if calls and (not chat.renders_calls or any(turn.count(name) < count for name, count in calls.items())):
+        lost = "tool_calls"
+    elif message.get("name") and message["role"] != "tool" and str(message["name"]) not in rendering.text:
+        lost = "name"
+    elif message["role"] != "assistant" and not turn and content.strip() not in rendering.outside(message["role"]):
+        lost = "content"
+    thinking = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
+    thinking_field = "reasoning_content"
+    if thinking is None and message["role"] == "assistant" and "</think>" in content:
+        thinking, thinking_field = content.partition("</think>")[0].rpartition("<think>")[2], "content"
+    complete = thinking is None or thinking.strip() in turn
+    if not complete and lost is None:
+        probes = {"content": {"content": f"<think>\n{PROBE_TEXT}\n</think>\n\nanswer"}}
+        fields = probes.get(thinking_field, dict.fromkeys(THINKING_FIELDS, PROBE_TEXT))
+        if chat.renders(**fields):
+            return False
+        lost = "reasoning_content" if thinking_field != "content" else "thinking"
+    if lost is not None and lost not in ignored:
         raise DatasetError(
-            f"{where}: the chat template renders the messages before turn {index} differently when others follow; "
-            "the turn's loss mask cannot be determined"
+            f"{where}: the chat template does not render {lost!r} of message {index} ({message['role']}), so it would "
+            f"be lost; use a template that renders it, or set ignore_fields=[{lost}]"
         )
-    start = len(before)
-    until_here = render(tokenizer, messages[: index + 1], where, **options)
-    if text.startswith(until_here):
-        return start, len(until_here.rstrip())
-    content = str(messages[index]["content"]).rpartition("</think>")[2].strip()
-    turn = (content + until_here.rpartition(content or "</think>")[2]).strip()
-    position = text.find(turn, start)
-    if position < 0:
-        raise DatasetError(f"{where}: cannot find the text of turn {index} in the rendered conversation")
-    return start, position + len(turn)
+    return True
+
+
+def _is_trained(message: Message, where: str) -> bool:
+    """Return whether `weight` and `train` of a message allow it to be trained."""
+    for name in ("weight", "train"):
+        if message.get(name) not in (None, 0, 1):
+            raise DatasetError(f"{where}: {name!r} of a message is {message[name]!r}; expected 0 or 1")
+    return all(message.get(name) in (None, 1) for name in ("weight", "train"))
+
+
+def prepare_message(message: Message, where: str) -> Message:
+    """Return a message as chat templates expect it: arguments of tool calls as objects, and no field for training."""
+    prepared = {name: value for name, value in message.items() if name not in ("weight", "train") and value is not None}
+    prepared.setdefault("content", "")
+    if calls := prepared.get("tool_calls"):
+        prepared["tool_calls"] = [_prepare_call(call, where) for call in calls]
+    if prepared.get("function_call"):
+        raise DatasetError(f"{where}: a message has 'function_call', which tool_calls replaced; rename it in the data")
+    return prepared
+
+
+def _prepare_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DatasetError(
+            f"{where}: a tool call is {call!r:.120}; expected {{'function': {{'name': …, 'arguments': …}}}}"
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise DatasetError(f"{where}: the arguments of {function['name']!r:.80} are not JSON: {error}") from None
+    if not isinstance(arguments, dict | None):
+        raise DatasetError(f"{where}: the arguments of {function['name']!r:.80} are not a JSON object")
+    return {
+        "type": "function",
+        **(call if "function" in call else {}),
+        "function": {**function, "arguments": arguments or {}},
+    }
+
+
+def parse_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
+    """Return the functions of a conversation: a list in OpenAI's format, or such a list as JSON.
+
+    Raises:
+        DatasetError: something else; names `where`.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError as error:
+            raise DatasetError(f"{where}: 'tools' is no JSON: {error}") from None
+    if not tools:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) and _tool_name(tool) for tool in tools)):
+        raise DatasetError(f"{where}: 'tools' must be a list of objects {{'type': 'function', 'function': …}}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name") or "") if isinstance(function, dict) else ""
 
 
 def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:
@@ -206,7 +363,15 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
 
 
 def _sft_row(tokenizer: Any, example: SFTText, ids: list[int], offsets: list[tuple[int, int]]) -> dict[str, list[int]]:
-    mask = [int(any(start <= begin < end for start, end in example.spans)) for begin, _ in offsets]
+    borders = sorted({border for span in example.spans for border in span})
+    if any(begin < border < end for begin, end in offsets for border in borders):
+        pieces = list(pairwise([0, *borders, len(example.text)]))
+        encoded = [tokenize(tokenizer, example.text[slice(*piece)], example.where)["input_ids"] for piece in pieces]
+        ids = [token for tokens in encoded for token in tokens]
+        starts = [piece for piece, tokens in zip(pieces, encoded, strict=True) for _ in tokens]
+        mask = _mask(example.spans, starts)
+    else:
+        mask = _mask(example.spans, offsets)
     if not any(mask):
         raise DatasetError(f"{example.where}: nothing to train on: the response is empty")
     ids = list(ids)
@@ -215,6 +380,16 @@ def _sft_row(tokenizer: Any, example: SFTText, ids: list[int], offsets: list[tup
         ids = [*leading, *ids, tokenizer.eos_token_id]
         mask = [*[0] * len(leading), *mask, 1]
     return {"input_ids": ids, "loss_mask": mask}
+
+
+def _mask(spans: Sequence[Span], offsets: Sequence[Span]) -> list[int]:
+    """Return 1 for every token that starts in a span; spans and offsets are in the order of the text."""
+    mask, number = [], 0
+    for begin, _ in offsets:
+        while number < len(spans) and spans[number][1] <= begin:
+            number += 1
+        mask.append(int(number < len(spans) and spans[number][0] <= begin))
+    return mask
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:

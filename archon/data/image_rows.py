@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from archon.checkpoint.chat_template import Message, has_chat_template
 from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
-from archon.data.encoding import Message, encode_prompt, has_chat_template
+from archon.data.encoding import encode_prompt
 from archon.data.images import PROCESSOR_FILE, ImageReader, open_image
 from archon.models import get_model_spec
 from archon.models.vision.images import ProcessedImage

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from archon.data.encoding import Message, encode_prompt, encode_sft, plain_prompt, sft_text
+from archon.checkpoint.chat_template import Message
+from archon.data.encoding import SFTText, TurnOptions, encode_prompt, encode_sft, plain_prompt, sft_text
+from archon.data.formats import ENCODED, recognize
 from archon.data.image_rows import (
     SFTExpander,
     encode_image_prompt,
@@ -22,33 +24,31 @@ from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
 
-ENCODED = ("input_ids", "loss_mask")
-
 
 def rl_dataset(
     source: Sequence[SourceRow],
     name: str,
     *,
     prompt_key: str,
-    response_key: str,
+    response_key: str | None,
     system_prompt: str | None = None,
     instruction: str | None = None,
-    plain_end: str = "\n",
     tokenizer: Any = None,
     max_length: int | None = None,
     reader: ImageReader | None = None,
 ) -> RowDataset:
     """Return RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
+    With the default columns, public formats are recognized, see `recognize`; rows may then have no answer.
+
     Args:
         source: rows.
         name: name of the dataset, for messages.
         tokenizer: tokenizer of the model.
         prompt_key: column with the prompt: a string, or a list of messages.
-        response_key: column with the gold answer.
+        response_key: column with the gold answer; None: the rows have no answer.
         system_prompt: prepended to conversations without a system message.
         instruction: appended to the last user message, on a new line.
-        plain_end: text between prompt and answer in plain text.
         max_length: drop prompts with more tokens; needs `tokenizer`.
         reader: image reader of a vision-language model: the column `images` has images, and `messages` their
         placeholders
@@ -58,18 +58,22 @@ def rl_dataset(
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
     """
     rows = []
+    source, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
-        answer = require_column(row, response_key)
-        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-            answer = str(answer)
-        if isinstance(answer, str):
-            _require_text(answer, response_key, row.where)
-        prompt = plain_prompt(messages, plain_end)
+        gold = {}
+        if response_key is not None:
+            answer = require_column(row, response_key)
+            if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+                answer = str(answer)
+            if isinstance(answer, str):
+                _require_text(answer, response_key, row.where)
+            gold["answer"] = answer
+        prompt = plain_prompt(messages)
         if reader is not None and (sources := image_sources(row.data)):
             messages = insert_image_parts(messages, len(sources), row.where)
         extra = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
-        rows.append({**extra, "messages": messages, "prompt": prompt, "answer": answer})
+        rows.append({**extra, "messages": messages, "prompt": prompt, **gold})
     if max_length is None:
         return RowDataset(name, rows)
     if tokenizer is None:
@@ -89,14 +93,15 @@ def sft_dataset(
     response_key: str | None,
     system_prompt: str | None = None,
     instruction: str | None = None,
-    plain_end: str = "\n",
     max_length: int | None = None,
     reader: ImageReader | None = None,
+    turns: TurnOptions | None = None,
 ) -> RowDataset:
     """Return SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
-    Rows that already have these two columns are used as they are, see `encoded_rows`. A column `tools` may hold the
-    functions of a conversation, in OpenAI's format, for the chat template.
+    With the default columns, public formats are recognized, see `recognize`. Rows that already have these two columns
+    are used as they are, see `encoded_rows`. A column `tools` may hold the functions of a conversation, in OpenAI's
+    format, for the chat template.
 
     Args:
         source: rows.
@@ -106,13 +111,17 @@ def sft_dataset(
         response_key: column with the response; None if the prompt column holds full conversations.
         system_prompt: as in `rl_dataset`.
         instruction: as in `rl_dataset`.
-        plain_end: as in `rl_dataset`.
         max_length: drop examples with more tokens.
+        turns: which turns of a conversation are trained, and whether long ones are cut after a turn.
         reader: image reader of a vision-language model: rows with a column `images` keep it, with one placeholder per
             image token.
     """
+    source, prompt_key, response_key = _recognize(source, name, "sft", prompt_key, response_key)
     if all(column in source[0].data for column in ENCODED):
         rows = encoded_rows(source)
+    elif prompt_key == "text" and response_key is None and isinstance(source[0].data["text"], str):
+        texts = [(row.where, _text(row)) for row in source]
+        rows = encode_sft(tokenizer, [SFTText(where, text, ((0, len(text)),), plain=True) for where, text in texts])
     else:
         examples, row_images = [], []
         for row in source:
@@ -123,7 +132,7 @@ def sft_dataset(
                 messages = insert_image_parts(messages, len(row_images[-1]), row.where)
             if response_key is not None:
                 messages.append(assistant_message(row, response_key))
-            examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
+            examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns))
         rows = encode_sft(tokenizer, examples)
         if reader is not None:
             candidates = zip(rows, row_images, source, strict=True)
@@ -131,7 +140,35 @@ def sft_dataset(
             rows = [expander.expand(row, images, origin.where) for row, images, origin in candidates]
     if max_length is None:
         return RowDataset(name, rows)
+    if turns is not None and turns.long_rows == "truncate":
+        rows = [_truncate_turns(row, max_length) for row in rows]
     return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)
+
+
+def _recognize(
+    source: Sequence[SourceRow], name: str, kind: str, prompt_key: str, response_key: str | None
+) -> tuple[Sequence[SourceRow], str, str | None]:
+    source, prompt, response, description = recognize(source, kind, prompt_key, response_key)
+    if description:
+        logger.warning("%s: reading %s", name, description)
+    assert prompt is not None  # only pairs have conversations in two columns
+    return source, prompt, response
+
+
+def _text(row: SourceRow) -> str:
+    text = require_column(row, "text")
+    if not isinstance(text, str):
+        raise DatasetError(f"{row.where}: 'text' is a {type(text).__name__}; expected a string")
+    return text
+
+
+def _truncate_turns(row: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """Cut a row after its last run of trained tokens that ends within `max_length`; unchanged if none does."""
+    ids, mask = row["input_ids"], row["loss_mask"]
+    if len(ids) <= max_length or "images" in row:
+        return row
+    end = next((end for end in range(max_length, 0, -1) if mask[end - 1] == 1 and mask[end] == 0), None)
+    return row if end is None else {"input_ids": ids[:end], "loss_mask": mask[:end]}
 
 
 def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
@@ -212,7 +249,7 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
             raise DatasetError(
                 f"{row.where}: {prompt_key!r} must be a string or a list of messages {{'role': …, 'content': …}}"
             )
-        messages = [{**message, "content": message.get("content") or ""} for message in prompt]
+        messages = [{**message, "content": _content(message)} for message in prompt]
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     asked = [message for message in messages if message["role"] == "user"]
@@ -222,8 +259,18 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
 
 
 def _is_message(message: Any) -> bool:
-    """Return whether it is a message with role and content; the content may be None in a message with tool calls."""
+    """Return whether it is a message: a role, and a content that is a text, parts, or None beside other fields."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
-    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    return isinstance(content, str) or (content is None and message["role"] == "assistant")
+
+
+def _content(message: Message) -> str | list[Any]:
+    """Return the content of a message: parts that are all text as one string, None as an empty one."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        return "".join(str(part.get("text") or "") for part in content)
+    return content

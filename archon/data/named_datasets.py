@@ -19,7 +19,7 @@ from archon.schema.errors import DatasetError, TokenizerError
 
 N_HELD_OUT = 1000
 _RANGE = 100
-_ARITHMETIC_KEYS: dict[str, Any] = {"prompt_key": "sum", "response_key": "answer", "plain_end": ""}
+_ARITHMETIC_KEYS: dict[str, Any] = {"prompt_key": "sum", "response_key": "answer"}
 
 GSM8K_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 _GSM8K_KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer"}

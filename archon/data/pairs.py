@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from archon.data.encoding import Message, encode_sft, sft_text
+from archon.checkpoint.chat_template import Message
+from archon.data.encoding import TurnOptions, encode_sft, sft_text
+from archon.data.formats import RESPONSE_KEY, recognize
 from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError
+
+logger = logging.getLogger(__name__)
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -29,6 +35,7 @@ def pair_dataset(
     system_prompt: str | None = None,
     instruction: str | None = None,
     max_length: int | None = None,
+    turns: TurnOptions | None = None,
 ) -> RowDataset:
     r"""Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
 
@@ -46,16 +53,20 @@ def pair_dataset(
         system_prompt: as in `rl_dataset`.
         instruction: as in `rl_dataset`.
         max_length: drop pairs in which either example has more tokens.
+        turns: options of the chat template; the last turn alone is trained.
 
     Raises:
         DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
     """
+    source, prompt_key, _, description = recognize(source, "dpo", prompt_key, RESPONSE_KEY)
+    if description:
+        logger.warning("%s: reading %s", name, description)
     examples = []
+    last = replace(turns or TurnOptions(), train_turns="last")
     for row in source:
         for key in (chosen_key, rejected_key):
             messages = _conversation(row, prompt_key, key, system_prompt, instruction)
-            text = sft_text(tokenizer, messages, row.where, tools=row.data.get("tools"))
-            examples.append(text._replace(spans=text.spans[-1:]))
+            examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), last))
     encoded = encode_sft(tokenizer, examples)
     rows = [
         {

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from archon.checkpoint.chat_template import set_prompt_separator
 from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.config import DatasetConfig
+from archon.data.encoding import TurnOptions
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
@@ -88,8 +90,11 @@ def load_rows(
     config: DatasetConfig, kind: DatasetKind, tokenizer: Any, reader: ImageReader | None = None
 ) -> RowDataset:
     """Return at most `limit` rows of a configured dataset; `reader` is a vision-language model's image reader."""
-    options = config.model_dump(exclude={"limit"})
-    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, **options)
+    turns = _turn_options(config, kind)
+    if config.separator is not None and tokenizer is not None:
+        set_prompt_separator(tokenizer, config.separator)
+    options = config.model_dump(exclude={"limit", "separator", *TurnOptions.__dataclass_fields__})
+    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, turns=turns, **options)
     rows = dataset.rows[: config.limit]
     if kind == "rl":
         return replace(dataset, rows=rows)
@@ -97,6 +102,20 @@ def load_rows(
     recipe = [config.model_dump(exclude={"path", "data_dir"}), getattr(tokenizer, "chat_template", None)]
     fingerprint = row_fingerprint([dataset.source_fingerprint, recipe])
     return replace(dataset, rows=rows, source_fingerprint=fingerprint)
+
+
+def _turn_options(config: DatasetConfig, kind: DatasetKind) -> TurnOptions | None:
+    """Return which turns are trained; None for RL, which refuses these options."""
+    fields = {name: getattr(config, name) for name in TurnOptions.__dataclass_fields__}
+    changed = [name for name, value in asdict(TurnOptions()).items() if fields[name] != value]
+    if kind == "rl" and changed:
+        raise DatasetError(
+            f"{changed[0]} is {fields[changed[0]]!r}, but the rows of {config.path} are prompts of RL, and it is an "
+            "option of SFT and pairs; remove it (for thinking set workflow_args.enable_thinking)"
+        )
+    if config.long_rows == "truncate" and (kind != "sft" or config.max_length is None):
+        raise DatasetError(f"long_rows is 'truncate' for {config.path}; it needs SFT rows and max_length")
+    return None if kind == "rl" else TurnOptions(**fields)
 
 
 def get_custom_dataset(
@@ -115,6 +134,7 @@ def get_custom_dataset(
     seed: int = 0,
     raw: bool = False,
     reader: ImageReader | None = None,
+    turns: TurnOptions | None = None,
 ) -> RowDataset:
     """Return rows of a named dataset (`VALID_DATASETS`), a JSONL, parquet or Hugging Face dataset, or an environment.
 
@@ -125,8 +145,8 @@ def get_custom_dataset(
             ids and masks of a chosen and a rejected answer.
         split: "train" or "test" for the named datasets.
         tokenizer: required except for "rl" without `max_length`.
-        prompt_key: column with the prompt: a string, or a list of messages; a dotted key for a nested column. Not used
-            for named datasets.
+        prompt_key: column with the prompt: a string, or a list of messages; a dotted key for a nested column. With the
+            defaults of both keys, public formats are recognized, see `recognize`. Not used for named datasets.
         response_key: column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
             or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
         system_prompt: prepended to conversations without a system message.
@@ -139,6 +159,7 @@ def get_custom_dataset(
         raw: RL rows also hold the source row, under `raw_task`. Rows of a file or a hub dataset without the two columns
             then hold nothing else, and are not dropped by length.
         reader: image reader of a vision-language model: rows keep their images, see `rl_dataset` and `sft_dataset`.
+        turns: which turns of a conversation are trained, for "sft", "dpo" and "rw".
 
     Raises:
         DatasetError: missing, empty or malformed data; names the file, the line and the key.
@@ -163,6 +184,8 @@ def get_custom_dataset(
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
         shared["instruction"] = instruction
+    if turns is not None and turns != TurnOptions():
+        shared["turns"] = turns
     if named is not None:
         if data_dir is not None:
             shared["path"] = data_dir
@@ -185,8 +208,6 @@ def get_custom_dataset(
     if kind == "sft":
         encoded = sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
         return replace(encoded, source_fingerprint=row_fingerprint([row.data for row in source]))
-    if response_key is None:
-        raise DatasetError(f"response_key is null; RL rows of {path} need the column of the gold answer: name it")
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
 
 
@@ -242,7 +263,7 @@ def _loader_options(name: str, loader: Loader, options: dict[str, Any]) -> dict[
     accepted = inspect.signature(loader).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         return options
-    for option in ("system_prompt", "instruction", "max_length"):
+    for option in ("system_prompt", "instruction", "max_length", "turns"):
         if options.get(option) is not None and option not in accepted:
             raise DatasetError(
                 f"{option} is {options[option]!r}, but the loader of dataset {name!r} ({loader.__qualname__}) has no "

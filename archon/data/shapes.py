@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle")
 PLACES = ("left", "middle", "right")
 KINDS = {"count": "how many", "color": "color of", "place": "where is"}
 """Kinds of questions, and the start of each kind."""
-_KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer", "plain_end": ""}
+_KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer"}
 
 
 @dataclass(frozen=True)

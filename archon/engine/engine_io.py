@@ -280,7 +280,7 @@ class EngineIO:
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
         lora: str | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """Write the weights or the whole state; every rank calls it.
 
@@ -294,7 +294,7 @@ class EngineIO:
                 raises errors.
             dtype: the dtype of an `hf` export; by default the master dtype.
             lora: the LoRA of a multi-LoRA model that a `peft` export writes to `path` itself.
-            tokenizer: folder of the exported tokenizer; by default the checkpoint's for `hf`, and none for `peft`.
+            tokenizer: the exported tokenizer, or its folder; by default the checkpoint's for `hf`, and none for `peft`.
         """
         if lora is not None and format != "peft":
             raise ConfigError(f"lora={lora!r} selects a LoRA for format='peft', and format is {format!r}")
@@ -326,9 +326,7 @@ class EngineIO:
             text_only=self.config.vision == "off",
         )
 
-    def _save_loras(
-        self, path: str | os.PathLike[str], lora_name: str | None, tokenizer: str | os.PathLike[str] | None
-    ) -> None:
+    def _save_loras(self, path: str | os.PathLike[str], lora_name: str | None, tokenizer: Any) -> None:
         if self.config.is_critic:
             raise ConfigError("format='peft' holds LoRAs and no value head; set format to 'native' or 'hf'")
         shapes = lora_specs(self.config)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import torch
 
+from archon.checkpoint.chat_template import stop_token_ids
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation.generator import Generator, GeneratorStats
 from archon.generation.lora import ServedLoRA
@@ -134,7 +135,7 @@ class InProcessEngine:
 
         Args:
             model: trainer's model, possibly wrapped or sharded; this engine never runs it.
-            tokenizer: for stop strings, and for the end-of-text id if `eos_token_ids` is None.
+            tokenizer: for stop strings, and for the ids that end an answer if `eos_token_ids` is None.
             max_slots: maximum number of concurrently decoded answers.
             page_size: tokens per page (block) of the KV cache.
             n_pages: pages of the cache; by default enough for `max_slots` answers of `max_seq_len` tokens, but at most
@@ -144,7 +145,7 @@ class InProcessEngine:
             max_seq_len: maximum tokens of prompt and answer together; by default the model's.
             prefill_tokens: maximum prompt tokens computed in one step.
             seed: seed of requests without a seed.
-            eos_token_ids: ids that end an answer; by default the tokenizer's, or none without a tokenizer.
+            eos_token_ids: ids that end an answer; by default `stop_token_ids(tokenizer)`, or none without a tokenizer.
             weights: see `build_replica`.
             dtype: dtype of replica and cache; by default the model's.
             version: initial version of the weights.
@@ -167,8 +168,7 @@ class InProcessEngine:
         if weights not in get_args(WeightMode):
             raise RolloutError(f"weights is {weights!r}; expected one of {', '.join(get_args(WeightMode))}")
         if eos_token_ids is None:
-            eos = getattr(tokenizer, "eos_token_id", None)
-            eos_token_ids = () if eos is None else (eos,)
+            eos_token_ids = () if tokenizer is None else stop_token_ids(tokenizer)
         max_seq_len = max_seq_len or args.max_seq_len
         parameter = next(model.parameters())
         cache_dtype = dtype or parameter.dtype

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from archon.checkpoint.chat_template import stop_token_ids
 from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
@@ -60,8 +61,8 @@ class GenerationHyperparameters(StrictModel):
         return type(self)(**{**self.model_dump(), **changes})
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """Return a copy that also stops at the tokenizer's end-of-text and padding ids."""
-        ids = [*self.stop_token_ids, tokenizer.pad_token_id, tokenizer.eos_token_id]
+        """Return a copy that also stops at the ids of `stop_token_ids(tokenizer)` and at the padding id."""
+        ids = [*self.stop_token_ids, tokenizer.pad_token_id, *stop_token_ids(tokenizer)]
         return self.new(stop_token_ids=list(dict.fromkeys(token_id for token_id in ids if token_id is not None)))
 
 

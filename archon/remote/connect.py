@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from archon.checkpoint.chat_template import stop_token_ids
 from archon.remote.config import PushConfig
 from archon.remote.dialects.archon import Archon
 from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Dialect, Transport
@@ -70,14 +71,13 @@ def connect(
 
     servers = [connect_server(url) for url in urls]
     folder, private = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
-    eos = getattr(tokenizer, "eos_token_id", None)
     engine = RemoteEngine(
         servers,
         config,
         transport,
         folder,
         vocab_size,
-        eos_token_ids=() if eos is None else (eos,),
+        eos_token_ids=stop_token_ids(tokenizer),
         log=log,
         connect_server=connect_server,
         **options,

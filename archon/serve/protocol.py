@@ -14,13 +14,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from archon.data.encoding import has_chat_template, render, tokenize
+from archon.checkpoint.chat_template import has_chat_template, render_calls
+from archon.data.encoding import tokenize
 from archon.data.images import ImageReader
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
-from archon.schema.errors import ConfigError, DatasetError, RolloutError
+from archon.schema.errors import ConfigError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
 from archon.serve.images import pop_image_sources, read_images
 from archon.serve.sessions import Caller, ModelChoice
@@ -163,37 +164,13 @@ class Conversation(RequestModel):
         messages, tools = self.template_messages(), self.template_tools()
         images = read_images(pop_image_sources(messages), reader)
         options = {"add_generation_prompt": True, **self.template_options(tokenizer)}
-        text = _render_calls(tokenizer, messages, options)
+        text = render_calls(tokenizer, messages, "messages", **options)
         if tools:
-            without, text = text, _render_calls(tokenizer, messages, {**options, "tools": tools})
+            without, text = text, render_calls(tokenizer, messages, "messages", **options, tools=tools)
             if text == without:
                 raise RolloutError("the model's chat template does not support tools; remove them")
         tokens = list(tokenize(tokenizer, text, "messages")["input_ids"])
         return (tokens if reader is None else reader.expand(tokens, images)), images
-
-
-def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Return the template's text, with tool-call arguments as objects, or as JSON if the template rejects objects."""
-    try:
-        return render(tokenizer, messages, "messages", **options)
-    except DatasetError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        try:
-            return render(tokenizer, list(map(_parse_arguments, messages)), "messages", **options)
-        except DatasetError:
-            pass
-        raise  # the first failure, of the usual form
-
-
-def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
 
 
 class TextPart(RequestModel):

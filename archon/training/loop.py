@@ -38,6 +38,7 @@ class BaseTrainer:
     title: str
     columns: tuple[str, ...]
     config: Any
+    tokenizer: Any
     engine: ArchonEngine
     critic: ArchonEngine | None = None
     total_steps = 0
@@ -203,8 +204,7 @@ class BaseTrainer:
     def export(self) -> None:
         """Export the model, or its LoRAs in PEFT's format, with the tokenizer of the run."""
         assert self.runner is not None
-        tokenizer = self.config.tokenizer or self.engine.config.path
-        self.engine.save(self.runner.directory.export, format=self.engine.export_format, tokenizer=tokenizer)
+        self.engine.save(self.runner.directory.export, format=self.engine.export_format, tokenizer=self.tokenizer)
 
 
 def join_processes(config: Config, model: EngineConfig) -> Config:

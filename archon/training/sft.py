@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data import RowDataset, RowLoader
 from archon.data.image_rows import open_reader
 from archon.data.images import ImageReader
@@ -101,7 +101,7 @@ class SFTTrainer(BaseTrainer):
         """Load tokenizer, rows and model, and with `resume` the latest checkpoint."""
         config = self.config
         require_exportable(config.model, "model")
-        tokenizer = load_tokenizer(config.tokenizer or config.model.path)
+        tokenizer = self.tokenizer = load_tokenizer(config.tokenizer or config.model.path, config.model.path)
         self.reader = open_reader(config.model)
         rows = self.section_rows("train_data", tokenizer)
         assert rows is not None  # the configuration requires it

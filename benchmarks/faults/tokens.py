@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from archon.checkpoint.hf_io import load_tokenizer
 from archon.checkpoint.native import open_state
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.engine.engine import ArchonEngine
 from archon.schema.config import EngineConfig
 from archon.training.metrics import TRAJECTORIES_FILE, read_jsonl

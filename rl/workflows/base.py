@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.episode_context import workflow_context

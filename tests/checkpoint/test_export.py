@@ -17,8 +17,8 @@ from torch import Tensor
 import archon
 from archon.checkpoint import atomic
 from archon.checkpoint.hf_export import _ShardWriter, save_hf
-from archon.checkpoint.hf_io import load_tokenizer
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError, UnknownModelError
 from tests.checkpoint.tiny_checkpoints import (
     QWEN2,

@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 
 from archon.data import encode_prompt, sft_dataset
-from archon.data.encoding import encode_sft, sft_text
+from archon.data.encoding import TurnOptions, encode_sft, sft_text
 from archon.data.sources import SourceRow
 from archon.rl.bootstrap import CHAT_TEMPLATES
 from archon.schema.errors import DatasetError, TokenizerError
-from tests.data.toy_tokenizers import CHATML, COUNTING, NO_SYSTEM, THINKING, toy_tokenizer
+from tests.data.toy_tokenizers import (
+    BY_NUMBER,
+    CHATML,
+    NO_END,
+    NO_SYSTEM,
+    THINKING,
+    USERS_ALONE,
+    toy_tokenizer,
+)
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 USER = {"role": "user", "content": "How many apples?"}
 SYSTEM = {"role": "system", "content": "Größe 数学"}
 
@@ -21,9 +31,9 @@ def answer(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
-def trained_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
+def trained_text(tokenizer: Any, messages: list[dict[str, Any]], options: TurnOptions | None = None) -> list[str]:
     """The text of every run of trained tokens."""
-    (row,) = encode_sft(tokenizer, [sft_text(tokenizer, messages, "here")])
+    (row,) = encode_sft(tokenizer, [sft_text(tokenizer, messages, "here", options=options)])
     assert len(row["input_ids"]) == len(row["loss_mask"])
     runs: list[list[int]] = []
     for index, (token, trained) in enumerate(zip(row["input_ids"], row["loss_mask"], strict=True)):
@@ -63,22 +73,24 @@ def test_the_tools_of_a_conversation_stand_in_its_prompt_and_its_calls_are_train
 
 
 @pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
-def test_a_call_without_words_is_found_where_it_is_rendered_otherwise_when_it_is_last(thought: str) -> None:
+def test_an_earlier_call_is_trained_unless_the_template_drops_its_thinking(thought: str) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     calling = {"role": "assistant", "content": thought, "tool_calls": [call]}
     talk = [USER, calling, {"role": "tool", "content": "3"}, answer("It is 3.")]
-    assert trained_text(toy_tokenizer(THINKING), talk) == [
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
-        "<think>\n\n</think>\n\nIt is 3.<|im_end|>",
-    ]
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    final = "<think>\n\n</think>\n\nIt is 3.<|im_end|>"
+    assert trained_text(toy_tokenizer(THINKING), talk) == ([final] if thought else [called, final])
+    options = TurnOptions(stripped_thinking="train")
+    assert trained_text(toy_tokenizer(THINKING), talk, options) == [called, final]
 
 
 @pytest.mark.parametrize(
     ("template", "tools", "message"),
     [
-        (None, [{"type": "function"}], "it has tools, but the tokenizer has no chat template for them"),
-        (CHATML, [{"type": "function"}], "it has tools, but the tokenizer's chat template ignores them"),
-        (THINKING, '[{"type": "function"}]', "'tools' must be a list of objects"),
+        (None, [TOOL], "it has tools, but the tokenizer has no chat template for them"),
+        (CHATML, [TOOL], "it has tools, but the tokenizer's chat template ignores them"),
+        (THINKING, '{"type": "function"}', "'tools' must be a list of objects"),
+        (THINKING, "[{", "'tools' is no JSON"),
         (THINKING, {"type": "function"}, "'tools' must be a list of objects"),
         (THINKING, ["add"], "'tools' must be a list of objects"),
     ],
@@ -88,10 +100,12 @@ def test_tools_that_would_not_be_in_the_prompt_are_an_error(template: str, tools
         sft_text(toy_tokenizer(template), [USER, answer("12")], "here", tools=tools)
 
 
-def test_a_template_that_drops_earlier_thoughts_is_masked_as_it_renders() -> None:
+def test_a_turn_without_its_thinking_is_not_trained_unless_that_is_asked_for() -> None:
     tokenizer = toy_tokenizer(THINKING)
     conversation = [USER, answer("<think>\nhm\n</think>\n\n12"), USER, answer("<think>\nso\n</think>\n\n30")]
-    assert trained_text(tokenizer, conversation) == ["12<|im_end|>", "<think>\nso\n</think>\n\n30<|im_end|>"]
+    last = "<think>\nso\n</think>\n\n30<|im_end|>"
+    assert trained_text(tokenizer, conversation) == [last]
+    assert trained_text(tokenizer, conversation, TurnOptions(stripped_thinking="train")) == ["12<|im_end|>", last]
     assert trained_text(tokenizer, [USER, answer("12")]) == ["<think>\n\n</think>\n\n12<|im_end|>"]
 
 
@@ -105,14 +119,15 @@ def test_the_sft_prefix_is_the_rl_prompt_token_by_token() -> None:
         assert row["loss_mask"].index(1) == len(prompt)
 
 
-def test_the_mask_comes_from_offsets_and_not_from_encoding_pieces() -> None:
+def test_a_token_across_the_start_of_the_answer_is_split_as_in_generation() -> None:
     tokenizer = toy_tokenizer(None)
     assert tokenizer.tokenize("assistant are") == ["assistant", "Ġare"]  # "assis" and "tant are" give other tokens
     (row,) = encode_sft(
-        tokenizer, [sft_text(tokenizer, [{"role": "user", "content": "assis"}, answer("tant are")], "here", "")]
+        tokenizer, [sft_text(tokenizer, [{"role": "user", "content": "assis"}, answer("tant are")], "here")]
     )
-    assert row["input_ids"] == [*tokenizer("assistant are")["input_ids"], tokenizer.eos_token_id]
-    assert row["loss_mask"] == [0, 1, 1]  # the token that crosses the border began in the prompt
+    prompt = encode_prompt(tokenizer, {"prompt": "assis"})
+    assert row["input_ids"] == [*prompt, *tokenizer("tant are")["input_ids"], tokenizer.eos_token_id]
+    assert row["loss_mask"] == [0] * len(prompt) + [1] * (len(row["input_ids"]) - len(prompt))
 
 
 def trained_text_of(tokenizer: Any, row: dict[str, list[int]]) -> str:
@@ -122,7 +137,7 @@ def trained_text_of(tokenizer: Any, row: dict[str, list[int]]) -> str:
 def test_plain_text_is_prompt_response_and_the_end_of_text_token() -> None:
     tokenizer = toy_tokenizer(None)
     (row,) = encode_sft(tokenizer, [sft_text(tokenizer, [USER, answer("There are 12.")], "here")])
-    assert tokenizer.decode(row["input_ids"]) == "How many apples?\nThere are 12.<|im_end|>"
+    assert tokenizer.decode(row["input_ids"]) == "How many apples?There are 12.<|im_end|>"
     assert trained_text_of(tokenizer, row) == "There are 12.<|im_end|>"
 
 
@@ -148,7 +163,19 @@ def test_many_rows_are_as_one_by_one() -> None:
         (CHATML, [USER], "here: nothing to train on: the conversation has no assistant turn"),
         (CHATML, [answer("12"), USER, answer("30")], "here: the conversation starts with an assistant turn"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
-        (COUNTING, [USER, answer("12")], "here: the chat template renders the messages before turn 1 differently"),
+        (BY_NUMBER, [USER, answer("12")], "here: the chat template renders the messages up to number 1 differently"),
+        (NO_END, [USER, answer("12")], "here: the chat template ends the assistant turn 1 with .* would never stop"),
+        (CHATML, [USER, answer("12") | {"weight": 0.5}], "here: 'weight' of a message is 0.5; expected 0 or 1"),
+        (CHATML, [USER, answer("12") | {"weight": 0}], "here: nothing to train on: every assistant turn is masked"),
+        (CHATML, [USER, answer("") | {"tool_calls": [CALL]}], "does not render 'tool_calls' of message 1"),
+        (
+            CHATML,
+            [USER, answer("12") | {"reasoning_content": "hm"}],
+            "does not render 'reasoning_content' of message 1",
+        ),
+        (CHATML, [USER | {"name": "Ada"}, answer("12")], "does not render 'name' of message 0"),
+        (USERS_ALONE, [USER, answer("12"), {"role": "tool", "content": "9"}, answer("9")], "'content' of message 2"),
+        (CHATML, [USER, answer("") | {"function_call": {"name": "add"}}], "'function_call', which tool_calls replaced"),
         (None, [USER, answer("12"), USER, answer("30")], "here: expected one assistant message, the last"),
         (None, [USER], "here: expected one assistant message"),
         (None, [USER, answer("")], "here: nothing to train on: the response is empty"),

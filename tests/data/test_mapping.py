@@ -27,7 +27,7 @@ def test_rl_rows_carry_messages_prompt_answer_and_the_other_columns(tmp_path: Pa
     rows = get_custom_dataset(file, **KEYS, system_prompt="Be brief.", instruction="Box it.")
     assert rows[0] == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12+34?\nBox it."}],
-        "prompt": "Be brief.\n12+34?\nBox it.\n",
+        "prompt": "Be brief.\n12+34?\nBox it.",
         "answer": "46",
         "level": 3,
     }
@@ -105,8 +105,7 @@ def test_what_a_call_lacks_is_said(tmp_path: Path) -> None:
         get_custom_dataset(file, kind="sft", **KEYS)
     with pytest.raises(DatasetError, match=r"max_length is 9 .* in tokens; pass a tokenizer too"):
         get_custom_dataset(file, max_length=9, **KEYS)
-    with pytest.raises(DatasetError, match=r"response_key is null; .* need the column of the gold answer"):
-        get_custom_dataset(file, prompt_key="q", response_key=None)
+    assert "answer" not in get_custom_dataset(file, prompt_key="q", response_key=None)[0]
     with pytest.raises(DatasetError, match="kind is 'ppo'; expected one of rl, sft, dpo, rw"):
         get_custom_dataset(file, kind="ppo")  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.image_datasets import get_clevr_count_70k_sft_dataset, get_geometry3k_rl_dataset
 from archon.data.image_files import as_png, save_images
 from archon.data.image_rows import encode_image_prompt, image_sources

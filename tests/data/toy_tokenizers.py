@@ -27,6 +27,18 @@ THINKING = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Loops over numbers, and puts a count in front: no text of fewer messages is the beginning of the whole.
+BY_NUMBER = (
+    "{{ messages | length }} turns\n{% for i in range(messages | length) %}{{ messages[i].role }}: "
+    "{{ messages[i].content }}<|im_end|>\n{% endfor %}"
+)
+# Ends no turn with a token.
+NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+# Drops the results of tools.
+USERS_ALONE = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Puts a count of the turns in front, so that no shorter conversation is the beginning of a longer one.
 COUNTING = "{{ messages | length }} turns\n" + CHATML
 # Refuses system messages, as some families' templates do.

@@ -20,7 +20,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.remote.weight_stream import receive_tensors

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.generation import InProcessEngine
 from archon.generation.record import TokenRecord
 from archon.generation.seeds import derive_seed

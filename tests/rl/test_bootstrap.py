@@ -13,7 +13,8 @@ import pytest
 import torch
 import yaml
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.cli import main
 from archon.cli.config import load_config, read_bootstrap
 from archon.data import encode_prompt, get_custom_dataset

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.encoding import tokenize
 from archon.engine.engine import ArchonEngine
 from archon.generation.types import GenerationHyperparameters

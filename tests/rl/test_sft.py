@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.native import load_latest
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.rl import SFTTrainer
 from archon.schema.errors import CheckpointError, ConfigError, DatasetError
 from archon.training.config import SFTConfig

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from archon.checkpoint.convert import convert
-from archon.checkpoint.hf_io import load_tokenizer
 from archon.checkpoint.peft.export import export_lora
 from archon.checkpoint.safetensors_file import SafetensorsFile, tensor_bytes
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.engine.engine import ArchonEngine
 from archon.rl import SFTTrainer
 from archon.schema.config import EngineConfig

@@ -14,7 +14,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.images import ImageReader
 from archon.data.shapes import scenes
 from archon.generation import InProcessEngine

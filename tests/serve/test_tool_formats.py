@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from archon.data.encoding import render, tokenize
+from archon.checkpoint.chat_template import render, render_calls
+from archon.data.encoding import tokenize
 from archon.generation.types import GenerationHyperparameters
 from archon.rl.bootstrap import make_tokenizer
 from archon.schema.errors import ConfigError
 from archon.serve import AgentServer
 from archon.serve.answer_text import AnswerFormat, AnswerParser, ThinkingParser
-from archon.serve.protocol import _render_calls
 from archon.serve.tool_calls import FORMATS, Part, Reasoning, ToolCall, load_json, merge_adjacent, tool_format
 from archon.training.config import TokenizerRecipe
 from tests.serve import family_templates as families
@@ -64,7 +64,7 @@ def said(tokenizer: Any, answer: dict[str, Any]) -> str:
     """The text of an answer, as the model has to write it: what its turn has after the generation prompt."""
     talk = [{"role": "user", "content": "?"}]
     before = render(tokenizer, talk, "prompt", add_generation_prompt=True)
-    whole = _render_calls(tokenizer, [*talk, {"role": "assistant", **answer}], {})
+    whole = render_calls(tokenizer, [*talk, {"role": "assistant", **answer}], "turns")
     start = len(before) if whole.startswith(before) else len(before.removesuffix("<think>\n"))
     text = whole[start:]
     for end in ("<|im_end|>\n", "<|eot_id|>", "<|done|>", "<｜end▁of▁sentence｜>"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
 from archon.training.config import BootstrapConfig, TokenizerRecipe

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.checkpoint.hf_export import has_tokenizer
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
 from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
+from archon.checkpoint.tokenizer import has_tokenizer
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
 from archon.models.lora.targets import LoRASize

@@ -106,7 +106,7 @@ def save_lora(
     *,
     base: str,
     experts: ExpertFiles = "stacked",
-    tokenizer: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """Write a LoRA in PEFT's format from rank 0. A collective; errors are raised on every rank.
 
@@ -117,7 +117,7 @@ def save_lora(
         tensors: full tensors by native name; see `ArchonEngine.lora_weights`.
         base: path or name of the base checkpoint.
         experts: layout of experts' LoRAs.
-        tokenizer: folder of the tokenizer to copy, besides the generation config of `base`; None: neither.
+        tokenizer: the tokenizer to write, or its folder, besides the generation config of `base`; None: neither.
 
     Raises:
         ConfigError: PEFT's format cannot hold the LoRA.
@@ -138,7 +138,7 @@ def _write(
     plans: list[_Plan],
     tensors: Mapping[str, Tensor],
     base: str,
-    tokenizer: str | os.PathLike[str] | None,
+    tokenizer: Any,
 ) -> None:
     keys = key_pairs(plan.tensor for plan in plans)
     by_key: dict[str, Tensor | LazyTensor] = {}

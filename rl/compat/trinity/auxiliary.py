@@ -167,7 +167,8 @@ def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
     """Load the checkpoint and return its generator and tokenizer."""
     import torch
 
-    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model
+    from archon.checkpoint.tokenizer import load_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.shapes import scenes
 from archon.generation import InProcessEngine
 from archon.rl.compat import areal

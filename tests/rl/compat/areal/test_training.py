@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import datasets
 import pytest
 
-from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data import get_custom_dataset
 from archon.generation.types import InferenceEngine
 from archon.rl import RLTrainer, register_workflow

@@ -1,0 +1,141 @@
+"""Load the tokenizer of a checkpoint, and write it into an export with the ids that end an answer."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from archon.checkpoint.atomic import write_json
+from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_token_ids
+from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
+from archon.schema.errors import TokenizerError
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# Tokenizer files of transformers.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# The chat templates of a tokenizer that has several, by name; the default one is in chat_template.jinja.
+NAMED_TEMPLATES = "additional_chat_templates"
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has the vocabulary of a tokenizer; without one transformers builds an empty one."""
+    return any((Path(folder) / name).is_file() for name in VOCABULARY_FILES)
+
+
+def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[str] | None = None) -> Any:
+    """Load a tokenizer with `apply_chat_template(tokenize=True)` returning a plain list of ids.
+
+    transformers 5 returns a mapping by default, while workflows of other RL frameworks expect a list.
+
+    Args:
+        path: folder of the tokenizer.
+        model_path: folder of the model if it is another one. The generation config and the model config of both name
+            ids that end an answer; see `stop_token_ids`.
+
+    Raises:
+        TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
+    if not has_tokenizer(folder):
+        raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
+    # Imported here because importing transformers takes seconds.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+    if tokenizer.eos_token_id is None:
+        raise TokenizerError(
+            f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
+        )
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    folders = dict.fromkeys([folder, folder if model_path is None else Path(model_path)])
+    tokenizer.checkpoint_stop_ids = [token_id for source in folders for token_id in _configured_stop_ids(source)]
+    return tokenizer
+
+
+def _configured_stop_ids(folder: Path) -> list[int]:
+    """Return `eos_token_id` of the generation config, the model config and its text part, if the folder has them."""
+    ids: list[Any] = []
+    for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            continue
+        config = read_json(folder / name)
+        for part in (config, config.get("text_config") or {}):
+            value = part.get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise TokenizerError(f"{folder}: eos_token_id is {ids!s:.80} in its configuration; expected token ids")
+    return ids
+
+
+def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
+    """Write the tokenizer of an export, and the generation config with every id that ends an answer.
+
+    Other tools stop at the ids of the generation config alone. Files of a loaded tokenizer are copied unchanged, but
+    for the prompt separator.
+
+    Args:
+        folder: the export.
+        tokenizer: a tokenizer, its folder, or None for the one in `assets`, if it has one.
+        assets: folder of the generation config and of the model config.
+    """
+    source = assets
+    if isinstance(tokenizer, str | os.PathLike):
+        source = checkpoint_folder(tokenizer)
+    elif hasattr(tokenizer, "checkpoint_stop_ids"):  # of load_tokenizer
+        source = Path(tokenizer.name_or_path)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        source = None
+    if source is not None:
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if (source / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
+    if assets is not None and (assets / GENERATION_CONFIG_FILE).is_file():
+        shutil.copyfile(assets / GENERATION_CONFIG_FILE, folder / GENERATION_CONFIG_FILE)
+    if not has_tokenizer(folder):
+        return
+    if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
+        try:
+            tokenizer = load_tokenizer(folder, assets)
+        except TokenizerError:
+            return  # the files are copied all the same
+    if separator := prompt_separator(tokenizer):
+        config = read_json(folder / TOKENIZER_CONFIG_FILE)
+        write_json(folder / TOKENIZER_CONFIG_FILE, config | {SEPARATOR: separator})
+    file = folder / GENERATION_CONFIG_FILE
+    config = read_json(file) if file.is_file() else {}
+    configured = _configured_stop_ids(folder)
+    ids = list(
+        dict.fromkeys([*configured, *stop_token_ids(tokenizer), *(_configured_stop_ids(assets) if assets else ())])
+    )
+    if set(ids) != set(configured):
+        file.write_text(json.dumps(config | {"eos_token_id": ids}, indent=2) + "\n", encoding="utf-8")
