@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from archon.data.config import DatasetConfig
+from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.data.environments import parse_environment
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
@@ -105,7 +105,7 @@ class ControlConfig(StrictModel):
 class DemonstrationsConfig(StrictModel):
     """Expert answers for policy losses `mix` and `chord`."""
 
-    data: DatasetConfig = Field(description="SFT data: conversations, or prompts and responses")
+    data: TrainingDataConfig = Field(description="SFT data: conversations, or prompts and responses")
     per_step: int = Field(ge=1, description="rows added to each batch")
 
 

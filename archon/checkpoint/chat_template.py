@@ -267,16 +267,18 @@ class ChatTemplate:
             rendering = self.render([QUESTION, message], "a probe")
         except DatasetError:
             return None
-        turn = rendering.text_of(1).removeprefix(self.header([QUESTION], "a probe", None))
+        header = self.header([QUESTION], "a probe", None)
+        turn = rendering.text_of(1).removeprefix(header)
         token = self.special_suffix(turn)
         if token and turn.count(token) == 1:  # a token that follows every call, such as </tool_call>, ends no turn
             return token
         if token := self.special_prefix(rendering.text[rendering.segments[1][1] :]):
             return token
         try:
-            return self.special_prefix(self.render([QUESTION, message, following], "a probe").text_of(2))
+            token = self.special_prefix(self.render([QUESTION, message, following], "a probe").text_of(2))
         except DatasetError:
             return None
+        return None if token == self.special_prefix(header) else token  # every message starts with it
 
     def special_suffix(self, text: str) -> str | None:
         """Return the special token at the end of a text, before white space."""

@@ -24,6 +24,7 @@ from archon.checkpoint.hf_reader import (
     read_hf_config,
 )
 from archon.checkpoint.peft.reader import load_lora, read_sizes
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
@@ -32,6 +33,17 @@ from archon.models.lora.model import add_lora, is_lora
 from archon.models.spec import ModelSpec, is_text_decoder
 from archon.parallel.gather import full_tensors
 from archon.schema.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "CheckpointSpec",
+    "checkpoint_digest",
+    "config_dtype",
+    "load_model",
+    "load_spec",
+    "load_tokenizer",
+    "materialize",
+    "save_model",
+]
 
 
 @dataclass(frozen=True)

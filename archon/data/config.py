@@ -30,6 +30,22 @@ class DatasetConfig(StrictModel):
         "ShareGPT and TRL rows; ignored for named sets",
     )
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
+    separator: str | None = Field(
+        None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
+    )
+    system_prompt: str | None = Field(None, description="system message prepended to every prompt")
+    instruction: str | None = Field(
+        None, description="text appended to the last user message; null: the default of the named set"
+    )
+    max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
+    limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
+    raw: bool = Field(False, description="RL rows also hold the unmodified source row, for Trinity-style workflows")
+
+
+class TrainingDataConfig(DatasetConfig):
+    """A dataset of SFT rows or preference pairs."""
+
     train_turns: Literal["all", "last"] = Field("all", description="assistant turns that SFT trains")
     stripped_thinking: Literal["mask", "train"] = Field(
         "mask", description="what SFT does with an assistant turn without the thinking that the chat template removes"
@@ -40,17 +56,6 @@ class DatasetConfig(StrictModel):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking; of SFT and pairs"
     )
-    separator: str | None = Field(
-        None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
-    )
     long_rows: Literal["drop", "truncate"] = Field(
         "drop", description="SFT rows longer than max_length: drop them, or cut conversations after a whole turn"
     )
-    system_prompt: str | None = Field(None, description="system message prepended to every prompt")
-    instruction: str | None = Field(
-        None, description="text appended to the last user message; null: the default of the named set"
-    )
-    max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
-    limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
-    raw: bool = Field(False, description="RL rows also hold the unmodified source row, for Trinity-style workflows")

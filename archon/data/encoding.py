@@ -24,10 +24,13 @@ from archon.checkpoint.chat_template import (
     chat_template,
     has_chat_template,
     prompt_separator,
+    render,
     render_calls,
     stop_token_ids,
 )
 from archon.schema.errors import DatasetError, TokenizerError
+
+__all__ = ["SFTText", "TurnOptions", "encode_prompt", "encode_sft", "next_turn_ids", "render", "sft_text", "tokenize"]
 
 _BATCH = 1000  # texts per call of the tokenizer, which encodes them in parallel
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from archon.checkpoint.chat_template import set_prompt_separator
 from archon.data import image_datasets, named_datasets, pairs, shapes
-from archon.data.config import DatasetConfig
+from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.data.encoding import TurnOptions
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.images import ImageReader
@@ -105,17 +105,11 @@ def load_rows(
 
 
 def _turn_options(config: DatasetConfig, kind: DatasetKind) -> TurnOptions | None:
-    """Return which turns are trained; None for RL, which refuses these options."""
-    fields = {name: getattr(config, name) for name in TurnOptions.__dataclass_fields__}
-    changed = [name for name, value in asdict(TurnOptions()).items() if fields[name] != value]
-    if kind == "rl" and changed:
-        raise DatasetError(
-            f"{changed[0]} is {fields[changed[0]]!r}, but the rows of {config.path} are prompts of RL, and it is an "
-            "option of SFT and pairs; remove it (for thinking set workflow_args.enable_thinking)"
-        )
+    if not isinstance(config, TrainingDataConfig):
+        return None
     if config.long_rows == "truncate" and (kind != "sft" or config.max_length is None):
         raise DatasetError(f"long_rows is 'truncate' for {config.path}; it needs SFT rows and max_length")
-    return None if kind == "rl" else TurnOptions(**fields)
+    return TurnOptions(**config.model_dump(include={*TurnOptions.__dataclass_fields__}))
 
 
 def get_custom_dataset(

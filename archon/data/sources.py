@@ -246,7 +246,22 @@ def _read_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
 def _table_rows(path: Path, table: Any) -> list[SourceRow]:
     if len({*table.column_names}) != len(table.column_names):
         raise DatasetError(f"{path}: a column name is repeated: {', '.join(table.column_names)}; rename one")
-    return [SourceRow(f"{path} row {number}", row) for number, row in enumerate(table.to_pylist())]
+    return [SourceRow(f"{path} row {number}", _without_nulls(row)) for number, row in enumerate(table.to_pylist())]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table without null fields inside its columns.
+
+    Arrow gives every object of a column the fields of all rows: the arguments of one tool get those of the others, as
+    nulls. An explicit null is lost with them.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return {column: clean(value) for column, value in row.items()}
 
 
 def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) -> Callable[..., list[SourceRow]]:
@@ -360,7 +375,7 @@ def _from_hugging_face(loaded: Any, name: str, split: str) -> list[SourceRow]:
         if split not in loaded:
             raise DatasetError(f"no split {split!r} in {name}: expected one of {', '.join(loaded)}")
         loaded = loaded[split]
-    return [SourceRow(f"{name}[{split}] row {number}", dict(row)) for number, row in enumerate(loaded)]
+    return [SourceRow(f"{name}[{split}] row {number}", _without_nulls(row)) for number, row in enumerate(loaded)]
 
 
 def _import_datasets(source: object) -> Any:

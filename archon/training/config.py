@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from archon.data.config import DatasetConfig
+from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.schema.config import (
     RELATIVE_TO_CONFIG,
     EngineConfig,
@@ -48,9 +48,9 @@ class ResolvedSFT(StrictModel):
 class LoRAData(StrictModel):
     """Data of one LoRA in a multi-LoRA run."""
 
-    train_data: DatasetConfig = Field(description="training rows")
+    train_data: TrainingDataConfig = Field(description="training rows")
     batch_size: int | None = Field(None, ge=1, description="rows per optimizer step; null: batch_size of the run")
-    eval_data: DatasetConfig | None = Field(None, description="held-out rows")
+    eval_data: TrainingDataConfig | None = Field(None, description="held-out rows")
 
 
 class SFTConfig(StrictModel):
@@ -66,8 +66,8 @@ class SFTConfig(StrictModel):
     batch_size: int = Field(32, ge=1, description="rows per optimizer step")
     model: EngineConfig = Field(description="the model")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
-    train_data: DatasetConfig = Field(description="training rows")
-    eval_data: DatasetConfig | None = Field(None, description="held-out rows")
+    train_data: TrainingDataConfig = Field(description="training rows")
+    eval_data: TrainingDataConfig | None = Field(None, description="held-out rows")
     lora_data: dict[str, LoRAData] | None = Field(
         None, description="data by LoRA name, for LoRAs that do not train on train_data"
     )
@@ -154,7 +154,7 @@ class WarmupConfig(StrictModel):
     batch_size: int = Field(64, ge=1, description="rows per optimizer step")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")
-    train_data: DatasetConfig = Field(description="rows to warm up on")
+    train_data: TrainingDataConfig = Field(description="rows to warm up on")
 
 
 class BootstrapConfig(StrictModel):

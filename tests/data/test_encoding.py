@@ -164,6 +164,7 @@ def test_many_rows_are_as_one_by_one() -> None:
         (CHATML, [answer("12"), USER, answer("30")], "here: the conversation starts with an assistant turn"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
         (BY_NUMBER, [USER, answer("12")], "here: the chat template renders the messages up to number 1 differently"),
+        (CHATML.replace("<|im_end|>", ""), [USER, answer("12")], "here: the chat template ends .* would never stop"),
         (NO_END, [USER, answer("12")], "here: the chat template ends the assistant turn 1 with .* would never stop"),
         (CHATML, [USER, answer("12") | {"weight": 0.5}], "here: 'weight' of a message is 0.5; expected 0 or 1"),
         (CHATML, [USER, answer("12") | {"weight": 0}], "here: nothing to train on: every assistant turn is masked"),

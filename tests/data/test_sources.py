@@ -287,3 +287,14 @@ def test_a_line_that_json_cannot_hold_is_named(tmp_path: Path, line: str) -> Non
     file.write_text('{"q": "1+1", "a": "2"}\n' + line + "\n")
     with pytest.raises(DatasetError, match=r"train\.jsonl:2: not JSON that can be read"):
         read_rows(file)
+
+
+def test_the_nulls_that_arrow_adds_to_objects_are_dropped(tmp_path: Path) -> None:
+    rows = [
+        {"calls": [{"name": "weather", "arguments": {"city": "Oslo"}}], "note": None},
+        {"calls": [{"name": "add", "arguments": {"a": 1, "b": [None, {"c": 2}]}}], "note": "x"},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for source in ("rows.parquet", "saved"):
+        assert [row.data for row in read_rows(tmp_path / source)] == rows
