@@ -250,7 +250,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
         if recipe.train_data is None:
             raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a training dataset")
         rows = load_rows(recipe.train_data, "rl", None, None if image is None else ImageReader(path, image))
-        texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row["answer"]))]
+        texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row.get("answer", "")))]
         tokenizer = make_tokenizer(recipe, texts)
         _write_config(config, tokenizer, path)
     tokenizer.save_pretrained(path)

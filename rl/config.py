@@ -51,7 +51,12 @@ class RolloutConfig(StrictModel):
     workers: WorkersConfig | None = Field(
         None, description="machine and number of reward and agent workers; null: this machine"
     )
-    n_gold_checks: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
+    n_gold_checks: int | None = Field(
+        64,
+        ge=0,
+        description="gold answers scored before step 0, if the rows have some; null: all, 0: none. A built-in reward "
+        "must score them 1.0; the scores of other rewards are logged",
+    )
     agent_sampling: AgentSampling = Field(
         "override",
         description="sampling parameters in agents' requests: override uses gconfig's, refuse ends the run, allow uses "
@@ -158,8 +163,8 @@ class RLConfig(StrictModel):
     actor: EngineConfig = Field(description="the policy")
     ref: dict[str, Any] | None = Field(
         None,
-        description="reference model of the KL term: fields that differ from the actor, such as path; not loaded if "
-        "algorithm.kl.coef is 0",
+        description="reference model of the KL term: fields that differ from the actor, such as path; null: the "
+        "initial actor without its LoRA; not loaded if algorithm.kl.coef is 0",
     )
     critic: dict[str, Any] | None = Field(
         None,
@@ -186,7 +191,9 @@ class RLConfig(StrictModel):
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"
     )
-    reward: str = Field(description="name or dotted path of the reward function; environments bring their own")
+    reward: str | None = Field(
+        None, description="name or dotted path of the reward function; null: the workflow or environment scores"
+    )
     workflow: str = Field(
         "archon.rl.RLVRWorkflow",
         description="dotted path of the workflow, or an environment: textarena:2048-v0",
@@ -208,6 +215,18 @@ class RLConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _check_reference_is_used(cls, data: Any) -> Any:
+        """Refuse a reference model with the default algorithm, which has no KL term."""
+        algorithm = (data.get("algorithm") or {}) if isinstance(data, Mapping) else None
+        if isinstance(algorithm, Mapping) and data.get("ref") is not None and not {"preset", "kl"} & algorithm.keys():
+            raise ValueError(
+                "ref is set, and the default algorithm has no KL term to a reference model; set algorithm.kl.coef, "
+                "such as 0.04, or algorithm.preset=grpo, or leave ref out"
+            )
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _set_environment_reward(cls, data: Any) -> Any:
         """Set the reward of an environment workflow to the environment's name."""
         workflow = data.get("workflow") if isinstance(data, Mapping) else None
@@ -219,11 +238,6 @@ class RLConfig(StrictModel):
                 "episodes; leave reward out"
             )
         return {**data, "reward": workflow}
-
-    @property
-    def verifies_gold(self) -> bool:
-        """Whether gold answers are scored before step 0; environments have no gold answers."""
-        return self.rollout.n_gold_checks != 0 and self.reward != self.workflow
 
     @property
     def optimizer_steps(self) -> int | None:
@@ -239,8 +253,8 @@ class RLConfig(StrictModel):
             length = {"max_tokens": self.gconfig.max_new_tokens}
             aggregation = algorithm.aggregation.model_copy(update=length)
             algorithm = algorithm.model_copy(update={"aggregation": aggregation})
-        if self.ref is not None:
-            ref = derive_reference(self.actor, self.ref, "ref")
+        if algorithm.kl.coef > 0 or self.ref is not None:  # also checks the fields of an unused reference model
+            ref = derive_reference(self.actor, self.ref or {}, "ref")
         if self.critic is not None:
             critic = derive_critic(self.actor, self.critic, "critic")
         needed = ref if algorithm.kl.coef > 0 else None
@@ -279,11 +293,6 @@ class RLConfig(StrictModel):
         algorithm, n_samples = self.algorithm, self.gconfig.n_samples
         if self.actor.lora is not None and self.actor.lora.loras is not None:
             raise ValueError("actor.lora.loras names several LoRAs, but an RL run trains one policy; set lora.rank")
-        if algorithm.kl.coef > 0 and self.ref is None:
-            raise ValueError(
-                f"algorithm.kl.coef is {algorithm.kl.coef}, which needs a reference model: set `ref` ({{}} is the "
-                "initial actor without LoRA), or algorithm.kl.coef=0"
-            )
         if algorithm.advantage.is_group_relative and n_samples < 2:
             raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to compare rewards")
         if algorithm.zero_variance_groups != "keep" and n_samples < 2:

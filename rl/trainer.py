@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,7 +35,8 @@ from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.monitor import Monitor
 from archon.rl.prompts import Prompt, PromptStream
-from archon.rl.rewards import AsyncRewardWrapper, averify_gold
+from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
+from archon.rl.rewards.lookup import is_verifier
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.servers import open_servers
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
@@ -283,8 +284,7 @@ class RLTrainer(BaseTrainer):
         require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         workers = rollout.workers or WorkersConfig()
-        wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, workers.rewards, workers=workers)
-        with asyncio.Runner() as loop, wrapper as reward:
+        with asyncio.Runner() as loop, self._open_reward(workers) as reward:
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path, config.actor.path)
@@ -295,13 +295,14 @@ class RLTrainer(BaseTrainer):
             self._open_models()
             self.resume()
             offered = {
-                "reward_fn": reward,
                 "gconfig": config.gconfig,
                 "tokenizer": self.tokenizer,
                 "processor": self.reader,
                 "train_data": config.train_data,
                 "workers": workers,
             }
+            if reward is not None:
+                offered["reward_fn"] = reward
             arguments = config.workflow_args if workflow_kwargs is None else workflow_kwargs
             trained = resolve_workflow(workflow, arguments, **offered)
             evaluated = None
@@ -325,6 +326,12 @@ class RLTrainer(BaseTrainer):
                     if isinstance(opened, RolloutWorkflow):  # duck-typed workflows may lack aclose
                         self._loop.run_until_complete(opened.aclose())
 
+    def _open_reward(self, workers: WorkersConfig) -> AbstractContextManager[AsyncRewardWrapper | None]:
+        reward, rollout = self.config.reward, self.config.rollout
+        if reward is None:
+            return nullcontext()
+        return AsyncRewardWrapper(reward, rollout.reward_timeout, workers.rewards, workers=workers)
+
     def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
         """Return the rows of `train_data` or `eval_data`; empty if the section is not configured."""
         configured: DatasetConfig | None = getattr(self.config, section)
@@ -334,7 +341,7 @@ class RLTrainer(BaseTrainer):
             configured = configured.model_copy(update={"raw": True})
         return load_rows(configured, "rl", self.tokenizer, self.reader)
 
-    def _open_data(self, reward: AsyncRewardWrapper) -> None:
+    def _open_data(self, reward: AsyncRewardWrapper | None) -> None:
         config = self.config
         rows, held_out = self.section_rows("train_data"), self.section_rows("eval_data")
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
@@ -347,9 +354,23 @@ class RLTrainer(BaseTrainer):
             self.demonstrations = Demonstrations(config.demonstrations, self.tokenizer, config.seed)
             self._demonstrations_cursor = self.demonstrations.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
-        if config.verifies_gold and ControlPlane.world().is_main:
+        if reward is not None and config.reward != config.workflow and ControlPlane.world().is_main:
             for checked in filter(None, (rows, held_out)):
-                self._await(averify_gold(reward, checked, config.rollout.n_gold_checks))
+                self._check_gold(reward, checked)
+
+    def _check_gold(self, reward: AsyncRewardWrapper, rows: Sequence[dict[str, Any]]) -> None:
+        """Require that a verifier gives gold answers 1.0; log the scores of other rewards."""
+        config, n = self.config, self.config.rollout.n_gold_checks
+        if isinstance(config.reward, str) and is_verifier(config.reward):
+            if any(row.get("answer") is not None for row in rows):
+                self._await(averify_gold(reward, rows, n))
+            return
+        scores = list(self._await(gold_scores(reward, rows, n)).values())
+        if scores:
+            line = f"gold answers score {min(scores):g} to {max(scores):g} with the reward {reward.name}"
+            if max(scores) <= 0:
+                line += "; warning: none scores above 0: does the reward read the `answer` column of these rows?"
+            self._log(line)
 
     def _open_models(self) -> None:
         config, resolved = self.config, self.config.resolve()

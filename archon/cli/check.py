@@ -65,16 +65,11 @@ def check_rl(config: RLConfig) -> list[str]:
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
         lines += check_data(name, data, "rl", tokenizer)
     # 3. Reward and workflow
-    reward = get_reward_fn(config.reward)
-    resolve_workflow(
-        config.workflow,
-        config.workflow_args,
-        reward_fn=reward,
-        gconfig=config.gconfig,
-        tokenizer=tokenizer,
-        train_data=config.train_data,
-    )
-    return [*lines, f"reward: {config.reward}", f"workflow: {config.workflow}"]
+    offered: dict[str, Any] = {"gconfig": config.gconfig, "tokenizer": tokenizer, "train_data": config.train_data}
+    if config.reward is not None:
+        offered["reward_fn"] = get_reward_fn(config.reward)
+    resolve_workflow(config.workflow, config.workflow_args, **offered)
+    return [*lines, f"reward: {config.reward or 'of the workflow'}", f"workflow: {config.workflow}"]
 
 
 def check_preference(config: PreferenceConfig) -> list[str]:

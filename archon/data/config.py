@@ -29,7 +29,10 @@ class DatasetConfig(StrictModel):
         description="column of the prompt, such as question or extra.question; the default also reads messages, "
         "ShareGPT and TRL rows; ignored for named sets",
     )
-    response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
+    response_key: str | None = Field(
+        "response",
+        description="column of the answer, which RL rows may lack; null: conversations in prompt_key",
+    )
     separator: str | None = Field(
         None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
     )

@@ -46,7 +46,7 @@ def rl_dataset(
         name: name of the dataset, for messages.
         tokenizer: tokenizer of the model.
         prompt_key: column with the prompt: a string, or a list of messages.
-        response_key: column with the gold answer; None: the rows have no answer.
+        response_key: column with the gold answer; None: the rows have no `answer`, unless a column has this name.
         system_prompt: prepended to conversations without a system message.
         instruction: appended to the last user message, on a new line.
         max_length: drop prompts with more tokens; needs `tokenizer`.
@@ -58,12 +58,15 @@ def rl_dataset(
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
     """
     rows = []
+    configured = response_key
     source, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
         gold = {}
         if response_key is not None:
-            answer = require_column(row, response_key)
+            # A recognized column may be empty in some rows; the reward decides whether it needs an answer.
+            value_of = require_column if response_key == configured else column_value
+            answer = value_of(row, response_key)
             if isinstance(answer, (int, float)) and not isinstance(answer, bool):
                 answer = str(answer)
             if isinstance(answer, str):

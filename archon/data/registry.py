@@ -141,8 +141,9 @@ def get_custom_dataset(
         tokenizer: required except for "rl" without `max_length`.
         prompt_key: column with the prompt: a string, or a list of messages; a dotted key for a nested column. With the
             defaults of both keys, public formats are recognized, see `recognize`. Not used for named datasets.
-        response_key: column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
-            or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
+        response_key: column with the response, or for "rl" the gold answer. RL rows need none: None adds no
+            `answer`. None for "sft": conversations in `prompt_key`; for pairs: in
+            the columns `chosen` and `rejected`, which otherwise hold the two answers.
         system_prompt: prepended to conversations without a system message.
         instruction: appended to the last user message. For RL on gsm8k the default asks for a boxed answer.
         max_length: drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".

@@ -11,7 +11,7 @@ from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import KLConfig
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyLossSettings
-from archon.rl.algorithms.presets import PRESETS
+from archon.rl.algorithms.presets import DEFAULT_PRESET, PRESETS
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 from archon.schema.config import StrictModel
 
@@ -33,12 +33,12 @@ def _method_field(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, Method
 
 
 class AlgorithmConfig(StrictModel):
-    """RL objective. `preset` fills in unset fields; the defaults shown are the values of `grpo`.
+    """RL objective. `preset` fills in unset fields; the defaults shown are the values of `grpo_no_kl`.
 
     A method is its name, or a mapping of `kind` and settings. Settings without `kind` override the preset's settings.
     """
 
-    preset: str = Field("grpo", description="named algorithm that fills in unset fields")
+    preset: str = Field(DEFAULT_PRESET, description="named algorithm that fills in unset fields")
     advantage: Annotated[SerializeAsAny[AdvantageSettings], *_method_field(ADVANTAGES)] = Field(
         default_factory=lambda: ADVANTAGES.parse("grpo"), description="advantage estimator"
     )
@@ -51,7 +51,7 @@ class AlgorithmConfig(StrictModel):
         description="token weights that correct the mismatch between trainer and generator",
     )
     aggregation: Annotated[SerializeAsAny[MethodSettings], *_method_field(AGGREGATIONS)] = Field(
-        default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
+        default_factory=lambda: AGGREGATIONS.parse("token_mean"),
         description="aggregation of token losses",
     )
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="scaling and clipping of rewards")
@@ -79,7 +79,7 @@ class AlgorithmConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(preset := data.get("preset", "grpo"), str):
+        if isinstance(data, dict) and isinstance(preset := data.get("preset", DEFAULT_PRESET), str):
             return PRESETS[preset] | {
                 name: _override_preset(name, PRESETS[preset].get(name), value) for name, value in data.items()
             }

@@ -16,7 +16,7 @@ class KLConfig(StrictModel):
     """KL to the reference model."""
 
     kind: KLKind = Field("k3", description="estimator")
-    coef: float = Field(0.04, ge=0, description="weight; positive needs `ref`")
+    coef: float = Field(0.0, ge=0, description="weight; above 0, a reference model is loaded")
     place: Literal["loss", "reward"] = Field("loss", description="add the KL to the loss or to the reward")
 
 

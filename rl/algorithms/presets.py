@@ -29,6 +29,10 @@ PRESETS.register("grpo")(GRPO)
 NO_KL: dict[str, Any] = {"kl": {"coef": 0.0}}
 TOKEN_MEAN: dict[str, Any] = {"aggregation": {"kind": "token_mean"}}
 
+# GRPO without KL, and the mean over all tokens: the defaults of TRL's GRPOTrainer (beta 0, loss type dapo).
+DEFAULT_PRESET = "grpo_no_kl"
+PRESETS.register(DEFAULT_PRESET)(GRPO | NO_KL | TOKEN_MEAN)
+
 # Dr. GRPO (arXiv 2503.20783), section 3.2: no division by the standard deviation or by the answer's length. No KL, as
 # in its experiments (section 3.3).
 PRESETS.register("dr_grpo")(GRPO | NO_KL | {"advantage": {"kind": "dr_grpo"}, "aggregation": {"kind": "dr_grpo"}})

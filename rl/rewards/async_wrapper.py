@@ -9,7 +9,7 @@ import os
 import pickle
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from archon.rl.rewards import worker
@@ -174,6 +174,17 @@ class AsyncRewardWrapper:
         except TypeError as error:
             form = ", ".join(ARGUMENTS)
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
+
+    def require_columns(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` if the function has a required argument that the row lacks."""
+        parameters = list(self._signature.parameters.values()) if self._signature else []
+        for parameter in parameters[len(ARGUMENTS) :]:
+            variable = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if parameter.default is inspect.Parameter.empty and not variable and parameter.name not in row:
+                raise RewardError(
+                    f"the reward {self.name} needs {parameter.name!r}, but the rows have {', '.join(map(repr, row))}; "
+                    "add the column (train_data.response_key names the column of `answer`), or choose another reward"
+                )
 
     def close(self) -> None:
         """Kill the worker processes; unanswered calls raise `RewardError`."""

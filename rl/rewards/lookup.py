@@ -57,6 +57,11 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
     return function
 
 
+def is_verifier(name: str) -> bool:
+    """Return whether it is a reward of archon or of an environment, which gives gold answers 1.0."""
+    return parse_environment(name) is not None or _short_name(name) in _BUILT_IN
+
+
 def _short_name(name: str) -> str:
     """Return the registered name without optional suffix, else `name`."""
     if "." in name or _NAMED.find(name) is not None:

@@ -63,6 +63,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
 
         Failed conversations are dropped and counted by kind. If all fail, the first failure is raised.
         """
+        self.reward_fn.require_columns(data)
         prompt_ids = encode_prompt(self.tokenizer, data)
         records = [TokenRecord() for _ in range(self.gconfig.n_samples)]
         outcomes = await asyncio.gather(

@@ -45,9 +45,9 @@ class OnlineWorkflow(SamplingWorkflow):
     loopback only.
 
     Args:
-        reward_fn: scores held-out answers.
         gconfig: default sampling parameters of requests.
         tokenizer: renders prompts.
+        reward_fn: scores held-out answers.
         host: address to listen on.
         port: port to listen on; 0: a free one.
         style: see `AgentWorkflow`.
@@ -61,9 +61,9 @@ class OnlineWorkflow(SamplingWorkflow):
 
     def __init__(
         self,
-        reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
+        reward_fn: Callable[..., Any] | str | AsyncRewardWrapper | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
         style: ExportStyle = "concat",
@@ -101,6 +101,10 @@ class OnlineWorkflow(SamplingWorkflow):
                 self.tokenizer,
                 tool_call_parser=self._tool_call_parser,
                 processor=self._processor,
+            )
+        if self._reward_fn is None:
+            raise ConfigError(
+                "eval_data is set, and nothing scores its answers; set reward or workflow_args.eval_agent"
             )
         return RLVRWorkflow(self._reward_fn, gconfig, self.tokenizer)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from archon.data.environments import parse_environment
 from archon.rl.environments.episodes import EnvironmentWorkflow
 from archon.rl.hooks import apply_resolvers, translate_path
+from archon.rl.rewards import VALID_REWARD_FN
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.config import nearest
@@ -92,7 +93,13 @@ def _construct(target: Any, workflow_args: Mapping[str, Any], arguments: Mapping
     values |= workflow_args
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
-    if missing := sorted(needed - values.keys()):
+    missing = sorted(needed - values.keys())
+    if missing == ["reward_fn"]:
+        raise ConfigError(
+            f"workflow {target.__qualname__} scores answers with a reward, and none is set; set reward to a name "
+            f"({', '.join(VALID_REWARD_FN)}) or to the dotted path of a function"
+        )
+    if missing:
         raise ConfigError(
             f"workflow class {target.__qualname__} needs {', '.join(missing)}, but the trainer passes "
             f"{', '.join(arguments) or 'nothing to an agent'}; pass an instance, or set them in workflow_args"

@@ -57,6 +57,7 @@ class RLVRWorkflow(SamplingWorkflow):
 
         If all samples fail, the first failure is raised.
         """
+        self.reward_fn.require_columns(data)
         # 1. Sample.
         prompt_ids, images = self.encode_row(data)
         one = self.gconfig.model_copy(update={"n_samples": 1})

@@ -110,6 +110,18 @@ def test_what_a_call_lacks_is_said(tmp_path: Path) -> None:
         get_custom_dataset(file, kind="ppo")  # type: ignore[arg-type]
 
 
+def test_rl_rows_need_no_gold_answer(tmp_path: Path) -> None:
+    file = write(tmp_path, {"prompt": "12", "answer": 3}, {"prompt": "4", "answer": None})
+    for options, answers in (({}, ("3",)), ({"response_key": None}, (3,))):
+        rows = get_custom_dataset(file, **options)
+        assert [(row["prompt"], row["answer"]) for row in rows] == [("12", answers[0]), ("4", None)]
+    with pytest.raises(DatasetError, match=r"train\.jsonl:1: no key 'gold'"):
+        get_custom_dataset(file, response_key="gold")
+    file = write(tmp_path, {"prompt": "12", "response": "3"}, {"prompt": "4"})
+    with pytest.raises(DatasetError, match=r"train\.jsonl:2: no key 'response'"):
+        get_custom_dataset(file)
+
+
 def test_datasets_have_the_names_they_promise() -> None:
     names = ["arithmetic", "clevr_count_70k", "geometry3k", "gsm8k", "hh-rlhf", "hh_rlhf", "shapes", "torl_data"]
     assert list(VALID_DATASETS) == names

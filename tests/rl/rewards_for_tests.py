@@ -78,6 +78,10 @@ def nearness(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any
     return 1.0 - wrong / 4
 
 
+def nothing(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return 0.0
+
+
 def half(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return 0.5
 

@@ -222,6 +222,6 @@ def test_no_hidden_second_normalisation() -> None:
     advantages = torch.tensor([3.0, 3, -1, -1, -1, -1, -1], dtype=torch.float64)
     logprobs = torch.full((7,), -0.5, dtype=torch.float64)
     batch = documents(lengths, loss_mask=mask, advantages=advantages, logprobs=logprobs)
-    objective = PolicyObjective(AlgorithmConfig.parse({"kl": NONE}))
+    objective = PolicyObjective(AlgorithmConfig.parse({"preset": "grpo", "kl": NONE}))
     loss, _ = objective(logprobs, torch.zeros(7), batch)
     assert (loss / objective.units(batch)).item() == -(3.0 - 1.0) / 2

@@ -186,7 +186,10 @@ def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -
         make(loss="reward", ref={"path": "x"})
     (tmp_path / "train.jsonl").write_text('{"prompt": "1="}\n')
     config = make()
-    with pytest.raises(DatasetError, match=r"train\.jsonl:1: the columns 'prompt' belong to no known format; expected the columns chosen"):
+    with pytest.raises(
+        DatasetError,
+        match=r"train\.jsonl:1: the columns 'prompt' belong to no known format; expected the columns chosen",
+    ):
         opened(config)
     arithmetic = make(train_data={"path": "arithmetic"})
     with pytest.raises(DatasetError, match="arithmetic has no rows of kind 'dpo'; expected rl or sft"):

@@ -27,6 +27,7 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
     ("preset", "parts"),
     [
         ("grpo", GROUP | CLIP | {"kl": {"kind": "k3", "coef": 0.04, "place": "loss"}}),
+        ("grpo_no_kl", GROUP | CLIP | NO_KL | TOKEN_MEAN),
         (
             "dr_grpo",
             GROUP
@@ -160,7 +161,7 @@ def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -
 
 def test_every_preset_is_checked_above() -> None:
     assert set(PRESETS) == {
-        *("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo", "sapo", "m2po"),
+        *("grpo", "grpo_no_kl", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo", "sapo", "m2po"),
         *(
             "lite_ppo",
             "raft",

@@ -21,7 +21,7 @@ from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import MISMATCH_LIMITS, check_mismatch, mismatch_limit
 from archon.rl.rollout import RolloutBatch, WorkflowError
-from archon.schema.errors import ConfigError, RewardError, RolloutError
+from archon.schema.errors import ConfigError, RewardError, RolloutError, UserError
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
 from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
@@ -125,9 +125,14 @@ def test_learning_rate_reaches_the_end_of_its_schedule_with_the_run(rl_config: M
     assert rates == pytest.approx([1e-3 * sum(part) / 6 for part in (factors[:6], factors[6:])])
 
 
-def test_positive_kl_coefficient_without_reference_model_is_an_error(rl_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"kl\.coef is 0.04, which needs a reference model: set `ref`"):
-        rl_config(algorithm={"preset": "grpo"})
+def test_a_preset_with_a_kl_term_makes_its_reference_model(rl_config: MakeConfig) -> None:
+    assert rl_config().resolve().ref is None
+    config = rl_config(algorithm={"preset": "grpo"})
+    ref = config.resolve().ref
+    assert ref is not None and ref.path == config.actor.path
+    with pytest.raises(ConfigError, match="ref is set, and the default algorithm has no KL term"):
+        rl_config(algorithm={}, ref={})
+    assert rl_config(algorithm={"kl": {"coef": 0.0}}, ref={}).resolve().ref is None
 
 
 def test_reference_model_stays_where_training_began(rl_config: MakeConfig, blank: Path) -> None:
@@ -155,11 +160,48 @@ def test_an_export_that_cannot_be_verified_is_refused_before_the_run(rl_config: 
         rl_config(actor=actor, verify_export=True)
 
 
-def test_gold_answers_score_one_before_step_0_or_the_run_stops(rl_config: MakeConfig) -> None:
-    config = rl_config(reward="tests.rl.rewards_for_tests.half")
-    with pytest.raises(RewardError, match=r"gold answer .* scores 0.5 instead of 1.0"):
+def test_a_verifier_scores_gold_answers_one_or_the_run_stops(rl_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "three"}) + "\n")
+    config = rl_config(reward="gsm8k", train_data={"path": str(tmp_path / "rows.jsonl")})
+    with pytest.raises(RewardError, match="fails on the gold answer of row 0"):
         RLTrainer(config).train()
     assert records(config) == []
+
+
+def test_the_scores_of_gold_answers_with_another_reward_are_a_line(
+    rl_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.half", total_steps=1)).train()
+    assert "gold answers score 0.5 to 0.5 with the reward tests.rl.rewards_for_tests.half" in capsys.readouterr().out
+    again = {"run_dir": str(tmp_path / "again"), "reward": "tests.rl.rewards_for_tests.nothing"}
+    RLTrainer(rl_config(total_steps=1, **again)).train()
+    assert "warning: none scores above 0" in capsys.readouterr().out
+
+
+def first_run(blank: Path, tmp_path: Path, **changes: Any) -> RLConfig:
+    """Rows without answers, and nothing else that a run does not need."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+"}) + "\n" for i in range(8)))
+    actor = {"path": str(blank), "init_from_scratch": True}
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    run = {"run_dir": str(tmp_path / "first"), "total_steps": 1, "actor": actor, "train_data": data}
+    return RLConfig.parse(run | {"gconfig": {"n_samples": 2, "max_new_tokens": 3}} | changes)
+
+
+def test_a_model_rows_without_answers_and_a_reward_are_a_run(blank: Path, tmp_path: Path) -> None:
+    metrics = RLTrainer(first_run(blank, tmp_path, reward="tests.rl.rewards_for_tests.count_digits")).train()
+    assert metrics["samples"] == 64 and "kl_ref" not in metrics
+
+
+def test_a_reward_that_needs_an_answer_names_it(blank: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reward .*exact_match.* needs 'answer', but the rows have 'messages'"):
+        RLTrainer(first_run(blank, tmp_path, reward="exact_match")).train()
+
+
+def test_an_agent_that_scores_itself_needs_no_reward(blank: Path, tmp_path: Path) -> None:
+    config = first_run(blank, tmp_path, workflow="tests.rl.test_agent_training.Retries")
+    assert RLTrainer(config).train()["samples"] > 0
+    with pytest.raises(ConfigError, match="RLVRWorkflow scores answers with a reward, and none is set; set reward"):
+        RLTrainer(first_run(blank, tmp_path, run_dir=str(tmp_path / "second"))).train()
 
 
 def test_run_writes_metrics_trajectories_and_an_export(rl_config: MakeConfig) -> None:

@@ -54,7 +54,7 @@ Make = Callable[..., OnlineWorkflow]
 
 def online(tokenizer: Any, n_samples: int, **options: Any) -> OnlineWorkflow:
     gconfig = GenerationHyperparameters(n_samples=n_samples, max_new_tokens=6)
-    return OnlineWorkflow("exact_match", gconfig, tokenizer, port=0, **options)
+    return OnlineWorkflow(gconfig, tokenizer, reward_fn="exact_match", port=0, **options)
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ class TrinityWorkflow(SamplingWorkflow):
 
     Args:
         workflow: class, registered name or dotted path.
-        reward_fn: archon reward of the run; the task's `reward_fn`.
         gconfig: sampling parameters; the task's `rollout_args` repeat them.
         tokenizer: renders messages; its end-of-text and padding ids stop an answer.
+        reward_fn: archon reward of the run; the task's `reward_fn`. None: the workflow scores its answers.
         reward: `RewardFn` class, registered name or dotted path; replaces `reward_fn`.
         format_args: fields of `FormatConfig`.
         workflow_args: arguments of the workflow.
@@ -83,10 +83,10 @@ class TrinityWorkflow(SamplingWorkflow):
     def __init__(
         self,
         workflow: type[Workflow] | str,
-        reward_fn: Any,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         *,
+        reward_fn: Any = None,
         reward: type[RewardFn] | str | None = None,
         format_args: Mapping[str, Any] | None = None,
         workflow_args: Mapping[str, Any] | None = None,
@@ -111,7 +111,9 @@ class TrinityWorkflow(SamplingWorkflow):
         super().__init__(gconfig, tokenizer)
         self.kind = kind
         self._awaits = is_awaited(kind)
-        self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrap_reward(reward_fn)
+        self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward
+        if reward is None and reward_fn is not None:
+            self._reward = wrap_reward(reward_fn)
         self._format_args = FormatConfig(**(format_columns(train_data) | dict(format_args or {})))
         self._workflow_args, self._reward_fn_args = dict(workflow_args or {}), dict(reward_fn_args or {})
         self._serving = SharedServer(tokenizer) if enable_openai_api else None

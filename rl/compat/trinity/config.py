@@ -30,7 +30,7 @@ from archon.rl.compat.trinity.plugins import import_plugins
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
 from archon.schema.config import merge_sections, nearest
-from archon.schema.errors import ConfigError, RewardError
+from archon.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +76,6 @@ _ENGINE_OF_AUXILIARY = (
     *("gpu_memory_utilization", "enable_openai_api", "enable_history", "max_prompt_tokens", "enable_chunked_prefill"),
     *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),
 )
-
-
-def scored_by_workflow(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """Placeholder reward of runs with a self-scoring workflow."""
-    raise RewardError("the workflow of this run scores its answers; there is no archon reward to call")
 
 
 def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
@@ -309,10 +304,7 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
     is_class = reward in REWARD_FUNCTIONS or (reward and isinstance(get_reward_fn(_REWARDS.get(reward, reward)), type))
     if is_class:
         _put(config, "workflow_args.reward", reward)
-    if is_class or reward is None:
-        config["reward"] = f"{__name__}.{scored_by_workflow.__name__}"
-        _put(config, "rollout.n_gold_checks", 0)
-    else:
+    if not is_class and reward is not None:
         config["reward"] = _REWARDS.get(reward, reward)
 
 

@@ -400,7 +400,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an adapter export removes other files of its folder",
         "archon/checkpoint/peft/writer.py",
-        "lambda name: name in (CONFIG_FILE, WEIGHTS_FILE)",
+        "{CONFIG_FILE, WEIGHTS_FILE, *ASSETS}.__contains__",
         "lambda name: True",
         ("tests/lora/test_peft.py::test_an_export_keeps_other_files_and_refuses_values_that_are_not_finite",),
     ),

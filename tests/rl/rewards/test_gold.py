@@ -43,6 +43,7 @@ def test_a_reward_that_fails_on_gold_stops_the_run() -> None:
         verify_gold(faulty.obey, [{"answer": "os._exit"}])
 
 
-def test_a_row_without_gold_answer_stops_the_run() -> None:
-    with pytest.raises(RewardError, match="row 0 has no gold `answer`"):
+def test_rows_without_gold_answers_are_not_checked() -> None:
+    assert verify_gold("gsm8k", [{"solution": "3"}, {"answer": "3"}]) == 1
+    with pytest.raises(RewardError, match=r"no row has a gold `answer` .* row 0 has: \['solution'\]"):
         verify_gold("gsm8k", [{"solution": "3"}])

@@ -194,6 +194,6 @@ def test_an_endpoint_of_others_has_clients_only(tokenizer: Any, engine, run_epis
             return self.auxiliary_model_wrappers[0].chat(ASKED)  # type: ignore[no-any-return]
 
     auxiliary = [{"base_url": "http://127.0.0.1:9/v1", "name": "judge"}]
-    workflow = TrinityWorkflow(Chats, "exact_match", GCONFIG, tokenizer, auxiliary_models=auxiliary)
+    workflow = TrinityWorkflow(Chats, GCONFIG, tokenizer, reward_fn="exact_match", auxiliary_models=auxiliary)
     with pytest.raises(RolloutError, match=r"judge is an external endpoint; call it by get_openai_client"):
         run_episode(workflow)

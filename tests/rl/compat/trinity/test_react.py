@@ -39,7 +39,7 @@ def tokenizer() -> Any:
 def react(tokenizer: Any, n_samples: int = 1, name: str = "react_workflow", **arguments: Any) -> TrinityWorkflow:
     gconfig = GenerationHyperparameters(n_samples=n_samples, max_new_tokens=100, greedy=True)
     given = {"enable_openai_api": True, "format_args": KEYS} | arguments
-    return TrinityWorkflow(name, "exact_match", gconfig, tokenizer, **given)
+    return TrinityWorkflow(name, gconfig, tokenizer, reward_fn="exact_match", **given)
 
 
 def said_to(tokenizer: Any, says: list[str], **arguments: Any) -> tuple[Any, Scripted]:
