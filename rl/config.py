@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.logprob_check import check_recomputable
 from archon.schema.config import (
+    EXPANDED,
     MAX_SECONDS,
     EngineConfig,
     MetricsConfig,
@@ -117,12 +118,14 @@ class DemonstrationsConfig(StrictModel):
 class ExperiencesConfig(StrictModel):
     """Experience buffer and checkpoints shared by modes explore, train and bench."""
 
-    path: str | None = Field(None, description="SQLite file of the experience buffer; modes explore and train need it")
+    path: Annotated[str | None, EXPANDED] = Field(
+        None, description="SQLite file of the experience buffer; modes explore and train need it"
+    )
     passes: int = Field(1, ge=1, description="mode train: passes over each group")
     wait_seconds: float = Field(
         1800.0, gt=0, le=MAX_SECONDS, description="mode train: how long to wait for the groups of a step"
     )
-    weights_from: str | None = Field(
+    weights_from: Annotated[str | None, EXPANDED] = Field(
         None, description="modes explore and bench: load checkpoints from this run folder; null: none"
     )
     sync_every: int = Field(1, ge=1, description="mode explore: steps between checks for a newer checkpoint")
@@ -150,7 +153,7 @@ class ResolvedRL(StrictModel):
 class RLConfig(StrictModel):
     """Reinforcement learning of one policy."""
 
-    run_dir: str = Field(description="run directory: metrics, trajectories, checkpoints, export")
+    run_dir: Annotated[str, EXPANDED] = Field(description="run directory: metrics, trajectories, checkpoints, export")
     resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random stream of the run")
     mode: Literal["both", "explore", "train", "bench"] = Field(
@@ -176,7 +179,7 @@ class RLConfig(StrictModel):
         description="teacher of advantage distill: fields that differ from the actor, such as path; or url and model "
         "of a server that returns prompt logprobs",
     )
-    tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
+    tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
     gconfig: GenerationHyperparameters = Field(
         default_factory=lambda: GenerationHyperparameters(n_samples=8), description="sampling of training answers"

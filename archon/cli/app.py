@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +33,7 @@ from archon.cli import (
     serve,
     train,
 )
+from archon.schema.config import expand_path
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
 
@@ -83,12 +86,22 @@ def _root(
     pass
 
 
+def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace `~` and environment variables in the paths among a command's arguments."""
+
+    @functools.wraps(command)
+    def expanded(**arguments: Any) -> None:
+        command(**{name: expand_path(x) if isinstance(x, Path) else x for name, x in arguments.items()})
+
+    return expanded
+
+
 for module in (models, inspect, check_model, new_model, plan, convert, export, bootstrap):
-    app.command(**module.SETTINGS)(module.command)
+    app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 for name in train.RUNS:
-    train.add_command(app, name)
+    app.command(**train.settings(name))(_with_expanded_paths(train.command(name)))
 for module in (generate, evaluate, serve, bench, report, doctor):
-    app.command(**module.SETTINGS)(module.command)
+    app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand
 
-from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel
+from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel, expand_path
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _anchor_paths(
     for name, field in schema.model_fields.items():
         if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
             folder = Path() if file is None or name in overridden else file.parent
-            values[name] = str((folder / values[name]).absolute())
+            values[name] = str((folder / expand_path(values[name])).absolute())
 
 
 def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[str] = ()) -> dict[str, Any]:
@@ -94,7 +94,9 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
         data = OmegaConf.to_container(OmegaConf.merge(base, override_values), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
-        raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
+        is_key = isinstance(error, InterpolationKeyError)
+        hint = "; an environment variable is ${oc.env:NAME}, or $NAME in a path" if is_key else ""
+        raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from None
     assert isinstance(data, dict)
@@ -105,14 +107,14 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
     """Merge `key=value` overrides; later ones win."""
     merged = OmegaConf.create({})
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         shown = repr(override if len(override) <= 80 else override[:80] + "…")
         if not equals or not _DOTTED_KEY.fullmatch(key):
             raise ConfigError(
                 f"override {shown} is not key=value; expected a dotted key and a value, such as actor.optimizer.lr=1e-5"
             )
         try:
-            merged.merge_with_dotlist([override])
+            merged.merge_with_dotlist([f"{key}={_quote_text(value)}"])
         except yaml.YAMLError as error:
             raise ConfigError(f"override {shown} is not YAML: {_first_line(error)}") from None
         except RecursionError:
@@ -124,6 +126,18 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
                 f"override {shown} cannot be read or merged with the previous ones: {_reason(error)}"
             ) from None
     return merged
+
+
+def _quote_text(value: str) -> str:
+    """Return the value of an override, in quotes if it is text that YAML would change or cut.
+
+    YAML ends a plain text at ` #`, joins its lines, strips its spaces, and reserves some first characters (`*.jsonl`).
+    """
+    if value.startswith(("*", "&", "!", "%", "@", "`", "#")) or value.isspace():
+        return json.dumps(value, ensure_ascii=False)
+    node = yaml.compose(value, yaml.SafeLoader)
+    is_text = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == "tag:yaml.org,2002:str"
+    return json.dumps(value, ensure_ascii=False) if is_text and node.value != value else value
 
 
 def _require_same_kinds(base: DictConfig, overrides: DictConfig, source: str) -> None:

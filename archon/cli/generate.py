@@ -41,15 +41,20 @@ def command(
     prompts = [*resolved.prompts, *(prompt or [])]
     for file in {resolved.prompts_file, prompts_file} - {None}:
         assert file is not None
-        try:
-            prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{file}: not UTF-8 ({error.reason} at byte {error.start}); expected a text file"
-            ) from None
+        prompts += read_prompts(file)
     if not prompts:
         raise ConfigError("there is no prompt; use --prompt TEXT or --prompts-file FILE")
     answer(path, prompts, resolved, lora)
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the non-empty lines of a text file."""
+    try:
+        # Like in JSONL, only a line feed ends a line: splitlines() would also split at U+2028, form feeds, ….
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 ({error.reason} at byte {error.start}); expected a text file") from None
+    return [line.removesuffix("\r") for line in lines if line.strip()]
 
 
 def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Path | None) -> None:

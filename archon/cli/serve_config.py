@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from archon.schema.config import MAX_SECONDS, ComputeDtype, StrictModel
+from archon.schema.config import EXPANDED, MAX_SECONDS, ComputeDtype, StrictModel
 
 
 class ServeConfig(StrictModel):
     """Model and limits of the server."""
 
     model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
-    tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
+    tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the checkpoint's")
     tool_call_parser: str | None = Field(
         None,
         description="tool-call format: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | harmony; null: from "

@@ -43,12 +43,18 @@ RUNS = {
 }
 
 
-def add_command(app: typer.Typer, name: str) -> None:
-    """Add the command `name` of `RUNS` to the app."""
+def settings(name: str) -> dict[str, Any]:
+    """Return the settings of the command `name` of `RUNS`."""
+    return {"name": name, "help": RUNS[name].help, "cls": config_command(RUNS[name].config)}
 
-    @app.command(name, help=RUNS[name].help, cls=config_command(RUNS[name].config))
-    def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+
+def command(name: str) -> Callable[..., None]:
+    """Return the command `name` of `RUNS`."""
+
+    def train(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
         exit_with(lambda: run_training(name, config, overrides or [], dry_run))
+
+    return train
 
 
 def exit_with(run: Callable[[], int]) -> NoReturn:

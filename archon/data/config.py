@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from archon.schema.config import StrictModel
+from archon.schema.config import EXPANDED, StrictModel
 
 
 class DatasetConfig(StrictModel):
     """One dataset: a named one, files, or a Hugging Face dataset."""
 
-    path: str = Field(
+    path: Annotated[str, EXPANDED] = Field(
         description="a named set (gsm8k, arithmetic, …) | a file (.jsonl, .json, .csv, .parquet, .arrow), a pattern of "
         "files or a folder | a hub id owner/name or owner/name@revision | python:package.module.function, which "
         "returns the rows of a split | an environment, such as reasoning_gym:leg_counting?size=500"
@@ -21,7 +21,7 @@ class DatasetConfig(StrictModel):
     subset: str | None = Field(
         None, description="configuration of a Hugging Face set that has several | of shapes: count+color"
     )
-    data_dir: str | None = Field(
+    data_dir: Annotated[str | None, EXPANDED] = Field(
         None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )
     prompt_key: str = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from archon.schema.config import MAX_SECONDS, StrictModel
+from archon.schema.config import EXPANDED, MAX_SECONDS, StrictModel
 
 
 class PushConfig(StrictModel):
@@ -19,7 +19,7 @@ class PushConfig(StrictModel):
         "broadcast to the servers' workers, without a folder; nccl: the same between GPUs (never run); auto: lora if "
         "the actor has a LoRA, else disk",
     )
-    folder: str | None = Field(
+    folder: Annotated[str | None, EXPANDED] = Field(
         None, description="the shared folder; null: a folder in shared memory, if all servers are on this machine"
     )
     max_difference: float | None = Field(

@@ -6,12 +6,13 @@ Every field has its default, description and unit here; `archon <command> --help
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePatterns
@@ -29,6 +30,28 @@ MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and async
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
 """Annotation of a path field that becomes absolute when the file is read."""
+
+
+def expand_path(path: Any) -> Any:
+    """Replace `~` and environment variables (`$NAME`, `${NAME}`) in a path; return other values unchanged.
+
+    Raises:
+        ConfigError: a variable is not set, or `~name` is no user.
+    """
+    if not isinstance(path, str | Path):
+        return path
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    if missing := re.search(r"\$(?:\{\w+\}|[A-Za-z_]\w*)", expanded):
+        raise ConfigError(
+            f"path {str(path)!r}: the environment variable {missing[0]} is not set; set it, or replace it"
+        )
+    if re.match(r"~[\w.-]*(?:/|$)", expanded):
+        raise ConfigError(f"path {str(path)!r}: no such user; expected ~ or ~USER, or ./~ for a file name")
+    return type(path)(expanded)
+
+
+EXPANDED = BeforeValidator(expand_path)
+"""Annotation of a path field in which `~` and environment variables are replaced."""
 
 
 class OneLineErrors(ModelMetaclass):
@@ -191,7 +214,9 @@ class LoRASpec(StrictModel):
         description="LoRA of experts in a PEFT export. stacked: one tensor for all experts, as in transformers 5; "
         "per_expert: one module per expert, as in checkpoints and older versions",
     )
-    path: str | None = Field(None, description="folder of a LoRA in PEFT's format to start from; null: a fresh LoRA")
+    path: Annotated[str | None, EXPANDED] = Field(
+        None, description="folder of a LoRA in PEFT's format to start from; null: a fresh LoRA"
+    )
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -274,7 +299,9 @@ class MetricsConfig(StrictModel):
 class EngineConfig(StrictModel):
     """One model being trained: its checkpoint, its layout and its optimization."""
 
-    path: str = Field(description="Hugging Face checkpoint folder")
+    path: Annotated[str, EXPANDED] = Field(
+        description="Hugging Face checkpoint folder, or hub id owner/name or owner/name@revision"
+    )
     is_critic: bool = Field(False, description="value head (`score`) instead of the language-model head")
     init_score: bool | None = Field(
         None,

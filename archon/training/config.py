@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.schema.config import (
+    EXPANDED,
     RELATIVE_TO_CONFIG,
     EngineConfig,
     MetricsConfig,
@@ -56,7 +57,7 @@ class LoRAData(StrictModel):
 class SFTConfig(StrictModel):
     """Supervised fine-tuning of one model."""
 
-    run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
+    run_dir: Annotated[str, EXPANDED] = Field(description="folder of the run: metrics, checkpoints, export")
     resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the data order")
     total_steps: int | None = Field(None, ge=1, description="optimizer steps; null: set by `epochs`")
@@ -65,7 +66,7 @@ class SFTConfig(StrictModel):
     )
     batch_size: int = Field(32, ge=1, description="rows per optimizer step")
     model: EngineConfig = Field(description="the model")
-    tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
+    tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the model's")
     train_data: TrainingDataConfig = Field(description="training rows")
     eval_data: TrainingDataConfig | None = Field(None, description="held-out rows")
     lora_data: dict[str, LoRAData] | None = Field(
@@ -160,7 +161,7 @@ class WarmupConfig(StrictModel):
 class BootstrapConfig(StrictModel):
     """Small Hugging Face checkpoint, created if it does not exist."""
 
-    path: str | None = Field(
+    path: Annotated[str | None, EXPANDED] = Field(
         None, description="checkpoint folder; null: the model path of the run that names this file"
     )
     engine: dict[str, Any] | None = Field(

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from archon import __version__
+from archon.cli.generate import read_prompts
 from archon.models import get_supported_model_types
 from archon.training.metrics import read_jsonl
 
@@ -99,16 +100,22 @@ def test_inspect_lists_all_refused_fields_at_once(archon, checkpoint):
     assert all(name in complaint for name in ("attention_dropout", "mystery_field"))
 
 
-def test_generate_answers_every_prompt(archon, checkpoint, tmp_path):
-    (tmp_path / "prompts.txt").write_text("3+4=\n\n5+5=\n")
+def test_generate_answers_every_prompt(archon, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("\ufeff3+4=\n\n5+5=\r\n", encoding="utf-8", newline="")
+    monkeypatch.setenv("HOME", str(tmp_path))
     done = archon(
-        *("generate", checkpoint, "--prompt", "1+2=", "--prompts-file", tmp_path / "prompts.txt"),
+        *("generate", checkpoint, "--prompt", "1+2=", "--prompts-file", "~/prompts.txt"),
         *("n_samples=2", "max_new_tokens=5", "seed=3"),
     )
     assert done.code == 0
     headings = sorted(line.split(" (")[0] for line in done.out.splitlines() if line.startswith("# "))
     assert headings == [f"# prompt {p} sample {s}" for p in (1, 2, 3) for s in (1, 2)]
     assert "6 answers" in done.err and "tokens/s" in done.err
+
+
+def test_only_a_line_feed_ends_a_prompt(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffa\u2028b\x0cc\x85d\re\r\n \nsecond ".encode())
+    assert read_prompts(tmp_path / "prompts.txt") == ["a\u2028b\x0cc\x85d\re", "second "]
 
 
 def test_generate_is_the_same_for_the_same_seed(archon, checkpoint):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import pytest
 from pydantic import Field
 
 from archon.cli.config import field_lines, import_schema, leaves, load_config
 from archon.cli.config_leaves import SCHEMAS, count, main
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, merge_sections
+from archon.schema.config import EXPANDED, EngineConfig, OptimizerConfig, StrictModel, merge_sections
 from archon.schema.errors import ConfigError
 
 
@@ -33,6 +36,42 @@ def test_overrides_lie_over_the_file(tmp_path):
     config = load_config(Small, file, ["optimizer.lr=5e-5", "tags=[x,y]"])
     assert (config.name, config.steps, config.optimizer.lr, config.optimizer.beta2) == ("a", 7, 5e-5, 0.9)
     assert config.tags == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["runs/a #1", "#1", "größe 日本", "*.jsonl", "@x", "first\nsecond", " ", "two  spaces ", "a\\b", "C#", "a, b"],
+)
+def test_text_in_an_override_is_kept_as_typed(text):
+    assert load_config(Small, None, [f"name={text}"]).name == text
+
+
+def test_values_of_other_kinds_in_an_override_are_yaml():
+    config = load_config(Small, None, ["name='a #1' # note", "steps= 4", "optimizer={lr: 1e-4}", "tags=[a b, 'c #d']"])
+    assert (config.name, config.steps, config.optimizer.lr, config.tags) == ("a #1", 4, 1e-4, ["a b", "c #d"])
+
+
+class WithPaths(StrictModel):
+    """A configuration with paths, and with text that is none."""
+
+    folder: Annotated[str, EXPANDED] = "here"
+    file: Annotated[Path | None, EXPANDED] = None
+    text: str = "~/$HOME"
+
+
+def test_home_and_environment_variables_are_replaced_in_paths_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NAME", "mein Modell")
+    file = write(tmp_path, "folder: ~/runs/$NAME\n")
+    config = load_config(WithPaths, file, ["file=$NAME.txt", "text=~/$NAME"])
+    assert config.folder == f"{tmp_path}/runs/mein Modell"
+    assert config.file == Path("mein Modell.txt")
+    assert config.text == "~/$NAME"
+    for path, complaint in [("$NO_SUCH/x", r"variable \$NO_SUCH is not set"), ("~nobody-here/x", "no such user")]:
+        with pytest.raises(ConfigError, match=complaint):
+            load_config(WithPaths, None, [f"folder={path}"])
+    with pytest.raises(ConfigError, match=r"\$\{oc.env:NAME\}, or \$NAME in a path"):
+        load_config(WithPaths, None, ["folder=${HOME}/x"])
 
 
 def test_values_are_laid_over_others_section_by_section():

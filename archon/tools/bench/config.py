@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from archon.schema.config import MAX_SECONDS, ActivationCheckpointConfig, ComputeDtype, EngineConfig, StrictModel
+from archon.schema.config import (
+    EXPANDED,
+    MAX_SECONDS,
+    ActivationCheckpointConfig,
+    ComputeDtype,
+    EngineConfig,
+    StrictModel,
+)
 from archon.schema.errors import ConfigError, UserError
 from archon.tools.bench.shapes import Shape, even_shape, parse_shape
 
@@ -47,7 +54,7 @@ class Point(StrictModel):
 class SweepConfig(StrictModel):
     """Model and options to vary; the losses of all layouts are compared with the first layout."""
 
-    model: str = Field(description="Hugging Face checkpoint folder, or a config.json")
+    model: Annotated[str, EXPANDED] = Field(description="Hugging Face checkpoint folder, or a config.json")
     layouts: list[str] = Field(["d1"], min_length=1, description="parallel layouts")
     tokens: int = Field(8192, ge=2, description="tokens of a step over all ranks, in documents of --seq tokens")
     seq: list[int] = Field(default_factory=list, description="tokens of each document, one shape each")
