@@ -20,7 +20,7 @@ class Phi3ModelArgs(BaseModelArgs):
     hf_fields = dense_fields(
         HEAD_DIM, num_key_value_heads=0, max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=32000
     )
-    hf_fixed_values = {"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    hf_fixed_values = {"attention_bias": False}
 
 
 _FUSED = {

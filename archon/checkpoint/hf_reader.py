@@ -107,11 +107,13 @@ class HFCheckpoint:
         Raises:
             CheckpointError: a quantized tensor is packed, and the family does not declare its orientation.
         """
-        stored = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_passthrough(key)}
+        reader = adapter.for_keys(self.entries)
+        stored = {key: tensor for key, tensor in self.tensors(reader).items() if reader.is_passthrough(key)}
         for key, tensor in stored.items():
             if tensor.is_native:
                 fail(tensor.file.path, f"key {key!r} is packed, and this family does not declare its orientation")
-        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in stored.items()}
+        names = {key: key if adapter.is_passthrough(key) else f"model.{key}" for key in stored}  # see `without_head`
+        return {names[key]: tensor.lazy(dtype, transposed=False) for key, tensor in stored.items()}
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Return whether two tensors are bitwise equal, dtype and shape included."""
@@ -240,7 +242,10 @@ def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected
     name, file = stored.entry.name, stored.file.path
     if stored.shape != expected:
         verb = "has shape" if name == key else "stands for shape"
-        fail(file, f"key {name!r} {verb} {list(stored.shape)}, expected {list(expected)} by its config")
+        hint = ""
+        if target.name in ("tok_embeddings.weight", "output.weight") and stored.shape[1:] == expected[1:]:
+            hint = f"; if the vocabulary was resized, set vocab_size of {CONFIG_FILE} to {stored.shape[0]}"
+        fail(file, f"key {name!r} {verb} {list(stored.shape)}, expected {list(expected)} by its config{hint}")
     if stored.decoder is None and stored.entry.dtype not in WEIGHT_DTYPES:
         fail(file, f"key {key!r} is {stored.entry.dtype}; weights must be float64, float32, float16 or bfloat16")
 

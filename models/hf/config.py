@@ -7,6 +7,8 @@ to 145 %. Unknown fields and unsupported values therefore raise ConfigError, whi
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +17,8 @@ from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.quantization import read_quantization
 from archon.schema.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 REQUIRED: Any = object()
 
@@ -103,7 +107,6 @@ class WindowPolicy:
 # Fields that change the computation unless they have this value. A family overrides them with a `Field` or in its
 # `hf_fixed_values`.
 FIXED_VALUES: dict[str, Any] = {
-    "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
     "use_mrope": False,
     "is_encoder_decoder": False,
@@ -114,7 +117,20 @@ FIXED_VALUES: dict[str, Any] = {
     "pruned_heads": {},
     "per_layer_config": None,
     "auto_map": None,
+    "pretraining_tp": 1,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "qk_layernorm": False,
+    "use_qk_norm": False,
 }
+
+# Dropout of transformers' training. archon trains without dropout, which changes neither weights nor inference.
+DROPOUTS = frozenset(
+    """
+    dropout attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout embd_pdrop
+    resid_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob
+    """.split()  # noqa: SIM905 - a table is easier to read than quoted names
+)
 
 # Fields without effect on weights or computation: names, metadata, generation and training options.
 NO_EFFECT = frozenset(
@@ -130,7 +146,10 @@ NO_EFFECT = frozenset(
     num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    cross_attention_hidden_size ignore_keys_at_rope_validation
+    cross_attention_hidden_size ignore_keys_at_rope_validation keys_to_ignore_at_inference
+    model_name model_max_length max_sequence_length max_seq_length tokenizer_model_max_length tokenizer_padding_side
+    bos_token eos_token pad_token unk_token chat_template gradient_checkpointing use_gradient_checkpointing
+    neftune_noise_alpha use_flash_attn use_flash_attention _flash_attn_2_enabled is_llama_config transformers.js_config
     """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
@@ -192,14 +211,24 @@ def check_fields(
     config: Mapping[str, Any], read: Collection[str], fixed_values: Mapping[str, Any], prefix: str = ""
 ) -> None:
     """Raise ConfigError, naming the field after `prefix`, for an unknown field or another value than the fixed one."""
-    known = {*read, *fixed_values, *NO_EFFECT}
+    known = {*read, *fixed_values, *NO_EFFECT, *DROPOUTS}
     for name, value in config.items():
-        if name not in known:
+        # A null of an unknown field, like a note of unsloth, selects nothing.
+        if name not in known and value is not None and not name.startswith("unsloth_"):
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
-            reject_field(f"{prefix}{name}", value, f"archon does not know this field; {hint}")
+            hint = f"did you mean {close[0]!r}? Else " if close else ""
+            reject_field(
+                f"{prefix}{name}", value, f"archon does not know this field; {hint}remove it if it has no effect"
+            )
+        if name in DROPOUTS and value:
+            _warn_of_dropout(f"{prefix}{name}", repr(value))
         if name in fixed_values and value is not None and value != fixed_values[name]:
             reject_field(f"{prefix}{name}", value, f"archon supports only {fixed_values[name]!r}")
+
+
+@functools.cache
+def _warn_of_dropout(name: str, value: str) -> None:
+    logger.warning("config field %r is %s; archon trains without dropout", name, value)
 
 
 def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:

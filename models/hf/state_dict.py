@@ -19,7 +19,7 @@ from torch import Tensor
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
 from archon.models.hf.fused_tensors import Fused, Placement, place_parts
-from archon.models.hf.names import DENSE_HF_MAP, HFMap, transformers_map
+from archon.models.hf.names import DENSE_HF_MAP, HFMap, replace_prefix, transformers_map
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.quantization import read_quantization
 from archon.schema.errors import CheckpointError
@@ -132,19 +132,32 @@ class BaseStateDictAdapter:
     @cached_property
     def in_memory(self) -> BaseStateDictAdapter:
         """The same adapter for the names of transformers' in-memory models; see `transformers_map`."""
+        return self._with_map(transformers_map(self.from_hf_map))
+
+    @cached_property
+    def without_head(self) -> BaseStateDictAdapter:
+        """The same adapter for names without `model.`, as transformers saves a model without its head (`AutoModel`)."""
+        adapter = self._with_map(replace_prefix(self.from_hf_map, "model.", ""))
+        adapter.passthrough = tuple(pattern.removeprefix("model.") for pattern in self.passthrough)
+        return adapter
+
+    def _with_map(self, hf_map: HFMap) -> BaseStateDictAdapter:
         adapter = copy.copy(self)
         kept = {"args", "quantization", "hf_assets_path", "init_score", "passthrough"} & self.__dict__.keys()
         adapter.__dict__ = {name: self.__dict__[name] for name in kept}
-        adapter.__dict__["from_hf_map"] = transformers_map(self.from_hf_map)
+        adapter.__dict__["from_hf_map"] = hf_map
         return adapter
 
     def for_keys(self, keys: Iterable[str]) -> BaseStateDictAdapter:
-        """Return the adapter for tensors with these names: this one or `in_memory`.
+        """Return the adapter for tensors with these names: this one, `in_memory` or `without_head`, or both.
 
         Besides in-memory models, checkpoints with stacked experts such as Qwen3.5's need `in_memory`.
         """
-        stacked = [_matcher(hf) for hf in transformers_map(self.from_hf_map).keys() - self.from_hf_map.keys()]
-        return self.in_memory if any(name.fullmatch(key) for name in stacked for key in keys) else self
+        keys = {*keys}
+        embedding = self.to_hf_map.get("tok_embeddings.weight", "")
+        adapter = self.without_head if embedding not in keys and embedding.removeprefix("model.") in keys else self
+        stacked = [_matcher(hf) for hf in transformers_map(adapter.from_hf_map).keys() - adapter.from_hf_map.keys()]
+        return adapter.in_memory if any(name.fullmatch(key) for name in stacked for key in keys) else adapter
 
     def loadable_names(self) -> list[str]:
         """Return the names that a checkpoint must fill: all except `score` of a critic built from an actor."""

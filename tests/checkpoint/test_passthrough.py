@@ -71,6 +71,14 @@ def test_a_model_is_saved_with_the_carried_keys(
     assert_bitwise(tmp_path / "out", state)
 
 
+def test_keys_without_model_are_exported_with_it(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    _, state = source
+    stripped = {key.removeprefix("model."): tensor for key, tensor in state.items()}
+    folder = write_checkpoint(tmp_path / "stripped", CONFIG, stripped)
+    archon.save_model(archon.load_model(folder), tmp_path / "out", folder)
+    assert_bitwise(tmp_path / "out", state)
+
+
 def test_a_wider_export_leaves_the_carried_keys_as_they_are(
     tmp_path: Path, source: tuple[Path, dict[str, Tensor]]
 ) -> None:

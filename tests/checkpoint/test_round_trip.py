@@ -13,17 +13,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import archon
+from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_reader import load_hf_weights
 from archon.checkpoint.safetensors_file import CHUNK_BYTES, chunks
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import (
+    CONFIG,
     MOE,
     QWEN2,
     assert_bitwise,
     config_with,
     hf_state,
     make_checkpoint,
+    random_weights,
     write_checkpoint,
 )
 
@@ -255,3 +258,39 @@ def test_loading_onto_a_gpu(tmp_path: Path, target: torch.dtype) -> None:
     assert_bitwise(state, {name: t.to(target) for name, t in weights.items()})
     archon.save_model(model, tmp_path / "out", like=folder)
     assert_bitwise(read_back(tmp_path / "out"), {name: t.to(target) for name, t in weights.items()})
+
+
+@pytest.mark.parametrize("family", [{}, MOE], ids=["qwen3", "moe"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_model_saved_without_its_head_has_keys_without_model(
+    tmp_path: Path, family: dict[str, Any], shards: int
+) -> None:
+    config = config_with(tie_word_embeddings=True, **family)
+    weights = random_weights(config)
+    stripped = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    folder = write_checkpoint(tmp_path / "base", config, stripped, shards)
+    model = archon.load_model(folder)
+    assert_bitwise(hf_state(model, folder), weights)
+    archon.save_model(model, tmp_path / "out", like=folder)
+    assert_bitwise(read_back(tmp_path / "out"), weights)
+    convert(folder, tmp_path / "converted", "hf")
+    assert_bitwise(read_back(tmp_path / "converted"), weights)
+
+
+def test_an_untied_model_saved_without_its_head_trains_as_a_critic_only(tmp_path: Path) -> None:
+    weights = {k.removeprefix("model."): t for k, t in random_weights(CONFIG).items() if k != "lm_head.weight"}
+    folder = write_checkpoint(tmp_path / "base", CONFIG, weights)
+    with pytest.raises(CheckpointError, match=r"key 'lm_head.weight' missing"):
+        archon.load_model(folder)
+    critic = archon.load_model(folder, is_critic=True, init_score=True)
+    torch.testing.assert_close(critic.tok_embeddings.weight, weights["embed_tokens.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [60, 64])
+def test_a_vocabulary_of_another_size_names_the_field_to_change(tmp_path: Path, rows: int) -> None:
+    weights = random_weights(config_with(vocab_size=rows))
+    write_checkpoint(tmp_path, CONFIG, weights)
+    with pytest.raises(CheckpointError, match=rf"has shape \[{rows}, 24\].*set vocab_size of config.json to {rows}"):
+        archon.load_model(tmp_path)
+    write_checkpoint(tmp_path, CONFIG | {"vocab_size": rows}, weights)
+    assert_bitwise(hf_state(archon.load_model(tmp_path), tmp_path), weights)

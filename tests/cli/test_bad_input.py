@@ -41,9 +41,9 @@ def test_unknown_family(archon, checkpoint, command):
 
 
 def test_unsupported_field(archon, checkpoint, sft_overrides):
-    change_config(checkpoint, attention_dropout=0.5)
+    change_config(checkpoint, partial_rotary_factor=0.5)
     complaint = archon("sft", *sft_overrides).complaint
-    assert "'attention_dropout' is 0.5" in complaint
+    assert "'partial_rotary_factor' is 0.5" in complaint
 
 
 @pytest.mark.parametrize(

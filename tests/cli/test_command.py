@@ -94,10 +94,10 @@ def test_inspect_counts_the_parameters_of_every_supported_config(archon, data_di
 
 def test_inspect_lists_all_refused_fields_at_once(archon, checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"attention_dropout": 0.1, "mystery_field": 3, "hidden_act": "swishish"}
+    config |= {"partial_rotary_factor": 0.5, "mystery_field": 3, "hidden_act": "swishish"}
     (checkpoint / "config.json").write_text(json.dumps(config))
     complaint = archon("inspect", checkpoint).complaint
-    assert all(name in complaint for name in ("attention_dropout", "mystery_field"))
+    assert all(name in complaint for name in ("partial_rotary_factor", "mystery_field"))
 
 
 def test_generate_answers_every_prompt(archon, checkpoint, tmp_path, monkeypatch):

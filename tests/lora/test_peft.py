@@ -142,7 +142,8 @@ def test_first_values_are_pefts(kind: Literal["zero", "gaussian", "random"], exp
 
 
 def test_a_config_without_rank_and_alpha_has_pefts_defaults(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    notes = {"unsloth_version": "2025.3", "auto_mapping": {"unsloth_fixed": True}}  # of unsloth, without effect
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **notes}))
     found, default = read_config(tmp_path / "adapter_config.json"), peft.LoraConfig()
     assert (found.rank, found.alpha, found.rslora) == (default.r, default.lora_alpha, default.use_rslora)
     assert found.modules is default.target_modules and found.layers is default.layers_to_transform

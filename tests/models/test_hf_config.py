@@ -274,8 +274,32 @@ def test_an_unknown_field_is_refused_with_its_value() -> None:
         Qwen3ModelArgs.from_hf_config(small(hiden_act="silu"))
 
 
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2025.3.19", "_attn_implementation_autoset": True},
+        {"model_max_length": 4096, "max_sequence_length": 2048, "torchscript": False, "gradient_checkpointing": False},
+        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "chat_template": "{{ messages }}"},
+        {"_flash_attn_2_enabled": True, "use_flash_attn": True, "transformers.js_config": {"dtype": "q4"}},
+        {"embd_pdrop": 0.0, "hidden_dropout": 0, "pretraining_tp": 1, "mlp_bias": False, "rope_interleaved": False},
+        {"some_field_of_a_tool": None, "_rope_scaling_validation": None, "auto_map": None},
+    ],
+)
+def test_notes_of_tools_and_values_without_effect_change_nothing(notes: dict[str, Any]) -> None:
+    assert Qwen3ModelArgs.from_hf_config(small(**notes)) == Qwen3ModelArgs.from_hf_config(SMALL)
+
+
+def test_dropout_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    args = Qwen3ModelArgs.from_hf_config(small(attention_dropout=0.1625))
+    assert args == Qwen3ModelArgs.from_hf_config(SMALL)
+    assert "'attention_dropout' is 0.1625; archon trains without dropout" in caplog.text
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1"),
+    ({"pretraining_tp": 2}, "'pretraining_tp' is 2"),
+    ({"mlp_bias": True}, "'mlp_bias' is True"),
+    ({"rope_interleaved": True}, "'rope_interleaved' is True"),
+    ({"quantization": {"bits": 4, "group_size": 64}}, "'quantization' is"),
     ({"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
     ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
     ({"use_mrope": True}, "'use_mrope' is True"),

@@ -133,7 +133,8 @@ def read_config(path: Path) -> PeftConfig:
             "plain LoRA with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
         )
     for field, value in config.items():
-        if field not in _READ_FIELDS | _IGNORED_FIELDS and value not in _OFF:
+        is_known = field in _READ_FIELDS | _IGNORED_FIELDS or field.startswith("unsloth_")
+        if not is_known and value not in _OFF:
             fail(path, f"{field} is {value!r}, which archon does not support; expected it to be off")
     rslora = config.get("use_rslora")
     if rslora not in (True, False, None):
