@@ -62,12 +62,12 @@ class AnswerFormat:
     """Answer format of a model.
 
     Attributes:
-        tools: format of its tool calls.
+        tools: format of its tool calls; None if it is not supported.
         has_thinking: whether it thinks between `<think>` and `</think>`.
-        dropped: special tokens to omit before parsing, if `tools` uses other special tokens; else empty.
+        dropped: special tokens to omit before parsing, if others are marks of tool calls or thinking; else empty.
     """
 
-    tools: ToolFormat = HERMES
+    tools: ToolFormat | None = HERMES
     has_thinking: bool = False
     dropped: frozenset[int] = frozenset()
 
@@ -81,8 +81,9 @@ class AnswerFormat:
         tools = tool_format(tokenizer, tool_call_parser)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {number: token.content for number, token in added.items() if token.special}
-        dropped = frozenset(number for number, text in special.items() if text not in tools.marks)
         has_thinking = THINK[1] in template_text(tokenizer) and tools is not HARMONY
+        marks = (*(() if tools is None else tools.marks), *(THINK if has_thinking else ()))
+        dropped = frozenset(number for number, text in special.items() if text not in marks)
         return cls(tools, has_thinking, dropped if len(dropped) < len(special) else frozenset())
 
 
@@ -107,10 +108,12 @@ class ThinkingParser:
         parts: list[Part] = []
         if self._state == "before":
             start = self._buffer.lstrip()
-            if not start or (THINK[0].startswith(start) and start != THINK[0]):
+            if not start or any(mark.startswith(start) and start != mark for mark in THINK):
                 return []
             if start.startswith(THINK[0]):
                 self._state, self._buffer = "inside", start[len(THINK[0]) :]
+            elif start.startswith(THINK[1]):  # no thinking, and its first mark is missing
+                self._state, self._buffer = "after", start[len(THINK[1]) :]
             else:
                 self._state, self._started = "after", True
         if self._state == "inside":
@@ -165,9 +168,10 @@ class AnswerParser:
     ) -> None:
         self._thinking = ThinkingParser(inside_thinking) if format is not None and format.has_thinking else None
         self._tools = None
-        if format is not None and (tools or format.tools is HARMONY):
+        if format is not None and format.tools is not None and (tools or format.tools is HARMONY):
             self._tools = format.tools.make(tool_schemas(tools))
-        self._dropped = format.dropped if format is not None and self._tools is not None else frozenset()
+        is_plain = self._tools is None and self._thinking is None
+        self._dropped = frozenset() if format is None or is_plain else format.dropped
         self._text = Detokenizer(tokenizer, skip_special_tokens=not self._dropped)
         self._stop = StopStringFilter(stops)
         self._tokens: list[int] = []  # since the last delta, as are their logprobs

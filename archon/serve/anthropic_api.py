@@ -10,8 +10,9 @@ from pydantic import Field, field_validator
 
 from archon.serve import protocol
 from archon.serve.answer_text import Delta
+from archon.serve.call_syntax import ToolCall
 from archon.serve.content import ImageBlock, template_content
-from archon.serve.tool_calls import Part, Reasoning, ToolCall
+from archon.serve.tool_calls import Part, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -11,10 +11,11 @@ from pydantic import Discriminator, Field, Tag
 from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.call_syntax import ToolCall
 from archon.serve.content import MultimodalContent, template_content
 from archon.serve.openai_base import CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.sessions import Caller, ModelChoice
-from archon.serve.tool_calls import Part, Reasoning, ToolCall
+from archon.serve.tool_calls import Part, Reasoning
 
 
 class CalledFunction(protocol.RequestModel):

@@ -23,9 +23,10 @@ from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
+from archon.serve.call_syntax import ToolCall, load_json
 from archon.serve.images import pop_image_sources, read_images
 from archon.serve.sessions import Caller, ModelChoice
-from archon.serve.tool_calls import Part, Reasoning, ToolCall, load_json, template_text
+from archon.serve.tool_calls import FORMATS, Part, Reasoning, template_text
 
 # Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
 ENGINE_NAMES = {
@@ -308,6 +309,11 @@ class ProtocolHandler(ABC):
         self.tools, self._format, self._inside_thinking = [], None, False
         if isinstance(body, Conversation):
             self.tools, self._format = body.template_tools(), format
+            if self.tools and format.tools is None:
+                raise RolloutError(
+                    "this server cannot parse the tool calls of the model's chat template; start it with "
+                    f"tool_call_parser={' | '.join(known.name for known in FORMATS)} if the model writes such calls"
+                )
             end = str(tokenizer.decode(self.prompts[0][-8:], skip_special_tokens=False))
             self._inside_thinking = end.rstrip().endswith(THINK[0])
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"

@@ -20,6 +20,7 @@ from archon.schema.config import StrictModel
 from archon.schema.errors import UserError
 from archon.serve.answer_text import Delta
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
+from archon.serve.call_syntax import load_json
 from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion
 from archon.serve.openai_completions import Completion, CompletionApi, CompletionBody
@@ -27,7 +28,6 @@ from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, Reque
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
 from archon.serve.sessions import Caller, ExportStyle, Session
-from archon.serve.tool_calls import load_json
 
 T = TypeVar("T")
 

@@ -6,26 +6,32 @@ text.
 
 from __future__ import annotations
 
-import ast
-import json
-import math
 import re
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function that the model calls. `arguments` is a JSON object, as text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+from archon.serve.call_syntax import (
+    DEEPSEEK,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    CallSyntax,
+    Schemas,
+    ToolCall,
+    deepseek_calls,
+    glm_calls,
+    in_argument,
+    in_json_string,
+    in_parameter,
+    json_calls,
+    llama3_calls,
+    make_call,
+    mistral_calls,
+    qwen3_coder_calls,
+    valid_calls,
+)
 
 
 @dataclass(frozen=True)
@@ -36,25 +42,6 @@ class Reasoning:
 
 
 Part = str | Reasoning | ToolCall
-Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schemas of the tools' parameters, by name."""
-
-
-def load_json(text: str | bytes) -> Any:
-    """Parse JSON strictly: raises ValueError for NaN, Infinity, numbers that overflow, and too deep nesting."""
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    def finite(number: str) -> float:
-        if math.isinf(value := float(number)):
-            raise ValueError(f"{number:.20} is too large a number")
-        return value
-
-    try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def partial_match(text: str, mark: str) -> int:
@@ -62,140 +49,39 @@ def partial_match(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def _call(name: str, arguments: Any) -> ToolCall:
-    """Return a call; raises ValueError unless it has a name and `arguments` is an object of JSON."""
-    if not name or not isinstance(arguments, dict):
-        raise ValueError("no name, or no object of arguments")
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-
-
-def _parse_call(value: Any, key: str = "arguments") -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-        raise ValueError("no object with a name")
-    return _call(name, value.get(key, {}))
-
-
-def hermes_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse `{"name": …, "arguments": {…}}` (Hermes, Qwen2.5, Qwen3)."""
-    return [_parse_call(load_json(body))]
-
-
-def parse_argument(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """Parse an argument written as bare text: a string if its schema wants one, else JSON if possible."""
-    kinds = (schema or {}).get("type", "string")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if set(kinds) == {"string"}:
-        return text
-    try:
-        return load_json(text)
-    except ValueError:
-        return text
-
-
-def _argument_schema(schemas: Schemas, tool: str, name: str) -> Mapping[str, Any] | None:
-    properties = schemas.get(tool, {}).get("properties", {})
-    schema = properties.get(name) if isinstance(properties, dict) else None
-    return schema if isinstance(schema, dict) else None
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def qwen3_coder_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>` (Qwen3-Coder, Qwen3.5)."""
-    function = _FUNCTION.fullmatch(body)
-    if function is None:
-        raise ValueError("no function")
-    name, parameters = function[1].strip(), function[2]
-    if _PARAMETER.sub("", parameters).strip():
-        raise ValueError("text between the parameters")
-    pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(parameters)]
-    return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
-
-
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-
-def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…` (GLM-4.5 and later)."""
-    head, mark, remaining = body.partition("<arg_key>")
-    name, remaining = head.strip(), mark + remaining
-    if re.search(r"[\s<>]", name) or (not mark and name not in schemas) or _ARGUMENT.sub("", remaining).strip():
-        raise ValueError("no function")
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(remaining)]
-    return [_call(name, {key: parse_argument(value, _argument_schema(schemas, name, key)) for key, value in pairs})]
-
-
-DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
-_DEEPSEEK_CALL = re.compile(rf"\s*{DEEPSEEK['call▁begin']}(.*?){DEEPSEEK['sep']}(.*?){DEEPSEEK['call▁end']}", re.DOTALL)
-_DEEPSEEK_FENCED = re.compile(r"(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
-
-
-def deepseek_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the calls of DeepSeek-V3 and R1, and of V3.1.
-
-    V3 and R1 write `function`, a separator, the name and fenced JSON; V3.1 writes the name, a separator and JSON. Each
-    call has separate marks.
-    """
-    matches = _DEEPSEEK_CALL.findall(body)
-    if not matches or _DEEPSEEK_CALL.sub("", body).strip():
-        raise ValueError("no calls")
-    calls = []
-    for first, second in matches:
-        fenced = _DEEPSEEK_FENCED.fullmatch(second) if first.strip() == "function" else None
-        name, arguments = (fenced[1], fenced[2]) if fenced is not None else (first.strip(), second)
-        calls.append(_call(name, load_json(arguments)))
-    return calls
-
-
-PYTHON_TAG = "<|python_tag|>"
-
-
-def llama3_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the calls of Llama 3.1 to 3.3.
-
-    They are `{"name": …, "parameters": {…}}`, several with `;` between them, or `name.call(key="value")` for built-in
-    tools.
-    """
-    body = body.removeprefix(PYTHON_TAG).strip()
-    if not body.startswith("{"):
-        return [_python_call(body)]
-    calls, decoder = [], json.JSONDecoder()
-    while body:
-        try:
-            _, end = decoder.raw_decode(body)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        value = load_json(body[:end])
-        calls.append(
-            _parse_call(value, "parameters" if isinstance(value, dict) and "parameters" in value else "arguments")
-        )
-        body = body[end:].lstrip().removeprefix(";").lstrip()
-    return calls
-
-
-def _python_call(body: str) -> ToolCall:
-    try:
-        call = ast.parse(body, mode="eval").body
-        match call:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="call"), args=[], keywords=keywords):
-                return _call(name, {str(word.arg): ast.literal_eval(word.value) for word in keywords if word.arg})
-    except (SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
-    raise ValueError("no call")
-
-
 class MarkedParser:
     """Separates calls between two marks from the text around them.
 
-    White space around a call is dropped. An invalid call stays in the text unchanged.
+    White space around a call is dropped. An invalid call stays in the text unchanged. The closing mark may be missing
+    before the next opening one, and at the end of the answer.
+
+    Args:
+        opening: mark before calls.
+        closing: mark after calls.
+        syntax: syntax of the calls between the marks.
+        schemas: schemas of the tools.
+        inside_value: tells whether a text ends inside an argument; a closing mark there belongs to the argument.
+        first_words: start of a call, which counts as one without the opening mark; None accepts no such call.
+        needs_closing: calls that may be incomplete at the end of the answer without the closing mark: all of them, or
+            calls without the opening mark.
     """
 
-    def __init__(self, mark: str, end: str, calls: Callable[[str, Schemas], list[ToolCall]], schemas: Schemas) -> None:
-        self._open, self._close, self._calls, self._schemas = mark, end, calls, schemas
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        syntax: CallSyntax,
+        schemas: Schemas,
+        inside_value: Callable[[str], bool] = lambda body: False,
+        first_words: str | None = None,
+        needs_closing: Literal["all", "unopened", "none"] = "none",
+    ) -> None:
+        self._opening, self._closing, self._syntax, self._schemas = opening, closing, syntax, schemas
+        self._inside_value, self._needs_closing = inside_value, needs_closing
+        self._starts = [opening] if first_words is None else [opening, first_words]
         self._buffer = ""
-        self._space = ""  # before the call that is being read
+        self._before = ""  # white space and opening mark of the call that is being read
+        self._searched = 0  # closing marks before this place of the buffer belong to arguments
         self._inside = False
         self._after_call = False
 
@@ -203,32 +89,72 @@ class MarkedParser:
         """Return the complete parts so far."""
         self._buffer += text
         parts: list[Part] = []
-        while True:
-            before, tag, after = self._buffer.partition(self._close if self._inside else self._open)
-            if not tag:
-                break
-            self._buffer = after
-            if not self._inside:
-                text = before.rstrip()
-                self._space = before[len(text) :]
-                self._add_text(parts, text)
-            elif calls := valid_calls(self._calls, before, self._schemas):
-                parts += calls
-                self._after_call = True
-            else:
-                self._add_text(parts, self._space + self._open + before + self._close)
-            self._inside = not self._inside
-        if not self._inside:
-            text = self._buffer[: len(self._buffer) - partial_match(self._buffer, self._open)].rstrip()
-            self._add_text(parts, text)
-            self._buffer = self._buffer[len(text) :]
+        while self._read_call(parts) if self._inside else self._find_call(parts):
+            pass
         return parts
 
     def finish(self) -> list[Part]:
         """Return the remaining parts at the end."""
         parts: list[Part] = []
-        self._add_text(parts, (self._space + self._open if self._inside else "") + self._buffer)
+        while self._inside:
+            unopened = self._opening not in self._before
+            if self._needs_closing == "all" or (self._needs_closing == "unopened" and unopened):
+                calls = []
+            else:
+                calls = self._parse(self._buffer)
+            self._end_call(parts, calls, len(self._buffer))
+            parts += self.feed("")
+        self._add_text(parts, self._buffer)
         return parts
+
+    def _find_call(self, parts: list[Part]) -> bool:
+        """Read the text up to the next call. Returns whether one begins."""
+        starts = [(at, mark) for mark in self._starts if (at := self._buffer.find(mark)) >= 0]
+        if starts:
+            at, mark = min(starts)
+        else:
+            at, mark = len(self._buffer) - max(partial_match(self._buffer, mark) for mark in self._starts), ""
+        text = self._buffer[:at].rstrip()
+        self._add_text(parts, text)
+        if not mark:
+            self._buffer = self._buffer[len(text) :]
+            return False
+        body = at + len(mark) if mark == self._opening else at
+        self._before, self._buffer, self._inside = self._buffer[len(text) : body], self._buffer[body:], True
+        return True
+
+    def _read_call(self, parts: list[Part]) -> bool:
+        """Read the calls up to the next closing mark. Returns whether there is one."""
+        at = self._buffer.find(self._closing, self._searched)
+        if at < 0:
+            return False
+        self._searched = at + len(self._closing)
+        if not self._inside_value(self._buffer[:at]):
+            self._end_call(parts, self._parse(self._buffer[:at]), self._searched)
+        return True
+
+    def _parse(self, body: str) -> list[ToolCall]:
+        calls = valid_calls(self._syntax, body, self._schemas)
+        if calls or self._opening not in body:
+            return calls
+        for text in body.split(self._opening):
+            several = valid_calls(self._syntax, text, self._schemas)
+            if not several:
+                return []
+            calls += several
+        return calls
+
+    def _end_call(self, parts: list[Part], calls: list[ToolCall], end: int) -> None:
+        """Add the calls that end at this place of the buffer; without any, the text up to the next mark."""
+        if calls:
+            parts += calls
+            self._after_call = True
+        else:
+            marks = ((self._opening, 0), (self._closing, len(self._closing)))
+            ends = [at + length for mark, length in marks if (at := self._buffer.find(mark)) >= 0]
+            end = min([*ends, len(self._buffer)])
+            self._add_text(parts, self._before + self._buffer[:end])
+        self._buffer, self._searched, self._inside = self._buffer[end:], 0, False
 
     def _add_text(self, parts: list[Part], text: str) -> None:
         if self._after_call:
@@ -238,42 +164,47 @@ class MarkedParser:
             parts.append(text)
 
 
-class PrefixCallParser:
-    """Parser of formats in which calls start at the first character; any other answer is text."""
+class OpenEndedParser:
+    """Parser of formats in which calls reach to the end of the answer.
 
-    def __init__(self, marks: Sequence[str], calls: Callable[[str, Schemas], list[ToolCall]], schemas: Schemas) -> None:
-        self._marks, self._calls, self._schemas = marks, calls, schemas
+    Args:
+        mark: mark before calls.
+        starts: first characters of calls that begin the answer without the mark.
+        syntax: syntax of the calls, with the mark.
+        schemas: schemas of the tools.
+    """
+
+    def __init__(self, mark: str, starts: tuple[str, ...], syntax: CallSyntax, schemas: Schemas) -> None:
+        self._mark, self._starts, self._syntax, self._schemas = mark, starts, syntax, schemas
         self._buffer = ""
-        self._is_text = False
+        self._is_text = False  # whether the answer begins with text
+        self._inside = False
 
     def feed(self, text: str) -> list[Part]:
         """Return the complete parts so far."""
         self._buffer += text
         start = self._buffer.lstrip()
-        if not self._is_text and (not start or any(start.startswith(mark[: len(start)]) for mark in self._marks)):
+        expected = not start or start.startswith((*self._starts, self._mark[: len(start)]))
+        if self._inside or (expected and not self._is_text):
             return []
-        self._is_text, buffered, self._buffer = True, self._buffer, ""
-        return [buffered] if buffered else []
+        self._is_text, at = True, self._buffer.find(self._mark)
+        self._inside = at >= 0
+        end = at if self._inside else len(self._buffer) - partial_match(self._buffer, self._mark)
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        return [text] if text else []
 
     def finish(self) -> list[Part]:
         """Return the remaining parts at the end."""
         if not self._buffer:
             return []
-        return [*valid_calls(self._calls, self._buffer, self._schemas)] or [self._buffer]
-
-
-def valid_calls(calls: Callable[[str, Schemas], list[ToolCall]], body: str, schemas: Schemas) -> list[ToolCall]:
-    """Return the calls of a text; none unless it consists only of valid calls."""
-    try:
-        return calls(body, schemas)
-    except (ValueError, RecursionError):
-        return []
+        return [*valid_calls(self._syntax, self._buffer, self._schemas)] or [self._buffer]
 
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HARMONY_STARTS = (START, CHANNEL, " to=")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
+_OTHER_ROLE = re.compile(rf"{re.escape(START)}(?!assistant)")
 
 
 class HarmonyParser:
@@ -281,10 +212,12 @@ class HarmonyParser:
 
     A message is a header up to `<|message|>`, with a channel and an optional recipient, then text up to an end mark.
     The channel `analysis` is reasoning, a message to a function is a call, and everything else is text. A call with
-    arguments that are not a JSON object is text too.
+    arguments that are not a JSON object is text too. Messages of other roles, such as a tool's result that the model
+    invents after its call, are left out.
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
         self._buffer, self._header = "", ""
         self._in_header = True
         self._is_plain_text = False  # whether an answer without any header has begun
@@ -303,7 +236,7 @@ class HarmonyParser:
         if self._in_header and not self._is_plain_text:
             if self._buffer and not self._buffer.startswith(_HARMONY_STARTS):
                 parts.append(self._buffer)
-        elif self._buffer:
+        elif self._buffer.strip():
             self._end_message(parts, self._buffer)
         self._buffer = ""
         return parts
@@ -338,18 +271,20 @@ class HarmonyParser:
 
     def _end_message(self, parts: list[Part], text: str) -> None:
         recipient = _RECIPIENT.search(self._header)
-        if recipient is None:
+        if recipient is None or _OTHER_ROLE.match(self._header):
             self._add(parts, text)
             return
-        calls = valid_calls(lambda body, _: [_call(recipient[1], load_json(body))], text, {})
+        prefix, name = recipient.groups()
+        is_call = prefix is not None or name in self._schemas
+        calls = valid_calls(lambda body, _: [make_call(name, body)], text, {}) if is_call else []
         parts += calls or [self._header + MESSAGE + text]
 
     def _add(self, parts: list[Part], text: str) -> None:
-        if text:
+        if text and not _OTHER_ROLE.match(self._header):
             parts.append(Reasoning(text) if f"{CHANNEL}analysis" in self._header else text)
 
 
-Parser = MarkedParser | PrefixCallParser | HarmonyParser
+Parser = MarkedParser | OpenEndedParser | HarmonyParser
 
 
 @dataclass(frozen=True)
@@ -369,12 +304,17 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
 
 
-def _marked_parser(mark: str, end: str, calls: Callable[[str, Schemas], list[ToolCall]]) -> Callable[[Schemas], Parser]:
-    return lambda schemas: MarkedParser(mark, end, calls, schemas)
+def _marked_parser(opening: str, closing: str, syntax: CallSyntax, **options: Any) -> Callable[[Schemas], Parser]:
+    return lambda schemas: MarkedParser(opening, closing, syntax, schemas, **options)
 
 
 TAGS = ("<tool_call>", "</tool_call>")
-HERMES = ToolFormat("hermes", r"<tool_call>", _marked_parser(*TAGS, hermes_calls), TAGS)
+HERMES = ToolFormat(
+    "hermes",
+    r"<tool_call>",
+    _marked_parser(*TAGS, json_calls, inside_value=in_json_string, first_words='{"name"', needs_closing="unopened"),
+    TAGS,
+)
 HARMONY = ToolFormat(
     "harmony", r"<\|channel\|>", HarmonyParser, (CHANNEL, MESSAGE, START, *_HARMONY_ENDS, "<|constrain|>")
 )
@@ -390,15 +330,26 @@ FORMATS = (
     ToolFormat(
         "glm45",
         r"<arg_key>",
-        _marked_parser(*TAGS, glm_calls),
+        _marked_parser(*TAGS, glm_calls, inside_value=in_argument, needs_closing="all"),
         (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    ToolFormat("qwen3_coder", r"<function=", _marked_parser(*TAGS, qwen3_coder_calls), TAGS),
+    ToolFormat(
+        "qwen3_coder",
+        r"<function=",
+        _marked_parser(*TAGS, qwen3_coder_calls, inside_value=in_parameter, first_words="<function="),
+        TAGS,
+    ),
     ToolFormat(
         "llama3_json",
         r"<\|python_tag\|>|<\|start_header_id\|>",
-        lambda schemas: PrefixCallParser((PYTHON_TAG, "{"), llama3_calls, schemas),
+        lambda schemas: OpenEndedParser(PYTHON_TAG, ("{", "["), llama3_calls, schemas),
         (PYTHON_TAG,),
+    ),
+    ToolFormat(
+        "mistral",
+        r"\[TOOL_CALLS\]",
+        lambda schemas: OpenEndedParser(TOOL_CALLS, (), mistral_calls, schemas),
+        (TOOL_CALLS, "[ARGS]", "[CALL_ID]"),
     ),
     HERMES,
 )
@@ -410,15 +361,18 @@ def template_text(tokenizer: Any) -> str:
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
-def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat:
-    """Return the format of that name, by default the chat template's, or Hermes if no pattern matches.
+def tool_format(tokenizer: Any, name: str | None = None) -> ToolFormat | None:
+    """Return the format of that name, by default the chat template's.
+
+    None is a format that is not supported: of a template that renders tools and matches no pattern.
 
     Raises:
         ConfigError: unknown name.
     """
     if name is None:
         template = template_text(tokenizer)
-        return next((candidate for candidate in FORMATS if re.search(candidate.template_pattern, template)), HERMES)
+        matches = (candidate for candidate in FORMATS if re.search(candidate.template_pattern, template))
+        return next(matches, None if re.search(r"\btools\b", template) else HERMES)
     by_name = {candidate.name: candidate for candidate in FORMATS}
     if name not in by_name:
         raise ConfigError(

@@ -130,6 +130,21 @@ HARMONY = (
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
 )
 
+# Refuses ids of calls that have not nine letters and digits.
+MISTRAL = _turns(
+    "<|turn|>",
+    "<|done|>",
+    "{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}"
+    "{%- if call.id is defined and call.id | length != 9 %}{{- raise_exception('ids have length 9') }}{%- endif %}"
+    "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}' }}"
+    "{{- ']' if loop.last else ', ' }}{%- endfor %}",
+    "{{- '<|turn|>assistant\n' }}",
+    "{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}",
+)
+
+# Renders tools, and calls in a syntax that no parser has.
+UNKNOWN = _turns(*CHATML, "{{- '<do>' + message.tool_calls[0].function.name + '</do>' }}", _PROMPT, _RESPONSE)
+
 # By the name of the parser that the template implies.
 TEMPLATES = {
     "hermes": (HERMES, QWEN3, QWEN3_THINKING),
@@ -138,4 +153,5 @@ TEMPLATES = {
     "glm45": (GLM,),
     "deepseek_v3": (DEEPSEEK_V3, DEEPSEEK_V31),
     "harmony": (HARMONY,),
+    "mistral": (MISTRAL,),
 }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from archon.serve.answer_text import AnswerFormat, AnswerParser, StopStringFilter
-from archon.serve.tool_calls import HERMES, Part, ToolCall, hermes_calls, load_json, merge_adjacent, valid_calls
+from archon.serve.call_syntax import ToolCall, json_calls, load_json, valid_calls
+from archon.serve.tool_calls import HERMES, Part, merge_adjacent
 from tests.data.toy_tokenizers import toy_tokenizer
 from tests.serve.scripted import ASKS_WEATHER, WEATHER
 
@@ -69,7 +70,7 @@ def test_text_is_given_as_soon_as_it_cannot_be_a_call() -> None:
 
 @pytest.mark.parametrize("body", ["[" * 100_000, "1e999", '{"name": "f", "arguments": {"x": 1e999}}', "null", "[]"])
 def test_what_is_no_call_is_none(body: str) -> None:
-    assert valid_calls(hermes_calls, body, {}) == []
+    assert valid_calls(json_calls, body, {}) == []
 
 
 def test_json_is_that_of_the_standard() -> None:
@@ -129,5 +130,5 @@ def test_bytes_of_no_text_do_not_hold_a_stream_back() -> None:
 
 
 def test_arguments_survive_json(tokenizer: Any) -> None:
-    (call,) = hermes_calls(json.dumps({"name": "f", "arguments": {"text": 'ö\n"', "n": [1, {"m": None}]}}), {})
+    (call,) = json_calls(json.dumps({"name": "f", "arguments": {"text": 'ö\n"', "n": [1, {"m": None}]}}), {})
     assert json.loads(call.arguments) == {"text": 'ö\n"', "n": [1, {"m": None}]}

@@ -39,16 +39,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an argument of text that looks like a number becomes one",
-        "archon/serve/tool_calls.py",
-        'if set(kinds) == {"string"}:',
-        "if not kinds:",
+        "archon/serve/call_syntax.py",
+        'if not types - {"string"}:',
+        "if not types:",
         (f"{FORMATS}::test_a_template_names_its_format_and_its_calls_are_read_back",),
     ),
     Mutant(
         "what is no valid call loses the marks around it",
         "archon/serve/tool_calls.py",
-        "self._add_text(parts, self._space + self._open + before + self._close)",
-        "self._add_text(parts, before)",
+        "self._add_text(parts, self._before + self._buffer[:end])",
+        "self._add_text(parts, self._buffer[:end])",
         (f"{FORMATS}::test_what_is_no_valid_call_stays_the_text_that_it_is",),
     ),
     Mutant(
