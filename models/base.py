@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +25,7 @@ from archon.models.layers.spec import LayerSpec
 from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
 from archon.parallel.torch_private import register_dataclass
-from archon.schema.errors import BatchError
+from archon.schema.errors import BatchError, FamilyError
 
 __all__ = ["BaseArchonModel", "BaseModelArgs", "ModelInputs", "TransformerBlock"]
 
@@ -100,6 +102,21 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 Args = TypeVar("Args", bound=BaseModelArgs)
 
 
+def _copy(x: Tensor, source: Tensor) -> None:
+    x.copy_(source)
+
+
+def _forward_of_family(self: BaseArchonModel, tokens: Tensor | ModelInputs, *args: Any, **kwargs: Any) -> Any:
+    """Run a family's forward, or the engine's call with `ModelInputs` or arguments of the head."""
+    if isinstance(tokens, ModelInputs) or self._runs_decoder or kwargs.keys() - {*_DECODER_ARGUMENTS}:
+        return BaseArchonModel.forward(self, tokens, *args, **kwargs)
+    assert self.decoder_forward is not None
+    return self.decoder_forward(tokens, *args, **kwargs)
+
+
+_DECODER_ARGUMENTS = ("positions", "cu_seqlens", "max_seqlen", "tree_attn_meta")
+
+
 class BaseArchonModel(nn.Module, Generic[Args]):
     """Decoder: an actor with a language-model head `output`, or a critic with a value head `score`.
 
@@ -114,6 +131,20 @@ class BaseArchonModel(nn.Module, Generic[Args]):
     """
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
+    _runs_decoder = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A forward(tokens, positions, cu_seqlens, max_seqlen, tree_attn_meta) returns logits. The engine needs hidden
+        # states, and passes labels to the head: it runs this forward without the head, like a pipeline stage.
+        forward = vars(cls).get("forward")
+        parameters = {} if forward is None else dict(inspect.signature(forward).parameters)
+        takes_head = "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if forward is not None and not takes_head:
+            cls.decoder_forward = forward
+            cls.forward = _forward_of_family  # type: ignore[method-assign]
+
+    decoder_forward: ClassVar[Callable[..., Tensor] | None] = None
 
     def __class_getitem__(cls, args_class: Any) -> Any:
         if not isinstance(args_class, type):  # a type variable: this is the generic base class of a model
@@ -123,6 +154,11 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         return type(name, (cls,), {"__module__": args_class.__module__, "__doc__": doc, "args_class": args_class})
 
     def __init__(self, args: Args) -> None:
+        if not isinstance(args, BaseModelArgs):
+            raise FamilyError(
+                f"{type(self).__name__} got {type(args).__name__} arguments; call super().__init__(model_args) with a "
+                "subclass of BaseModelArgs"
+            )
         super().__init__()
         self.args: BaseModelArgs = args
         self.model_class = type(self)
@@ -154,6 +190,11 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         """Make `output.weight` and `tok_embeddings.weight` one parameter if the config ties them; idempotent."""
         if self.args.tie_word_embeddings and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = self.tok_embeddings.weight
+
+    def untie_weights(self) -> None:
+        """Give a tied head on the meta device a parameter of its own, so that each module can be sharded alone."""
+        if self.output is not None and self.tok_embeddings is not None:
+            self.output.weight = nn.Parameter(self.output.weight.detach().clone(), self.output.weight.requires_grad)
 
     def full_precision_names(self) -> frozenset[str]:
         """Return the names of parameters that are always at least float32."""
@@ -261,6 +302,8 @@ class BaseArchonModel(nn.Module, Generic[Args]):
 
         With `attention.gather_index` [N] the result is [N, dim].
         """
+        if self.decoder_forward is not None and not self._runs_decoder:
+            return self._run_decoder_forward(inputs)
         attention, positions, routed_experts = inputs.attention, inputs.positions, inputs.routed_experts
         features = None if inputs.images is None else inputs.images.encode(self.encode_images)
         hidden = inputs.tokens
@@ -290,12 +333,53 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         # The head is linear, so dividing its input divides the logits.
         return hidden if self.args.logits_divisor == 1 or self.output is None else hidden / self.args.logits_divisor
 
+    def _run_decoder_forward(self, inputs: ModelInputs) -> Tensor:
+        """Return hidden states from a family's own forward, run without the head."""
+        if inputs.images is not None or inputs.routed_experts is not None:
+            raise BatchError(
+                f"{self.model_class.__name__}.forward takes no images and no routed experts; override "
+                "hidden_states(inputs) in its place"
+            )
+        output, score = self.output, self.score
+        documents = getattr(inputs.attention, "documents", None)
+        bounds = (None, None) if documents is None else (documents.cu_seqlens, documents.max_seqlen)
+        self._runs_decoder, self.output, self.score = True, None, None
+        try:
+            assert self.decoder_forward is not None
+            hidden = self.decoder_forward(inputs.tokens, inputs.positions, *bounds, tree_attn_meta=inputs.attention)
+            # The forward of this class has gathered rows already; a loop over the layers has not.
+            rows = inputs.attention.gather_index
+            return hidden if rows is None or len(rows) == len(hidden) else hidden.index_select(0, rows)
+        finally:
+            self._runs_decoder, self.output, self.score = False, output, score
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialize as Hugging Face does: normal(0, initializer_range) matrices, zero biases, unit norms."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, fill in self.initializers():
             fill(parameters[name])
+
+    @torch.no_grad()
+    def initial_weights(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """Yield `initializers` of a model on the meta device; an overridden `init_weights` draws all weights first.
+
+        Raises:
+            FamilyError: the family's `init_weights` leaves a parameter out.
+        """
+        if type(self).init_weights is BaseArchonModel.init_weights:
+            yield from self.initializers()
+            return
+        model = copy.deepcopy(self).to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        model.tie_weights()
+        model.init_buffers("cpu")
+        model.init_weights()
+        for name, parameter in model.named_parameters():
+            if parameter.isnan().any():
+                raise FamilyError(f"{type(self).__name__}.init_weights leaves {name} uninitialized; initialize it")
+            yield name, partial(_copy, source=parameter)
 
     def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """Yield each parameter's name and in-place initializer; a tied parameter occurs twice."""

@@ -14,6 +14,8 @@ from importlib import metadata
 from threading import RLock
 from typing import Any
 
+from torch import nn
+
 from archon.models.args.base import BaseModelArgs
 from archon.models.args.moe import MoEModelArgs
 from archon.models.base import BaseArchonModel
@@ -21,11 +23,12 @@ from archon.models.hf.names import DENSE_HF_MAP, HFMap
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.parallel.decoder import parallelize_decoder
 from archon.parallel.tensor import ParallelStyle
-from archon.schema.errors import UnknownModelError
+from archon.schema.errors import FamilyError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 
-ParallelizeFn = Callable[..., Any]
+ParallelizeFn = Callable[..., nn.Module]
+"""`parallelize_<family>(model, parallel_dims, param_dtype, …)`, see `archon.parallel.decoder.parallelize_decoder`."""
 PipeliningFn = Callable[..., None]
 
 ENTRY_POINT_GROUP = "archon.models"
@@ -129,6 +132,24 @@ class ModelSpec:
     supported_model_types: frozenset[str]
     pipelining_fn: PipeliningFn | None = None
     text: ModelSpec | None = None
+
+    def __post_init__(self) -> None:
+        """Check the classes, and link those that do not name each other.
+
+        Raises:
+            FamilyError: a class has the wrong base class.
+        """
+        bases = {"model_class": BaseArchonModel, "model_args_class": BaseModelArgs}
+        for name, base in (bases | {"state_dict_adapter_class": BaseStateDictAdapter}).items():
+            value = getattr(self, name)
+            if not isinstance(value, type) or not issubclass(value, base):
+                raise FamilyError(f"{name} of family {self.name} is {value!r}; expected a subclass of {base.__name__}")
+        if self.model_class.args_class is BaseModelArgs:
+            self.model_class.args_class = self.model_args_class
+        if not self.model_args_class.model_types:
+            self.model_args_class.model_types = self.supported_model_types
+        if not hasattr(self.state_dict_adapter_class, "model_class"):
+            self.state_dict_adapter_class.model_class = self.model_class
 
 
 def family_spec(

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from archon.schema.errors import ConfigError
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.torch_private import keep_input_dtypes
+from archon.schema.errors import ConfigError, FamilyError
 
 ReshardPolicy = Literal["default", "always", "never"]
 
@@ -34,8 +36,8 @@ def apply_fsdp(
     """Shard each block, the vision encoder as one unit, and the remaining modules with the root.
 
     Master weights keep the dtype of the built parameters. Each block is cast to `param_dtype` when it runs; gradients
-    are accumulated and reduced in `reduce_dtype`, and summed over `mesh`, never averaged: the loss is divided by one
-    denominator for all ranks. A module with `full_precision` computes in the dtype of its parameters.
+    are accumulated and reduced in `reduce_dtype`, and `sum_gradients` makes the reduction a sum. A module with
+    `full_precision` computes in the dtype of its parameters.
 
     Args:
         model: the decoder; its embedding, final norm and head are sharded with the root.
@@ -81,12 +83,44 @@ def apply_fsdp(
     if vision_encoder is not None:
         fully_shard(vision_encoder, mesh=mesh, reshard_after_forward=free_block, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
+    for block, following in pairwise(blocks):
+        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
+def sum_gradients(model: nn.Module, dims: ArchonParallelDims, function: str) -> None:
+    """Make FSDP sum gradients, never average them, after any function has parallelized the model.
+
+    The loss is divided by one denominator for all ranks, so an average would divide twice. FSDP also stops casting the
+    inputs of modules, such as loss weights, to the compute dtype.
+
+    Args:
+        model: the parallelized model or pipeline stage.
+        dims: degrees and meshes of the layout.
+        function: name of the family's parallelize function, for error messages.
+
+    Raises:
+        FamilyError: the function leaves out tensor parallelism, or gradients of a parameter are not reduced over all
+            ranks of the stage.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for block, following in pairwise(blocks):
-        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+            keep_input_dtypes(module)
+    if dims.tp_enabled and any(module.tp is None for module in model.modules() if hasattr(module, "tp")):
+        raise FamilyError(
+            f"{function} applies no tensor parallelism, and the layout has tp = {dims.tp}; call "
+            "archon.parallel.tensor.apply_tensor_parallel(model, parallel_dims.get_mesh('tp'), plan), or leave t out"
+        )
+    ranks = dims.world_size // dims.pp
+    for name, parameter in model.named_parameters():
+        reduced = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        if reduced != ranks:
+            raise FamilyError(
+                f"{function} reduces the gradient of {name} over {reduced} of {ranks} ranks; give every layer a role "
+                "of the tensor-parallel plan, and call fully_shard with mesh = parallel_dims.fsdp_mesh (experts: "
+                "expert_fsdp_mesh) for the model and its blocks"
+            )
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:

@@ -12,7 +12,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self, cast
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from archon.schema.errors import ConfigError
 
@@ -142,6 +143,12 @@ PRIVATE_APIS = {
         "the budget is a global setting, which would leak into a second engine",
         on_import=False,
     ),
+    "fsdp": PrivateApi(
+        "families with a parallelize function of their own",
+        _names("torch.distributed.fsdp: FSDPModule._get_fsdp_state"),
+        "stop FSDP from casting the inputs of modules that a family has sharded",
+        "the policy of a module is fixed by fully_shard",
+    ),
     "pipeline": PrivateApi(
         "pipelines",
         _names(
@@ -187,6 +194,12 @@ PRIVATE_APIS = {
         "float32 matmuls on AMD processors, where oneDNN is up to twice as fast as MKL",
         "torch.nn.functional.linear uses MKL for float32",
         on_import=False,  # without it archon uses other kernels
+    ),
+    "versions": PrivateApi(
+        "families with state-dict conversions of their own",
+        _names("torch.Tensor: _version"),
+        "detect a conversion that changes its input in place",
+        "no public API counts in-place operations",
     ),
     "conversion": PrivateApi(
         "modules with float32 tensors",
@@ -451,6 +464,11 @@ def backend_with_memory_budget(backend: str, budget: float) -> Callable[..., Any
     return compile_under_budget
 
 
+def is_changed(tensor: Tensor) -> bool:
+    """Return whether an in-place operation has changed a tensor since its creation."""
+    return tensor._version > 0
+
+
 class ConversionHook(nn.Module):
     """Module that adjusts each tensor that `to`, `half`, `to_empty` and similar calls convert."""
 
@@ -460,6 +478,15 @@ class ConversionHook(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(lambda x: self.adjust_converted(x, fn(x)), recurse)
+
+
+# FSDP
+
+
+def keep_input_dtypes(module: FSDPModule) -> None:
+    """Stop FSDP from casting the floating-point inputs of a module to its compute dtype."""
+    state = module._get_fsdp_state()
+    state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
 
 
 # Pipelines

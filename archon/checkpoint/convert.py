@@ -194,7 +194,9 @@ def _adapter(
     hf_config: dict[str, Any], assets: Path, *, is_critic: bool = False, text_only: bool = False
 ) -> BaseStateDictAdapter:
     spec = get_model_spec(hf_config["model_type"], text_only=text_only)
-    return spec.state_dict_adapter_class(hf_config, str(assets), is_critic=is_critic)
+    adapter = spec.state_dict_adapter_class(hf_config, str(assets), is_critic=is_critic)
+    adapter.require_map("archon convert")
+    return adapter
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from archon.checkpoint.hf_export import MAX_SHARD_BYTES, require_zero_expert_bia
 from archon.checkpoint.hf_reader import (
     WEIGHT_DTYPES,
     HFCheckpoint,
+    copy_hf_weights,
     load_hf_weights,
     loadable_tensors,
     read_hf_config,
@@ -132,12 +133,14 @@ def load_model(
     model.init_buffers(device)
     # 3. Load the weights.
     if isinstance(path, nn.Module):
-        _copy_weights(model, adapter, path)
+        copy_hf_weights(model, adapter, path.state_dict())
     else:
         load_hf_weights(model, adapter, path)
     if init_score:
         assert model.score is not None
-        nn.init.normal_(model.score.weight, std=adapter.args.initializer_range)
+        with torch.device("meta"):
+            fills = dict(loaded.spec.model_class(adapter.args).initial_weights())
+        fills["score.weight"](model.score.weight.detach())
     if lora is not None:
         load_lora(lora, model, adapter, sizes)
     return model
@@ -149,17 +152,6 @@ def _model_config(model: nn.Module) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{type(model).__name__} has no config with a model_type; expected a transformers model")
     return config
-
-
-@torch.no_grad()
-def _copy_weights(model: BaseArchonModel, adapter: BaseStateDictAdapter, source: nn.Module) -> None:
-    """Copy the weights of a transformers model; raise CheckpointError for unknown or missing keys."""
-    native = adapter.from_hf(source.state_dict())
-    for name, tensor in loadable_tensors(model, adapter).items():
-        if name in native:
-            if native[name].dtype not in WEIGHT_DTYPES:
-                raise CheckpointError(f"parameter {name!r} is {native[name].dtype}; dequantize the model first")
-            tensor.copy_(native[name])
 
 
 DIGEST_BYTES = 256

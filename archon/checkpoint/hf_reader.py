@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,6 +163,8 @@ class ReadTarget(NamedTuple):
 def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint into the allocated parameters of a model, of any dtype, layout and device.
 
+    An adapter that overrides `from_hf` gets all tensors at once, in memory.
+
     The adapter defines the expected keys: a critic built from an actor (`init_score`) keeps its `score`, and `lm_head`
     is not loaded. A tied checkpoint may also have an `lm_head.weight` that is bitwise equal to the embedding.
 
@@ -170,7 +172,29 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
         CheckpointError: a key or a parameter is not used exactly once. No weight has been written then.
     """
     with HFCheckpoint(path) as checkpoint:
-        checkpoint.read(match_parameters(checkpoint, model, adapter))
+        if "from_hf" in adapter.overrides:
+            stored = {k: tensor for k, tensor in checkpoint.tensors(adapter).items() if not adapter.is_passthrough(k)}
+            state = {key: tensor.lazy(torch.float32, transposed=False).read() for key, tensor in stored.items()}
+            copy_hf_weights(model, adapter, state)
+        else:
+            checkpoint.read(match_parameters(checkpoint, model, adapter))
+
+
+@torch.no_grad()
+def copy_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, state: Mapping[str, Tensor]) -> None:
+    """Copy a Hugging Face state dict into the parameters of a model, through the family's `from_hf`.
+
+    Raises:
+        CheckpointError: a key or a parameter is not used exactly once, or a weight is an integer.
+    """
+    native = adapter.load_hf(state)
+    for name, tensor in loadable_tensors(model, adapter).items():
+        source = "tok_embeddings.weight" if name == "output.weight" and adapter.is_tied else name
+        if source not in native:  # a new score head
+            continue
+        if native[source].dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"parameter {name!r} is {native[source].dtype}; dequantize the model first")
+        local_tensor(tensor).copy_(native[source][local_region(tensor)])
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +25,13 @@ from archon.models.lora.model import Fill, add_lora, initializers
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
 from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
-from archon.parallel.fsdp import local_region, local_tensor
+from archon.parallel.fsdp import local_region, local_tensor, sum_gradients
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import assign_gpu, torchrun_world_size
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import EngineConfig, LoRASpec
-from archon.schema.errors import ConfigError, LayoutError
+from archon.schema.errors import ConfigError, FamilyError, LayoutError
 
 FP8_CAPABILITY = (9, 0)
 """Compute capability required by `scaled_mm` with row scales and by `scaled_grouped_mm`."""
@@ -79,7 +80,12 @@ class ModelBuilder:
             use_all_threads()
         model = self.full_model()
         remove(model)
-        self.spec.parallelize_fn(
+        model.untie_weights()
+        fp8: dict[str, Any] = {"fp8": config.fp8_recipe} if blocks else {}
+        if 0 < len(blocks) < self.args.n_layers:
+            fp8["fp8_blocks"] = blocks
+        self._require_options(fp8)
+        parallelized = self.spec.parallelize_fn(
             model,
             self.layout.dims,
             param_dtype=self.compute_dtype,
@@ -87,16 +93,30 @@ class ModelBuilder:
             cpu_offload=config.cpu_offload,
             reshard_after_forward_policy=config.reshard_after_forward,
             ac_config=config.activation_checkpoint,
-            enable_compile=config.compile,
-            # Families outside archon may not accept these options.
-            **({"fp8": config.fp8_recipe} if blocks else {}),
-            **({"fp8_blocks": blocks} if 0 < len(blocks) < self.args.n_layers else {}),
+            enable_compile=compile_enabled(config.compile, self.device.type),
+            **fp8,
         )
+        function = f"the parallelize function of family {self.spec.name}"
+        if parallelized is not model:
+            raise FamilyError(f"{function} returned {type(parallelized).__name__}; return the model that it got")
+        sum_gradients(model, self.layout.dims, function)
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         return model
+
+    def _require_options(self, options: Iterable[str]) -> None:
+        """Raise ConfigError for options that the parallelize function of a family outside archon does not accept."""
+        parameters = inspect.signature(self.spec.parallelize_fn).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        for name in options:
+            if name not in parameters:
+                raise ConfigError(
+                    f"fp8 = {self.config.fp8} needs the argument {name} of the parallelize function, and family "
+                    f"{self.spec.name}'s lacks it; set fp8 to none"
+                )
 
     def build_stages(self, rank: int) -> StagedModel:
         """Return the stages of a pipeline rank, pruned by the family's `pipelining_fn` or by `prune`."""
@@ -114,7 +134,8 @@ class ModelBuilder:
                 # DTensor warns that CPU ranks may draw different numbers; here every rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
-                self._init_weights(model, self.full_model().initializers(), adapter.is_tied)
+                weights = replace(self, loras={}).full_model().initial_weights()
+                self._init_weights(model, weights, adapter.is_tied)
         if not self.config.init_from_scratch:
             load_hf_weights(model, adapter, self.config.path)
         for lora_name, shape in lora_specs(self.config).items():

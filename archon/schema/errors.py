@@ -63,6 +63,10 @@ class LayoutError(UserError):
     """Illegal parallel layout; the message names the broken rule and the nearest legal layouts."""
 
 
+class FamilyError(UserError):
+    """Code of a model family that breaks its contract; the message names the class or the function."""
+
+
 class ResourceExhaustedError(UserError):
     """Memory, open files or threads are exhausted; the message names the resource and a remedy."""
 

@@ -8,7 +8,17 @@ from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
 from archon.models.hf.checks import require
-from archon.models.hf.config import NO_WINDOWS, Field, WindowPolicy, as_dict, read_config, text_config
+from archon.models.hf.config import (
+    NO_WINDOWS,
+    NULLABLE_HEAD_DIM,
+    Field,
+    WindowPolicy,
+    as_dict,
+    dense_fields,
+    read_config,
+    text_config,
+)
+from archon.models.hf.config_object import complete_reader
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.feed_forward import DenseLayer, get_activation
@@ -48,7 +58,7 @@ class ImageFormat:
 
 @dataclass
 class BaseModelArgs:
-    """Sizes and options of a decoder; lengths are in tokens.
+    """Sizes and options of a decoder; lengths are in tokens. The default sizes are those of Qwen2-0.5B.
 
     Attributes:
         dim: Width of the residual stream (`hidden_size`).
@@ -91,11 +101,11 @@ class BaseModelArgs:
         ConfigError: Values contradict each other.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    hidden_dim: int
-    vocab_size: int
+    dim: int = 896
+    n_layers: int = 24
+    n_heads: int = 14
+    hidden_dim: int = 4864
+    vocab_size: int = 151936
     n_kv_heads: int = 0
     head_dim: int = 0
     norm_eps: float = 1e-6
@@ -137,14 +147,24 @@ class BaseModelArgs:
 
     model_types: ClassVar[frozenset[str]] = frozenset()
     biases_all_projections: ClassVar[bool] = False
-    hf_fields: ClassVar[dict[str, Field]]
+    hf_fields: ClassVar[dict[str, Field]] = dense_fields(
+        NULLABLE_HEAD_DIM, num_key_value_heads=0, max_position_embeddings=32768
+    )
     hf_windows: ClassVar[WindowPolicy] = NO_WINDOWS
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_fixed_values: ClassVar[dict[str, Any]] = {}
     composite_types: ClassVar[dict[str, str]] = {}
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "from_hf_config" in vars(cls):
+            cls.from_hf_config = classmethod(complete_reader(vars(cls)["from_hf_config"].__func__))  # type: ignore[method-assign, assignment]
+
     def __post_init__(self) -> None:
+        for scaling in (self.rope_scaling, self.local_rope_scaling):
+            is_read = isinstance(scaling, RopeConfig)
+            require(is_read, f"rope_scaling is {scaling!r}; expected a RopeConfig, or leave it out: archon reads it")
         if self.biases_all_projections:
             self.attention_out_bias = self.attention_bias
         self.n_kv_heads = self.n_kv_heads or self.n_heads

@@ -51,7 +51,7 @@ MAX_FLOAT = 1e30
 MAX_LAYERS = 10_000
 
 
-_DENSE_FIELDS = {
+DENSE_FIELDS = {
     "hidden_size": Field("dim", int),
     "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
     "num_attention_heads": Field("n_heads", int),
@@ -78,7 +78,7 @@ def dense_fields(*groups: Mapping[str, Field], **defaults: Any) -> dict[str, Fie
     Every family sets the defaults of `num_key_value_heads` (0 means the number of attention heads) and
     `max_position_embeddings`.
     """
-    fields = {name: field for group in (_DENSE_FIELDS, *groups) for name, field in group.items()}
+    fields = {name: field for group in (DENSE_FIELDS, *groups) for name, field in group.items()}
     return with_defaults(fields, **defaults)
 
 

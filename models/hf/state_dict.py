@@ -7,8 +7,10 @@ map, such as a router's correction bias, is handled like a parameter.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
+from archon.models.hf.config_object import HFConfig
 from archon.models.hf.fused_tensors import Fused, Placement, place_parts
 from archon.models.hf.names import DENSE_HF_MAP, HFMap, replace_prefix, transformers_map
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.quantization import read_quantization
-from archon.schema.errors import CheckpointError
+from archon.parallel.torch_private import is_changed
+from archon.schema.errors import CheckpointError, FamilyError
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,40 @@ def _matcher(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(r"\{\}", r"(0|[1-9]\d*)"))
 
 
+def _complete_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a family's `__init__`: pass it an `HFConfig`, and set the options that it does not accept."""
+    parameters = inspect.signature(init).parameters
+    takes_options = "is_critic" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    @functools.wraps(init)
+    def complete(
+        self: BaseStateDictAdapter,
+        hf_config: Any,
+        hf_assets_path: str | None = None,
+        *,
+        is_critic: bool = False,
+        init_score: bool = False,
+    ) -> None:
+        config = hf_config if isinstance(hf_config, HFConfig) else HFConfig(hf_config)
+        if takes_options:
+            init(self, config, hf_assets_path, is_critic=is_critic, init_score=init_score)
+            return
+        init(self, config, hf_assets_path)
+        if is_critic:
+            self.args = self.model_class.args_class.from_hf_config(config, is_critic=True)
+            self.init_score = init_score
+
+    return complete
+
+
+_CONVERSIONS = ("from_hf", "to_hf", "convert_single_to_hf")
+
+
 class BaseStateDictAdapter:
     """Map between the tensors of a Hugging Face checkpoint and the parameters of a model; holds no tensors.
+
+    A family whose tensors the map cannot describe overrides `from_hf`, and `to_hf` or `convert_single_to_hf`. Files are
+    then read and written through these methods, with the whole model in memory.
 
     Subclasses set `model_class`, and `from_hf_map` unless it is the dense map. `passthrough` lists key patterns of
     tensors that the model does not use, such as multi-token-prediction layers or the vision encoder. In a pattern
@@ -79,13 +115,52 @@ class BaseStateDictAdapter:
     from_hf_map: ClassVar[HFMap] = DENSE_HF_MAP
     passthrough: tuple[str, ...] = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _complete_init(vars(cls)["__init__"])  # type: ignore[method-assign]
+
     def __init__(
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
     ) -> None:
+        if not hasattr(type(self), "model_class"):
+            raise FamilyError(f"{type(self).__name__} has no model_class; put it in a ModelSpec, or set model_class")
         self.args = self.model_class.args_class.from_hf_config(hf_config, is_critic=is_critic)
         self.quantization = read_quantization(as_dict(hf_config).get(QUANTIZATION_FIELD))
         self.hf_assets_path = hf_assets_path
         self.init_score = is_critic and init_score
+
+    @cached_property
+    def overrides(self) -> frozenset[str]:
+        """Conversion methods that the family overrides; none if they only rename as the map does."""
+        methods = {name: getattr(type(self), name) for name in _CONVERSIONS}
+        names = frozenset(n for n, method in methods.items() if method is not getattr(BaseStateDictAdapter, n))
+        self.__dict__["overrides"] = names  # read by the base methods that an override calls
+        return frozenset() if names and self._renames_as_map() else names
+
+    def _renames_as_map(self) -> bool:
+        """Return whether the conversion methods return the tensors themselves, under the names of the map."""
+        try:
+            native = {name: torch.empty(shape, device="meta") for name, shape in self.stored_shapes.items()}
+            hf = dict(self._export_by_map(native.items()))
+            singles = dict(pair for item in native.items() for pair in self.convert_single_to_hf(*item))
+            outputs = [(dict(self.to_hf(dict(native))), hf), (singles, hf), (dict(self.from_hf(dict(hf))), native)]
+        except Exception:  # noqa: BLE001 - a family's code; its methods are then used as they are
+            return False
+        is_same = all(
+            {*output} - {"output.weight"} == {*expected} - {"output.weight"}
+            and all(tensor is expected.get(name, tensor) for name, tensor in output.items())
+            for output, expected in outputs
+        )
+        return is_same and not any(map(is_changed, native.values()))
+
+    def require_map(self, use: str) -> None:
+        """Raise CheckpointError for `use`, which reads the map, if the family overrides conversions."""
+        if self.overrides:
+            raise CheckpointError(
+                f"{use} needs tensors that from_hf_map describes, and {type(self).__name__} overrides "
+                f"{', '.join(sorted(self.overrides))}; load and save Hugging Face checkpoints instead"
+            )
 
     @cached_property
     def to_hf_map(self) -> dict[str, str]:
@@ -132,6 +207,8 @@ class BaseStateDictAdapter:
     @cached_property
     def in_memory(self) -> BaseStateDictAdapter:
         """The same adapter for the names of transformers' in-memory models; see `transformers_map`."""
+        if self.overrides:
+            return self
         return self._with_map(transformers_map(self.from_hf_map))
 
     @cached_property
@@ -153,6 +230,8 @@ class BaseStateDictAdapter:
 
         Besides in-memory models, checkpoints with stacked experts such as Qwen3.5's need `in_memory`.
         """
+        if self.overrides:
+            return self
         keys = {*keys}
         embedding = self.to_hf_map.get("tok_embeddings.weight", "")
         adapter = self.without_head if embedding not in keys and embedding.removeprefix("model.") in keys else self
@@ -165,6 +244,12 @@ class BaseStateDictAdapter:
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
+        if self.overrides & {"to_hf", "convert_single_to_hf"}:
+            state = {name: torch.empty(self.stored_shapes[name], device="meta") for name in self.loadable_names()}
+            return {hf: tuple(tensor.shape) for hf, tensor in self.export(state.items())}
+        return self._map_shapes()
+
+    def _map_shapes(self) -> dict[str, tuple[int, ...]]:
         names = {*self.loadable_names()}
         return {
             hf: targets[0].hf_shape(self.stored_shapes[targets[0].name])
@@ -192,7 +277,7 @@ class BaseStateDictAdapter:
 
     def is_passthrough(self, hf_name: str) -> bool:
         """Return whether an export copies this key from the source checkpoint; see `passthrough`."""
-        if hf_name in self._targets:
+        if not self.overrides and hf_name in self._targets:
             return False
         return any(pattern.fullmatch(hf_name) for pattern in self._passthrough_patterns)
 
@@ -295,11 +380,22 @@ class BaseStateDictAdapter:
     def export(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert native (name, tensor) pairs to Hugging Face pairs, each as soon as all its parameters arrived.
 
-        Only fused tensors are copies.
+        Only fused tensors are copies. An overridden `to_hf` gets all pairs at once, and an overridden
+        `convert_single_to_hf` each pair.
 
         Raises:
             CheckpointError: A parameter is unknown, occurs twice or has another shape, or a fused tensor is incomplete.
         """
+        if "to_hf" in self.overrides:
+            yield from self.to_hf(dict(tensors)).items()
+            return
+        if "convert_single_to_hf" in self.overrides:
+            for name, tensor in tensors:
+                yield from self.convert_single_to_hf(name, tensor)
+            return
+        yield from self._export_by_map(tensors)
+
+    def _export_by_map(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         pending: dict[str, tuple[Tensor, set[str]]] = {}
         for name, tensor in tensors:
             for hf, target in self._export_targets(name, tensor):
@@ -347,7 +443,8 @@ class BaseStateDictAdapter:
         """
         if missing := {*self.stored_shapes} - {*state}:
             raise CheckpointError(f"parameters missing from the export: {_shorten(missing)}")
-        return dict(self.export(state.items()))
+        by_map = "to_hf" in self.overrides  # an override called this method
+        return dict(self._export_by_map(state.items()) if by_map else self.export(state.items()))
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert a Hugging Face state dict, of a checkpoint or an in-memory model, to a native state dict.
@@ -357,7 +454,7 @@ class BaseStateDictAdapter:
         """
         if (reader := self.for_keys(state)) is not self:
             return reader.from_hf(state)
-        expected = self.hf_shapes()
+        expected = self._map_shapes()
         native: dict[str, Tensor] = {}
         rows: dict[str, dict[int, Tensor]] = {}
         ties: dict[str, str] = {}
@@ -384,6 +481,33 @@ class BaseStateDictAdapter:
                     f"{hf_name!r}{self._where()} differs from the embedding it is tied to; "
                     "set tie_word_embeddings to false or remove it"
                 )
+        return native
+
+    def load_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `from_hf(state)` with the checks that an overridden `from_hf` may lack.
+
+        Raises:
+            CheckpointError: A parameter is missing, unknown or has another shape, or a key is dropped.
+        """
+        native, method = self.from_hf(state), f"{type(self).__name__}.from_hf"
+        if "from_hf" not in self.overrides:
+            return native
+        head = native.pop("output.weight", None) if self.is_tied or self.init_score else None
+        if self.is_tied and head is not None and not torch.equal(head, native["tok_embeddings.weight"]):
+            raise CheckpointError(
+                f"{method}{self._where()}: the head differs from the embedding it is tied to; set "
+                "tie_word_embeddings to false or remove it"
+            )
+        shapes = {name: self.stored_shapes[name] for name in self.loadable_names()}
+        for name in sorted({*shapes, *native}):
+            shape = tuple(native[name].shape) if name in native else "missing"
+            if shape != shapes.get(name, "not a parameter"):
+                expected = shapes.get(name, "no such parameter")
+                raise CheckpointError(f"{method}{self._where()}: {name!r} is {shape}; expected {expected}")
+        used = {*self.hf_shapes(), self.to_hf_map.get("output.weight") if self.is_tied or self.init_score else None}
+        for key in sorted({*state} - used):
+            if not self.is_passthrough(key) and not any(pattern.fullmatch(key) for pattern in self._skipped):
+                raise CheckpointError(f"{method}{self._where()}: unknown key {key!r}; map it, or map it to None")
         return native
 
     def _where(self) -> str:

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils import checkpoint
 
@@ -100,6 +102,33 @@ def test_groups() -> None:
     known |= {"ProcessGroupUCC", "ProcessGroupXCCL", "default_pg_timeout"}
     known |= {"Store", "FileStore", "HashStore", "PrefixStore", "TCPStore", "DistStoreError"}
     assert public(dist, "group", "store") <= known, "can a new public function replace an entry?"
+
+
+def test_fsdp() -> None:
+    ensure_process_group("cpu")
+    dtypes: list[torch.dtype] = []
+
+    class Inner(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            dtypes.append(x.dtype)
+            return super().forward(x.to(self.weight.dtype))
+
+    mesh = init_device_mesh("cpu", (1,))
+    module = fully_shard(Inner(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    module(torch.ones(1, 2))
+    torch_private.keep_input_dtypes(module)
+    module(torch.ones(1, 2))
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert public(FSDPModule, "policy", "cast") == set(), "can a new public method change the policy?"
+
+
+def test_versions() -> None:
+    tensor = torch.empty(2, device="meta")
+    assert not torch_private.is_changed(tensor)
+    with torch.no_grad():
+        tensor.mul_(2)
+    assert torch_private.is_changed(tensor)
+    assert public(Tensor, "version", "mutat") == set(), "can a public method replace the entry?"
 
 
 def test_timeouts() -> None:

@@ -137,6 +137,7 @@ def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict
     Raises:
         ConfigError: a tensor's parts have different inputs, or one of them cannot have a LoRA.
     """
+    adapter.require_map("a LoRA in PEFT's format")
     names = {*matrices}
     tensors: dict[str, PeftTensor] = {}
     shapes = adapter.hf_shapes()

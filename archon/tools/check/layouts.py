@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from archon.checkpoint.hf_io import load_model
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import Metrics, document_sums, loss_token_count, masked_sum
+from archon.models import BaseArchonModel
 from archon.parallel.gather import full_tensors
 from archon.schema.config import EngineConfig
-from archon.schema.errors import UserError
+from archon.schema.errors import FamilyError, UserError
 from archon.tools.check.family import CheckedFamily, load_families
-from archon.tools.check.oracle import ContractError
+from archon.tools.check.oracle import ContractError, relative_error
 from archon.tools.check.random_configs import draw_fields
 from archon.tools.check.rank_pool import Pool, RankError
 from archon.tools.check.round_trip import fresh_checkpoint
@@ -143,7 +145,9 @@ def check_layouts(family: CheckedFamily, folder: Path, *, seed: int = 0, tied: b
     config |= draw_fields(seed, family.model_type, rope_kind="default", **fixed)
     model = fresh_checkpoint(folder, config, seed, torch.float64)
     checkpoint = folder / "weights"
-    actual = _measure(_engine(checkpoint, LayoutCase("d1")))
+    single = _engine(checkpoint, LayoutCase("d1"))
+    _require_forward(single, load_model(checkpoint, dtype=torch.float64, text_only=True))
+    actual = _measure(single)
     save_file(actual, folder / "reference.safetensors")
     sparse = any(layer.feed_forward.n_experts for layer in model.layer_specs)
     results, broken = [], []
@@ -181,6 +185,8 @@ def measure_rank(target: str, checkpoint: str, case: LayoutCase) -> dict[str, fl
     load_families(target)
     try:
         engine = _engine(Path(checkpoint), case)
+    except FamilyError:
+        raise
     except UserError as error:
         return str(error)
     actual = _measure(engine)
@@ -192,6 +198,20 @@ def _engine(checkpoint: Path, case: LayoutCase) -> ArchonEngine:
     engine = ArchonEngine(EngineConfig.model_validate(options | {"max_tokens_per_mb": MAX_TOKENS} | case.options))
     engine.initialize()
     return engine
+
+
+@torch.no_grad()
+def _require_forward(engine: ArchonEngine, model: BaseArchonModel) -> None:
+    """Check that the engine's scores of each document follow from the logits of the model's forward."""
+    data = padded_batch(LENGTHS, VOCAB, 10)
+    scores, expected = engine.forward_batch(data), []
+    for tokens, length in zip(data["input_ids"], LENGTHS, strict=True):
+        tokens, bounds = tokens[:length], torch.tensor([0, length], dtype=torch.int32)
+        logprobs = model(tokens, torch.arange(length), bounds, length)[:-1].log_softmax(-1)
+        expected.append(logprobs.gather(-1, tokens[1:].unsqueeze(-1)).squeeze(-1))
+    actual = [row[1:length] for row, length in zip(scores, LENGTHS, strict=True)]
+    if not (difference := relative_error(torch.cat(actual), torch.cat(expected))) <= FP64_TOLERANCE:
+        raise ContractError(f"the engine's scores differ by {difference:.1e} from the logits of the model's forward")
 
 
 def _measure(engine: ArchonEngine) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from archon.checkpoint.hf_io import load_model, save_model
-from archon.models import BaseArchonModel, get_model_spec
+from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec
 from archon.tools.check.oracle import (
     ContractError,
     build_pair,
@@ -37,6 +37,15 @@ def _require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], label
             raise ContractError(f"{label}: {name} is not bitwise equal")
 
 
+def _require_conversions(adapter: BaseStateDictAdapter, native: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Check that `to_hf`, and an overridden `convert_single_to_hf`, undo `from_hf`."""
+    stored = {name: tensor for name, tensor in native.items() if name in adapter.stored_shapes}
+    _require_equal(dict(adapter.to_hf(dict(stored))), tensors, "to_hf")
+    if "convert_single_to_hf" in adapter.overrides:
+        singles = dict(pair for item in stored.items() for pair in adapter.convert_single_to_hf(*item))
+        _require_equal(singles, tensors, "convert_single_to_hf")
+
+
 def round_trip(seed: int, model_type: str, folder: Path, reference: str | None = None) -> int:
     """Load a checkpoint of transformers and write it again; return its number of tensors.
 
@@ -49,11 +58,14 @@ def round_trip(seed: int, model_type: str, folder: Path, reference: str | None =
     if (shapes := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != adapter.hf_shapes():
         wrong = sorted(name for name, _ in shapes.items() ^ adapter.hf_shapes().items())
         raise ContractError(f"names or shapes of {wrong[:4]} differ from transformers' checkpoint")
-    _require_equal(adapter.to_hf(adapter.from_hf(tensors)), tensors, "state dicts")
+    native = adapter.from_hf(tensors)
+    _require_conversions(adapter, native, tensors)
     source = folder / "source"
     hf_model.save_pretrained(source)
     (source / "config.json").write_text(json.dumps(family_config(config, model_type)))
-    save_model(load_model(source, dtype=torch.float32, text_only=True), folder / "copy", like=source)
+    loaded = load_model(source, dtype=torch.float32, text_only=True)
+    _require_equal(dict(loaded.named_parameters()), {name: native[name] for name in adapter.native_shapes}, "loaded")
+    save_model(loaded, folder / "copy", like=source)
     written = folder_tensors(folder / "copy")
     _require_equal(written, folder_tensors(source), "files")
     return len(written)
@@ -94,8 +106,11 @@ def native_round_trip(seed: int, model_type: str, folder: Path) -> int:
     config = {"model_type": model_type} | draw_fields(seed, model_type)
     model = fresh_checkpoint(folder, config, seed)
     loaded = load_model(folder / "weights", dtype=torch.float32)
+    adapter = get_model_spec(model_type).state_dict_adapter_class(config)
+    tensors = folder_tensors(folder / "weights")
+    _require_conversions(adapter, adapter.from_hf(tensors), tensors)
     _require_equal(dict(loaded.named_parameters()), dict(model.named_parameters()), "loaded")
     save_model(loaded, folder / "copy", like=folder, passthrough=False)
     written = folder_tensors(folder / "copy")
-    _require_equal(written, folder_tensors(folder / "weights"), "files")
+    _require_equal(written, tensors, "files")
     return len(written)
