@@ -153,11 +153,11 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         doc = f"See `{cls.__name__}` and `{args_class.__name__}`."
         return type(name, (cls,), {"__module__": args_class.__module__, "__doc__": doc, "args_class": args_class})
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args = None) -> None:  # type: ignore[assignment]
         if not isinstance(args, BaseModelArgs):
             raise FamilyError(
-                f"{type(self).__name__} got {type(args).__name__} arguments; call super().__init__(model_args) with a "
-                "subclass of BaseModelArgs"
+                f"{type(self).__name__} passes {args!r:.80} to BaseArchonModel; call super().__init__(model_args) with "
+                "an instance of a subclass of BaseModelArgs"
             )
         super().__init__()
         self.args: BaseModelArgs = args

@@ -83,6 +83,11 @@ def _complete_init(init: Callable[..., None]) -> Callable[..., None]:
             init(self, config, hf_assets_path, is_critic=is_critic, init_score=init_score)
             return
         init(self, config, hf_assets_path)
+        if not hasattr(self, "args"):
+            name = type(self).__name__
+            raise FamilyError(
+                f"{name}.__init__ leaves the base class out; call super().__init__(hf_config, path) first"
+            )
         if is_critic:
             self.args = self.model_class.args_class.from_hf_config(config, is_critic=True)
             self.init_score = init_score

@@ -129,6 +129,7 @@ NAMES: tuple[Name, ...] = (
     # -- areal.dataset
     *available("areal.dataset", "VALID_DATASETS", "archon.data", "grows with `register_dataset`; do not append to it"),
     *available("areal.dataset", "get_custom_dataset", f"{_HERE}.datasets"),
+    *renamed("areal.dataset", "_get_custom_dataset", f"{_HERE}.datasets.get_custom_dataset"),
     *available("areal.dataset.gsm8k", "get_gsm8k_rl_dataset get_gsm8k_sft_dataset", "archon.data"),
     *available(
         "areal.dataset.geometry3k", "get_geometry3k_rl_dataset get_geometry3k_sft_dataset", "archon.data", _IMAGES
@@ -157,6 +158,7 @@ NAMES: tuple[Name, ...] = (
         r"only `\boxed{…}` counts as an answer",
     ),
     *available("areal.reward", "gsm8k_reward_fn geometry3k_reward_fn clevr_count_70k_reward_fn", f"{_HERE}.rewards"),
+    *available("areal.reward", "math_verify_reward_fn", f"{_HERE}.rewards", r"only `\boxed{…}` counts as an answer"),
     *missing("areal.reward", "if_gap_reward_fn", "write a reward function"),
     # -- areal.utils, areal.infra, areal.engine
     *available("areal.utils.data", "concat_padded_tensors", "archon.rl.trajectories"),
@@ -217,11 +219,44 @@ NAMES: tuple[Name, ...] = (
         "`args.rope(layer)`",
         "the shared attention layer does this",
     ),
+    *available(f"{_ARCHON}.model_spec", "ParallelizeFn", "archon.models.spec"),
+    *renamed(
+        f"{_ARCHON}.qwen2.infra.parallelize",
+        "apply_non_moe_tp",
+        "archon.parallel.tensor.apply_tensor_parallel(model, parallel_dims.get_mesh('tp'), DENSE_TP_PLAN)",
+        "the plan is in archon.models.spec",
+    ),
+    *renamed(
+        f"{_ARCHON}.qwen3.infra.parallelize",
+        "apply_moe_ep_tp",
+        "archon.parallel.expert.apply_expert_parallel(model, ep_mesh, etp_mesh)",
+        "after apply_tensor_parallel with MOE_TP_PLAN",
+    ),
+    *renamed(f"{_ARCHON}.qwen3.infra.parallelize", "apply_fsdp", "archon.parallel.fsdp.apply_fsdp"),
+    *renamed(f"{_ARCHON}.compile", "apply_compile", "archon.parallel.compile.apply_compile"),
     *renamed(
         f"{_ARCHON}.activation_checkpoint",
         "ActivationCheckpointConfig",
         "archon.schema.config.ActivationCheckpointConfig",
     ),
+    *renamed(
+        f"{_ARCHON}.activation_checkpoint",
+        "apply_ac",
+        "archon.parallel.activation_checkpoint.apply_activation_checkpointing(blocks, ac_config, model.attention_ops)",
+    ),
+    *renamed(
+        f"{_ARCHON}.attention",
+        "SDPAWrapper VarlenAttentionWrapper TreeAttentionWrapper TreeAttentionMeta",
+        "`args.mixer(layer).build(layer, dim)`",
+        "the shared attention layer of every backend",
+    ),
+    *renamed(
+        f"{_ARCHON}.ulysses",
+        "gather_seq_scatter_heads gather_heads_scatter_seq",
+        "`c2` in the layout",
+        "the engine splits the tokens, and the shared attention layer exchanges heads",
+    ),
+    *renamed(f"{_ARCHON}.moe", "MoE MoEArgs", "archon.models.args.moe.MoEModelArgs", "as base class of the arguments"),
     *renamed(
         f"{_ARCHON}.expert_parallel",
         "ExpertParallel TensorParallel ExpertTensorParallel apply_expert_parallel",

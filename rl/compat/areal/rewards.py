@@ -13,6 +13,7 @@ from archon.rl.rewards.math_verify import math_verify_reward
 clevr_count_70k_reward_fn = clevr_count_70k_reward
 geometry3k_reward_fn = geometry3k_reward
 gsm8k_reward_fn = gsm8k_reward
+math_verify_reward_fn = math_verify_reward
 
 
 def get_custom_reward_fn(path: str) -> Callable[..., Any]:

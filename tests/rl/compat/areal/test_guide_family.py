@@ -17,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from archon.checkpoint.hf_io import load_model, load_spec, save_model
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
-from archon.models import ModelSpec
+from archon.models import BaseModelArgs, ModelSpec
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, FamilyError
 from archon.tools.check.layouts import LENGTHS, VOCAB, SequenceLoss, padded_batch, rank_rows
@@ -201,6 +202,33 @@ def package_config(package: Package, folder: Path) -> Path:
     return folder
 
 
+def test_the_four_test_stages_of_the_guide_run_as_written(tmp_path: Path) -> None:
+    package = Package(tmp_path)
+    spec = package.spec
+    hf_config = MagicMock()
+    for name, value in CONFIG.items():
+        setattr(hf_config, name, value)
+    # Stage 1: arguments
+    args = spec.model_args_class.from_hf_config(hf_config)
+    assert (args.dim, args.n_layers, args.tie_word_embeddings) == (32, 2, False)
+    assert (spec.model_args_class().dim, BaseModelArgs().dim) == (64, 896)  # the smallest variants
+    # Stage 2: round trip of a state dict
+    with torch.device("meta"):
+        model = spec.model_class(args)
+    adapter = spec.state_dict_adapter_class(hf_config)
+    archon_sd = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
+    roundtrip = adapter.from_hf(adapter.to_hf(archon_sd))
+    assert set(roundtrip.keys()) == set(archon_sd.keys())
+    # Stage 3: completeness
+    for name, _ in model.named_parameters():
+        assert len(adapter.convert_single_to_hf(name, torch.empty(0))) > 0, f"No HF mapping for {name}"
+    # Stage 4: forward, compared with transformers
+    reference = LlamaForCausalLM(LlamaConfig(**CONFIG | {"initializer_range": 0.2}))
+    model = spec.model_class(args)
+    model.load_state_dict(adapter.from_hf(reference.state_dict()))
+    torch.testing.assert_close(logits(model), reference(torch.arange(9)[None]).logits[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -246,6 +274,25 @@ def test_a_layout_that_a_parallelize_function_forgets_is_an_error(
     package = Package(tmp_path, change)
     with pytest.raises(RankError, match=message):
         pool.run(train, package.name, str(tmp_path), str(package.checkpoint()), layout, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("model/model.py", "super().__init__(model_args)", "super().__init__()"), r"super\(\).__init__\(model_args\)"),
+        ((ADAPTER, "super().__init__(model_config, hf_assets_path)", "pass"), r"super\(\).__init__\(hf_config, path\)"),
+        (("model/args.py", "return cls(", "return dict("), "from_hf_config returned .*; expected a GuidedModelArgs"),
+        ((PARALLELIZE, "    return model\n", "    return None\n"), "returned NoneType; return the model"),
+        (
+            ("spec.py", "model_class=GuidedModel", "model_class=GuidedModelArgs"),
+            "expected a subclass of BaseArchonModel",
+        ),
+    ],
+    ids=["model", "adapter", "arguments", "parallelize", "spec"],
+)
+def test_base_classes_say_what_is_missing(tmp_path: Path, change: Change, message: str) -> None:
+    with pytest.raises(FamilyError, match=message):
+        engine_of(package_config(Package(tmp_path, change), tmp_path), "d1", init_from_scratch=True)
 
 
 @pytest.mark.slow

@@ -305,11 +305,17 @@ def rope(here: Here) -> None:
             assert math.isclose(cache[position, 8 + column], math.sin(angle), abs_tol=1e-6)
 
 
+def parallelize_fn(here: Here) -> None:
+    function: areal.ParallelizeFn = areal.parallelize_qwen3
+    assert callable(function)
+
+
 RL, SFT = ("messages", "answer"), ("input_ids", "loss_mask")
 SCORES = {"get_reward_fn": lambda: areal.get_reward_fn("gsm8k_reward_fn"),
           "get_custom_reward_fn": lambda: areal.get_custom_reward_fn("hiyouga/geometry3k"),
           "gsm8k_reward_fn": lambda: areal.gsm8k_reward_fn,
-          "geometry3k_reward_fn": lambda: areal.geometry3k_reward_fn}  # fmt: skip
+          "geometry3k_reward_fn": lambda: areal.geometry3k_reward_fn,
+          "math_verify_reward_fn": lambda: areal.math_verify_reward_fn}  # fmt: skip
 USES: dict[str, Callable[[Here], None]] = {
     "PPOTrainer": ppo_trainer,
     "SFTTrainer": sft_trainer,
@@ -345,6 +351,7 @@ USES: dict[str, Callable[[Here], None]] = {
     **{name.format(n): family(n) for n in (2, 3)
        for name in ("Qwen{}Model", "Qwen{}ModelArgs", "Qwen{}StateDictAdapter", "parallelize_qwen{}")},
     "ArchonParallelDims": dims,
+    "ParallelizeFn": parallelize_fn,
     "pipeline_llm": pipeline,
     "precompute_rope_cache": rope,
 }  # fmt: skip
