@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from archon.checkpoint.chat_template import Message
@@ -20,6 +21,7 @@ from archon.data.image_rows import (
 from archon.data.images import ImageReader
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, column_value
+from archon.data.token_rows import TokenRows, encode_rows, row_lengths
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,29 @@ def sft_dataset(
             image token.
     """
     source, prompt_key, response_key = _recognize(source, name, "sft", prompt_key, response_key)
+    columns = {"prompt_key": prompt_key, "response_key": response_key}
+    prompts = {"system_prompt": system_prompt, "instruction": instruction}
+    encode = partial(
+        _sft_rows, tokenizer=tokenizer, **columns, **prompts, reader=reader, turns=turns, max_length=max_length
+    )
+    rows = encode_rows(source, encode, name) if reader is None else encode(source)
+    if max_length is None:
+        return RowDataset(name, rows)
+    return drop_long_rows(name, rows, row_lengths(rows, ["input_ids"]), max_length)
+
+
+def _sft_rows(
+    source: Sequence[SourceRow],
+    *,
+    tokenizer: Any,
+    prompt_key: str,
+    response_key: str | None,
+    system_prompt: str | None,
+    instruction: str | None,
+    max_length: int | None,
+    reader: ImageReader | None,
+    turns: TurnOptions | None,
+) -> list[dict[str, Any]]:
     if all(column in source[0].data for column in ENCODED):
         rows = encoded_rows(source)
     elif prompt_key == "text" and response_key is None and isinstance(source[0].data["text"], str):
@@ -141,11 +166,9 @@ def sft_dataset(
             candidates = zip(rows, row_images, source, strict=True)
             expander = SFTExpander(reader)
             rows = [expander.expand(row, images, origin.where) for row, images, origin in candidates]
-    if max_length is None:
-        return RowDataset(name, rows)
-    if turns is not None and turns.long_rows == "truncate":
+    if max_length is not None and turns is not None and turns.long_rows == "truncate":
         rows = [_truncate_turns(row, max_length) for row in rows]
-    return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)
+    return rows
 
 
 def _recognize(
@@ -200,7 +223,8 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
     Raises:
         DatasetError: all rows are longer.
     """
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
+    numbers = [number for number, length in enumerate(lengths) if length <= max_length]
+    kept = rows.select(numbers) if isinstance(rows, TokenRows) else [rows[number] for number in numbers]
     n_filtered = len(rows) - len(kept)
     if not kept:
         raise DatasetError(

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from archon.data.mapping import assistant_message, conversation, drop_long_rows,
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
+from archon.data.token_rows import encode_rows, row_lengths
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -61,14 +63,38 @@ def pair_dataset(
     source, prompt_key, _, description = recognize(source, "dpo", prompt_key, RESPONSE_KEY)
     if description:
         logger.warning("%s: reading %s", name, description)
+    encode = partial(
+        _pair_rows,
+        tokenizer=tokenizer,
+        prompt_key=prompt_key,
+        answer_keys=(chosen_key, rejected_key),
+        system_prompt=system_prompt,
+        instruction=instruction,
+        turns=replace(turns or TurnOptions(), train_turns="last"),
+    )
+    rows = encode_rows(source, encode, name)
+    if max_length is None:
+        return RowDataset(name, rows)
+    return drop_long_rows(name, rows, row_lengths(rows, ["chosen_ids", "rejected_ids"]), max_length)
+
+
+def _pair_rows(
+    source: Sequence[SourceRow],
+    *,
+    tokenizer: Any,
+    prompt_key: str | None,
+    answer_keys: tuple[str, str],
+    system_prompt: str | None,
+    instruction: str | None,
+    turns: TurnOptions,
+) -> list[dict[str, list[int]]]:
     examples = []
-    last = replace(turns or TurnOptions(), train_turns="last")
     for row in source:
-        for key in (chosen_key, rejected_key):
+        for key in answer_keys:
             messages = _conversation(row, prompt_key, key, system_prompt, instruction)
-            examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), last))
+            examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns))
     encoded = encode_sft(tokenizer, examples)
-    rows = [
+    return [
         {
             "chosen_ids": chosen["input_ids"],
             "chosen_loss_mask": chosen["loss_mask"],
@@ -77,10 +103,6 @@ def pair_dataset(
         }
         for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True)
     ]
-    if max_length is None:
-        return RowDataset(name, rows)
-    lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    return drop_long_rows(name, rows, lengths, max_length)
 
 
 def _conversation(

@@ -9,18 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from archon.checkpoint.chat_template import set_prompt_separator
 from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.config import DatasetConfig, TrainingDataConfig
-from archon.data.encoding import TurnOptions
+from archon.data.encoding import TurnOptions, tokenizer_identity
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset, row_fingerprint
-from archon.data.sources import SourceRow, has_column, has_subsets, read_rows
+from archon.data.sources import SourceRow, has_column, has_subsets, local_files, read_rows
+from archon.data.token_rows import CACHED_BYTES, cached_rows
 from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
 
@@ -94,14 +96,26 @@ def load_rows(
     if config.separator is not None and tokenizer is not None:
         set_prompt_separator(tokenizer, config.separator)
     options = config.model_dump(exclude={"limit", "separator", *TurnOptions.__dataclass_fields__})
-    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, reader=reader, turns=turns, **options)
-    rows = dataset.rows[: config.limit]
+    load = partial(get_custom_dataset, kind=kind, tokenizer=tokenizer, reader=reader, turns=turns, **options)
     if kind == "rl":
-        return replace(dataset, rows=rows)
+        dataset = load()
+        return replace(dataset, rows=dataset.rows[: config.limit])
     # A file may move between a run and its resume; everything else that changes encoded rows counts.
-    recipe = [config.model_dump(exclude={"path", "data_dir"}), getattr(tokenizer, "chat_template", None)]
+    recipe = [config.model_dump(exclude={"path", "data_dir", "limit"}), getattr(tokenizer, "chat_template", None)]
+    files = [] if reader is not None or _NAMED.find(config.path) else local_files(config.path)
+    if sum(file.stat().st_size for file in files) < CACHED_BYTES:
+        dataset = load()
+    else:
+
+        def prepare() -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+            prepared = load()
+            facts = {"n_filtered": prepared.n_filtered, "source_fingerprint": prepared.source_fingerprint}
+            return prepared.rows, {"name": prepared.name, **facts}
+
+        rows, facts = cached_rows(files, [kind, *recipe, tokenizer_identity(tokenizer)], prepare)
+        dataset = RowDataset(rows=rows, **facts)
     fingerprint = row_fingerprint([dataset.source_fingerprint, recipe])
-    return replace(dataset, rows=rows, source_fingerprint=fingerprint)
+    return replace(dataset, rows=dataset.rows[: config.limit], source_fingerprint=fingerprint)
 
 
 def _turn_options(config: DatasetConfig, kind: DatasetKind) -> TurnOptions | None:

@@ -47,7 +47,7 @@ class RowDataset(Sequence[Row]):
     """
 
     name: str
-    rows: list[Row]
+    rows: Sequence[Row]
     n_filtered: int = 0
     source_fingerprint: str | None = None
 

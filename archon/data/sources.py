@@ -307,6 +307,16 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> list[So
     return _read_files(files)
 
 
+def local_files(path: str | Path) -> list[Path]:
+    """Return the files that `read_rows` may read for a file, a folder or a pattern; none for another source."""
+    location = Path(path).expanduser()
+    if location.is_file():  # its name may have the characters of a pattern
+        return [location]
+    if location.is_dir():
+        return sorted(file for file in location.rglob("*") if file.is_file())
+    return [Path(file) for file in sorted(glob.glob(str(location), recursive=True))]
+
+
 def has_subsets(path: str | Path) -> bool:
     """Return whether a source may have several configurations: a hub dataset, or a folder whose README lists them."""
     location = Path(path).expanduser()

@@ -14,6 +14,7 @@ from archon.data import RowDataset, RowLoader
 from archon.data.image_rows import open_reader
 from archon.data.images import ImageReader
 from archon.data.registry import DatasetKind, load_rows
+from archon.data.token_rows import row_lengths
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
@@ -236,8 +237,7 @@ class SFTTrainer(BaseTrainer):
 
 def require_row_lengths(rows: Sequence[dict[str, Any]], max_tokens: int) -> None:
     """Raise ConfigError if a training row has more than `max_tokens` tokens, the size of a micro-batch."""
-    columns = ("input_ids", "chosen_ids", "rejected_ids")
-    longest = max(len(row[column]) for row in rows for column in columns if column in row)
+    longest = max(row_lengths(rows, ["input_ids", "chosen_ids", "rejected_ids"]))
     if longest > max_tokens:
         raise ConfigError(
             f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {max_tokens}; raise it, "

@@ -1,0 +1,215 @@
+"""Token rows of large data sets: encoded by several processes, kept in arrays, and cached on disk.
+
+A list of 100,000 rows of 2,500 tokens would take 10 GB as Python integers, and a resume would render it again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from archon.data.sources import SourceRow
+
+Row = dict[str, Any]
+Encode = Callable[[Sequence[SourceRow]], list[Row]]
+
+CHUNK = 500
+"""Rows that are encoded together. A smaller data set stays a list."""
+_POOL_SECONDS = 20.0  # expected time from which worker processes are started; a start takes some seconds
+CACHED_BYTES = 2**24
+"""Size of source files from which their rows are cached."""
+_FORMAT = 1  # of a cached folder; raise it when the encoding of rows changes
+
+
+class TokenRows(Sequence[Row]):
+    """Rows of token lists, such as `{"input_ids", "loss_mask"}`, in one int32 array per column.
+
+    Args:
+        columns: by name, all tokens and the start of every row in them, with the end of the last (int64 [n + 1]).
+        order: numbers of the selected rows; by default all.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, tuple[np.ndarray, np.ndarray]], order: Sequence[int] | None = None
+    ) -> None:
+        self.columns = dict(columns)
+        n_rows = len(next(iter(self.columns.values()))[1]) - 1
+        self.order: Sequence[int] = range(n_rows) if order is None else order
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> TokenRows:
+        """Return rows of lists of int as arrays."""
+        columns = {}
+        for name in rows[0]:
+            starts = np.cumsum([0, *(len(row[name]) for row in rows)])
+            dtype = np.int8 if name.endswith("loss_mask") else np.int32
+            tokens = np.fromiter((token for row in rows for token in row[name]), dtype, int(starts[-1]))
+            columns[name] = tokens, starts
+        return cls(columns)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TokenRows]) -> TokenRows:
+        """Return the rows of all parts, whose rows are not selected."""
+        columns = {}
+        for name in parts[0].columns:
+            tokens = np.concatenate([part.columns[name][0] for part in parts])
+            lengths = np.concatenate([np.diff(part.columns[name][1]) for part in parts])
+            columns[name] = tokens, np.concatenate([[0], np.cumsum(lengths)])
+        return cls(columns)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenRows: ...
+    def __getitem__(self, index: int | slice) -> Row | TokenRows:
+        """Return a row as lists of int, or a selection of rows."""
+        if isinstance(index, slice):
+            return TokenRows(self.columns, self.order[index])
+        number = self.order[index]
+        return {
+            name: tokens[starts[number] : starts[number + 1]].tolist()
+            for name, (tokens, starts) in self.columns.items()
+        }
+
+    def select(self, numbers: Sequence[int]) -> TokenRows:
+        """Return the rows with these numbers."""
+        return TokenRows(self.columns, [self.order[number] for number in numbers])
+
+    def compact(self) -> TokenRows:
+        """Return the same rows without the tokens of others."""
+        if self.order == range(len(next(iter(self.columns.values()))[1]) - 1):
+            return self
+        columns = {}
+        for name, (tokens, starts) in self.columns.items():
+            kept = [tokens[starts[number] : starts[number + 1]] for number in self.order]
+            columns[name] = np.concatenate(kept), np.cumsum([0, *map(len, kept)])
+        return TokenRows(columns)
+
+    def lengths(self, name: str) -> list[int]:
+        """Return the number of tokens of every row in a column."""
+        return np.diff(self.columns[name][1])[np.asarray(self.order, dtype=np.int64)].tolist()
+
+
+def row_lengths(rows: Sequence[Row], names: Sequence[str]) -> list[int]:
+    """Return the largest number of tokens in the columns `names` of every row, of those that the row has."""
+    if isinstance(rows, TokenRows):
+        return [max(sizes) for sizes in zip(*(rows.lengths(n) for n in names if n in rows.columns), strict=True)]
+    return [max(len(row[name]) for name in names if name in row) for row in rows]
+
+
+def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequence[Row]:
+    """Encode rows in chunks, with a progress bar, and in one process per core if that takes long.
+
+    Args:
+        source: rows.
+        encode: returns the token rows of some source rows, a pickleable function.
+        title: of the progress bar.
+
+    Returns:
+        A list, or `TokenRows` for more than `CHUNK` rows that hold only tokens.
+    """
+    if len(source) <= CHUNK:
+        return encode(source)
+    start = time.monotonic()
+    first = encode(source[:CHUNK])
+    if not all(isinstance(value, list) and type(value[0]) is int for value in first[0].values() if value):
+        return first + encode(source[CHUNK:])  # rows with images
+    expected = (time.monotonic() - start) * (len(source) / CHUNK - 1)
+    chunks = [source[at : at + CHUNK] for at in range(CHUNK, len(source), CHUNK)]
+    parts = [TokenRows.of(first)]
+    with _progress(title, len(source), expected) as advance:
+        advance(CHUNK)
+        if expected > _POOL_SECONDS and (cores := len(os.sched_getaffinity(0))) > 1 and parent_process() is None:
+            try:
+                # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
+                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode,)) as pool:
+                    for part in pool.map(_encode_chunk, chunks):
+                        parts.append(part)
+                        advance(len(part))
+            except BrokenProcessPool:  # a script without `if __name__ == "__main__"` cannot be imported by a worker
+                del parts[1:]
+        for chunk in chunks[len(parts) - 1 :]:
+            parts.append(TokenRows.of(encode(chunk)))
+            advance(len(chunk))
+    return TokenRows.concatenate(parts)
+
+
+_encoder: Encode | None = None
+
+
+def _set_encoder(encode: Encode) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
+    _encoder = encode
+
+
+def _encode_chunk(chunk: Sequence[SourceRow]) -> TokenRows:
+    assert _encoder is not None
+    return TokenRows.of(_encoder(chunk))
+
+
+@contextmanager
+def _progress(title: str, total: int, seconds: float) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error if the work takes long."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=seconds < 2.0) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda rows: bar.advance(task, rows)
+
+
+def cached_rows(
+    files: Sequence[Path], recipe: Any, prepare: Callable[[], tuple[Sequence[Row], Row]]
+) -> tuple[Sequence[Row], Row]:
+    """Return the rows of source files from the cache; prepare and keep them if they are not there.
+
+    One process prepares them while others, such as the other ranks, wait. The cache is `$ARCHON_CACHE`, by default
+    `~/.cache/archon`, in the folder `rows`; deleting it costs time alone.
+
+    Args:
+        files: source files. Their content is part of the key, their names and places are not.
+        recipe: everything else that decides the rows, JSON-compatible.
+        prepare: returns the rows, and facts about them that are JSON-compatible.
+    """
+    digest = hashlib.blake2b(json.dumps([_FORMAT, recipe], sort_keys=True, default=repr).encode(), digest_size=16)
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    cache = Path(os.environ.get("ARCHON_CACHE") or "~/.cache/archon").expanduser() / "rows"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / digest.hexdigest()
+    with (cache / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+            names = facts.pop("columns")
+            load = lambda name: np.load(folder / name, mmap_mode="r")  # noqa: E731
+            return TokenRows({name: (load(f"{name}.npy"), load(f"{name}.starts.npy")) for name in names}), facts
+        rows, facts = prepare()
+        if isinstance(rows, TokenRows):
+            rows = rows.compact()
+            staged = Path(tempfile.mkdtemp(dir=cache, prefix="partial-"))
+            for name, (tokens, starts) in rows.columns.items():
+                np.save(staged / f"{name}.npy", tokens)
+                np.save(staged / f"{name}.starts.npy", starts)
+            stored = {"columns": [*rows.columns], **facts}
+            (staged / "facts.json").write_text(json.dumps(stored), encoding="utf-8")
+            staged.rename(folder)
+        return rows, facts

@@ -1,0 +1,93 @@
+"""Large data sets: the same rows from arrays, from several processes and from the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.data import token_rows
+from archon.data.config import TrainingDataConfig
+from archon.data.registry import load_rows
+from archon.data.token_rows import TokenRows
+from tests.data.toy_tokenizers import CHATML, toy_tokenizer
+
+ROWS = 1300
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ARCHON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("archon.data.registry.CACHED_BYTES", 1)
+    path = tmp_path / "talks.jsonl"
+    talks = [
+        {
+            "messages": [
+                {"role": role, "content": f"{number} {'pears ' * (number % 7)}"} for role in ("user", "assistant")
+            ]
+        }
+        for number in range(ROWS)
+    ]
+    path.write_text("\n".join(map(json.dumps, talks)), encoding="utf-8")
+    return path
+
+
+def load(file: Path, **options: Any) -> Any:
+    return load_rows(TrainingDataConfig(path=str(file), **options), "sft", toy_tokenizer(CHATML))
+
+
+def test_the_rows_of_arrays_and_of_worker_processes_are_those_of_a_list(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_rows, "CHUNK", ROWS)
+    plain = load(file)
+    assert isinstance(plain.rows, list)
+    monkeypatch.setattr(token_rows, "CHUNK", 300)
+    arrays = load(file)
+    monkeypatch.setattr(token_rows, "_POOL_SECONDS", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    workers = load(file, seed=1)  # the seed has no effect but another place in the cache
+    for rows in (arrays.rows, workers.rows):
+        assert isinstance(rows, TokenRows) and list(rows) == plain.rows
+        assert list(rows[5:9]) == plain.rows[5:9] and rows[-1] == plain.rows[-1]
+    longest = max(len(row["input_ids"]) for row in plain.rows)
+    shorter = load(file, max_length=longest - 1)
+    assert list(shorter.rows) == [row for row in plain.rows if len(row["input_ids"]) < longest]
+    assert shorter.n_filtered == ROWS - len(shorter.rows) > 0
+    assert list(load(file, limit=7).rows) == plain.rows[:7]
+
+
+def test_a_second_start_reads_the_cache_unless_data_tokenizer_or_options_changed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = token_rows.encode_rows
+    monkeypatch.setattr(
+        "archon.data.mapping.encode_rows", lambda source, *rest: encoded.append(len(source)) or encode(source, *rest)
+    )
+    first = load(file, max_length=40)
+    assert list(load(file, max_length=40).rows) == list(first.rows) and encoded == [ROWS]
+    moved = file.rename(file.with_name("moved.jsonl"))
+    again = load(moved, max_length=40)
+    assert again.n_filtered == first.n_filtered and again.source_fingerprint == first.source_fingerprint
+    assert encoded == [ROWS]
+    load(moved, max_length=41)
+    load(moved, max_length=40, system_prompt="Be brief.")
+    load_rows(TrainingDataConfig(path=str(moved), max_length=40), "sft", toy_tokenizer(CHATML + "!"))
+    moved.write_text(moved.read_text() + "\n" + moved.read_text().splitlines()[0])
+    assert len(load(moved, max_length=40).rows) == len(first.rows) + 1
+    assert encoded == [ROWS] * 4 + [ROWS + 1]
+
+
+def test_a_preparation_that_failed_leaves_nothing(file: Path) -> None:
+    file.write_text(file.read_text() + '\n{"messages": 3}')
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"talks\.jsonl:1301: 'messages' is 3"):
+            load(file)
+    assert time.monotonic() - start < 60
+    assert not [entry for entry in Path(os.environ["ARCHON_CACHE"], "rows").iterdir() if entry.is_dir()]
