@@ -38,7 +38,7 @@ def command(
     from archon.tools.planner.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(path, read_hf_config(path), seq_len)
-    print("\n".join(describe(inspection)))
+    print("\n".join([*describe(inspection), *describe_stops(path)]))
     if inspection.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
     if lora is not None:
@@ -47,6 +47,19 @@ def command(
         from archon.tools.describe_blocks import describe_blocks
 
         print("\n".join(["", *describe_blocks(inspection.args)]))
+
+
+def describe_stops(path: Path) -> list[str]:
+    """Return a line with the tokens at which an answer ends; none for a folder without a tokenizer."""
+    from archon.checkpoint.chat_template import stop_token_ids
+    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
+
+    if not has_tokenizer(path):
+        return []
+    tokenizer = load_tokenizer(path)
+    ids = stop_token_ids(tokenizer)
+    stops = [f"{token} ({number})" for token, number in zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)]
+    return [f"  stops at     {', '.join(stops)}"]
 
 
 def describe(inspection: Inspection) -> list[str]:

@@ -290,6 +290,12 @@ def prepare_message(message: Message, where: str) -> Message:
     """Return a message as chat templates expect it: arguments of tool calls as objects, and no field for training."""
     prepared = {name: value for name, value in message.items() if name not in ("weight", "train") and value is not None}
     prepared.setdefault("content", "")
+    expected = dict.fromkeys([*THINKING_FIELDS, "name"], str) | {"tool_calls": list}
+    for name, kind in expected.items():
+        if not isinstance(prepared.get(name, kind()), kind):
+            raise DatasetError(
+                f"{where}: {name!r} of a message is {prepared[name]!s:.80}; expected a {kind.__name__}"
+            )
     if calls := prepared.get("tool_calls"):
         prepared["tool_calls"] = [_prepare_call(call, where) for call in calls]
     if prepared.get("function_call"):

@@ -140,7 +140,7 @@ def _conversation(row: SourceRow, name: str) -> list[Message]:
         if "role" in turn or "from" not in turn:
             messages.append(dict(turn))
             continue
-        role = _SHAREGPT_ROLES.get(turn["from"])
+        role = _SHAREGPT_ROLES.get(str(turn["from"]))
         if role is None:
             raise DatasetError(
                 f"{row.where}: a turn is from {turn['from']!r}; expected one of {', '.join(_SHAREGPT_ROLES)}"

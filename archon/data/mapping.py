@@ -61,6 +61,9 @@ def rl_dataset(
     """
     rows = []
     configured = response_key
+    column = next((column for column in ("images", "image") if any(row.data.get(column) for row in source)), None)
+    if reader is None and column is not None:
+        logger.warning("%s: the model reads no images; column %r goes to the reward alone", name, column)
     source, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
@@ -153,6 +156,7 @@ def _sft_rows(
     else:
         examples, row_images = [], []
         for row in source:
+            require_no_intent(row, reader)
             messages = conversation(row, prompt_key, system_prompt, instruction)
             row_images.append(image_sources(row.data) if reader else [])
             if row_images[-1]:
@@ -195,6 +199,32 @@ def _truncate_turns(row: dict[str, Any], max_length: int) -> dict[str, Any]:
         return row
     end = next((end for end in range(max_length, 0, -1) if mask[end - 1] == 1 and mask[end] == 0), None)
     return row if end is None else {"input_ids": ids[:end], "loss_mask": mask[:end]}
+
+
+# Columns that would change what is trained, and that neither SFT nor pairs support.
+_INTENT = (
+    "weight",
+    "loss_weight",
+    "sample_weight",
+    "mask",
+    "train_mask",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+)
+
+
+def require_no_intent(row: SourceRow, reader: ImageReader | None = None) -> None:
+    """Raise DatasetError for a column with a value that training would have to honor, such as a weight of the row."""
+    for column in _INTENT:
+        if row.data.get(column) is None or (reader is not None and column in ("image", "images")):
+            continue
+        raise DatasetError(
+            f"{row.where}: column {column!r} is {str(row.data[column])[:60]!r}, and this training does not use it; "
+            "remove the column to train without it"
+        )
 
 
 def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:

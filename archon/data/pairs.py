@@ -13,7 +13,7 @@ from typing import Any
 from archon.checkpoint.chat_template import Message
 from archon.data.encoding import TurnOptions, encode_sft, sft_text
 from archon.data.formats import RESPONSE_KEY, recognize
-from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column
+from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column, require_no_intent
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
@@ -90,6 +90,7 @@ def _pair_rows(
 ) -> list[dict[str, list[int]]]:
     examples = []
     for row in source:
+        require_no_intent(row)
         for key in answer_keys:
             messages = _conversation(row, prompt_key, key, system_prompt, instruction)
             examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns))

@@ -1,0 +1,108 @@
+"""Random rows: each is read or refused with a message, none is lost, and only answers are trained."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.data import get_custom_dataset
+from archon.schema.errors import UserError
+from tests.data.test_encoding import trained_text_of
+from tests.data.toy_tokenizers import CHATML, THINKING, toy_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "QUESTION one"}, {"role": "assistant", "content": "reply"}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ROWS: dict[str, list[Any]] = {
+    "sft": [
+        {"messages": [USER, ANSWER, USER, ANSWER]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "9"},
+            ]
+        },
+        {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"reasoning_content": "hm"}]},
+        {"conversations": [{"from": "human", "value": "QUESTION"}, {"from": "gpt", "value": "reply"}]},
+        {"prompt": "QUESTION", "response": "reply"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"instruction": "QUESTION", "input": "QUESTION", "output": "reply"},
+    ],
+    "dpo": [
+        {"prompt": "QUESTION", "chosen": "reply", "rejected": "worse"},
+        {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]},
+    ],
+    "rl": [
+        {"prompt": "QUESTION", "answer": "reply"},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "response": 5, "reward_model": {"ground_truth": "5"}},
+    ],
+}
+JUNK = [
+    None,
+    "",
+    " ",
+    0,
+    -1,
+    1.5,
+    True,
+    [],
+    {},
+    [[]],
+    [None],
+    {"role": "user"},
+    "\ud83d\ude00",
+    "\u2028",
+    "<|im_end|>",
+    "x",
+]
+
+
+def mutate(value: Any, draw: random.Random) -> Any:
+    """The value with one place changed: replaced, removed, repeated or added."""
+    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.15:
+        return draw.choice(JUNK)
+    value = dict(value) if isinstance(value, dict) else list(value)
+    place = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    match draw.randrange(5):
+        case 0:
+            del value[place]
+        case 1 if isinstance(value, list):
+            value.insert(place, value[place])
+        case 2 if isinstance(value, dict):
+            value[draw.choice(["name", "weight", "tools", "images", "extra", "content"])] = draw.choice(JUNK)
+        case _:
+            value[place] = mutate(value[place], draw)
+    return value
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, None], ids=["chatml", "thinking", "plain"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_random_rows_are_read_or_refused(kind: Any, template: str | None, tmp_path: Path) -> None:
+    draw, tokenizer = random.Random(f"{kind}{template}"), toy_tokenizer(template)
+    accepted = 0
+    for _ in range(170):
+        row = draw.choice(ROWS[kind])
+        for _ in range(draw.choice([0, 1, 1, 2, 3])):
+            row = mutate(row, draw)
+        rows = [row] * draw.randint(1, 3)
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        limit = draw.choice([None, None, 30])
+        try:
+            dataset = get_custom_dataset(path, kind=kind, tokenizer=tokenizer, max_length=limit)
+        except UserError:
+            continue
+        accepted += 1
+        assert len(dataset) + dataset.n_filtered == len(rows)
+        for encoded in dataset:
+            for ids, mask in (("input_ids", "loss_mask"), ("chosen_ids", "chosen_loss_mask")):
+                if ids in encoded:
+                    text = trained_text_of(tokenizer, {"input_ids": encoded[ids], "loss_mask": encoded[mask]})
+                    assert "QUESTION" not in text and text
+    assert accepted > 25
