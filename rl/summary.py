@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from archon.rl.trajectories import trajectory_ids
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 WARN_AFTER_STEPS = (10, 100, 1000)
-"""Numbers of consecutive steps with only zero-variance groups at which the run warns."""
+"""Numbers of consecutive steps without learning at which the run warns."""
 
 # Part of every record: a step without failures is 0, not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
@@ -41,6 +42,7 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
         if "truncated" in batch.trajectories:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
     if generated := batch if batch else batch.dropped:
+        metrics["nonzero_rewards"] = (generated.trajectories["rewards"] != 0).double().mean().item()
         metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)
     failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
     # Episodes that returned trajectories, including dropped and replaced ones.
@@ -49,29 +51,48 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
 
 
-class ZeroVarianceMonitor:
-    """Warning if all groups have equal rewards for many steps."""
+class StallMonitor:
+    """Warnings that a run learns nothing, with the likely causes.
 
-    def __init__(self) -> None:
-        self._steps = 0  # consecutive
+    Args:
+        compares_groups: the advantage compares the answers of a group.
+    """
+
+    def __init__(self, compares_groups: bool) -> None:
+        self._compares_groups = compares_groups
+        self._steps = Counter[str]()  # consecutive, by symptom
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Return a warning to log after a step with these metrics of `batch_metrics`, or None."""
-        zero_variance = metrics.get("rollout/zero_variance_groups", 0.0)
-        is_single = metrics.get("group_size") == 1.0
-        affected = is_single or (zero_variance and zero_variance == metrics["rollout/episodes"])
-        self._steps = self._steps + 1 if affected else 0
-        if is_single and self._steps in (1, *WARN_AFTER_STEPS):
+        """Return a warning to log after a step with these metrics, or None. The first symptom explains the others."""
+        equal = metrics.get("rollout/zero_variance_groups", 0.0)
+        symptoms = {
+            "single": self._compares_groups and metrics.get("group_size") == 1.0,
+            "truncated": metrics.get("truncated") == metrics.get("skipped_update") == 1.0,
+            "zero": metrics.get("nonzero_rewards") == 0.0,
+            "equal": self._compares_groups and 0 < equal == metrics["rollout/episodes"],
+            "gradient": metrics.get("grad_norm") == 0.0,
+        }
+        for symptom, present in symptoms.items():
+            self._steps[symptom] = self._steps[symptom] + 1 if present else 0
+        symptom = next((symptom for symptom, present in symptoms.items() if present), "")
+        if symptom == "single" and self._steps[symptom] in (1, *WARN_AFTER_STEPS):
             return (
                 "each group is one trajectory with advantage 0, so nothing is learned; return gconfig.n_samples "
                 "trajectories per prompt, or one trajectory with returns_group = False on the workflow's class"
             )
-        if self._steps not in WARN_AFTER_STEPS:
+        if symptom == "single" or self._steps[symptom] not in WARN_AFTER_STEPS:
             return None
-        return (
-            f"for {self._steps} steps all answers of a group had the same reward, so nothing is learned; "
-            "check the reward function, gconfig.n_samples and gconfig.temperature"
-        )
+        return {
+            "truncated": "for {} steps every answer was cut off, so algorithm.overlong.mask_truncated left nothing to "
+            "train; raise gconfig.max_new_tokens, or set it to false",
+            "zero": "for {} steps every reward was 0; see trajectories.jsonl: are answers cut off "
+            "(gconfig.max_new_tokens), does the reward find the answer in their format, and can the model solve some "
+            "of these prompts?",
+            "equal": "for {} steps all answers of a group had the same reward, so nothing is learned; check the reward "
+            "function, gconfig.n_samples and gconfig.temperature",
+            "gradient": "for {} steps every gradient was 0, so nothing is learned; is every trained parameter frozen, "
+            "or every advantage 0?",
+        }[symptom].format(self._steps[symptom])
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
 from archon.rl.rewards.lookup import is_verifier
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.servers import open_servers
-from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
+from archon.rl.summary import StallMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import InProcessSync, RemoteSync, WeightSync, build_inprocess_engine
@@ -81,7 +81,7 @@ class RLTrainer(BaseTrainer):
             name = type(self).__name__
             raise ConfigError(f"{name} runs mode {self.mode!r}, got mode {config.mode!r}; use make_trainer(config)")
         super().__init__(config, runner)
-        self._zero_variance = ZeroVarianceMonitor()
+        self._stall = StallMonitor(config.algorithm.advantage.is_group_relative)
         self.async_rollout: AsyncRollout | None = None  # runs on the controller only
         self.reader: ImageReader | None = None  # None for a text model
         self._raw = False  # whether rows include the source dataset's columns
@@ -142,12 +142,11 @@ class RLTrainer(BaseTrainer):
         """Sample and score a batch, update the policy on it, and push the weights to the generator."""
         seconds: dict[str, float] = {}
         generating, self._overlap_seconds, self._waited_seconds = self.generator.stats.seconds, 0.0, 0.0
+        is_trained = False
         # 1. Sample answers and reward them.
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        if self.config.algorithm.advantage.is_group_relative and (warning := self._zero_variance.observe(metrics)):
-            self._log(f"step {self.step}: {warning}")
         if batch:
             if not self._logprobs_checked:
                 self._check_logprobs(batch)
@@ -159,24 +158,29 @@ class RLTrainer(BaseTrainer):
                 taken = self.demonstrations.take()
                 prepared, added = self._compute(lambda: self.update.mix(prepared, taken, self.step))
                 measured |= added
-            # 3. Run the optimizer steps. On-policy logprobs before the first step must match the generator's.
-            self._mid_update = True
-            with timed(seconds, "update"):
-                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
-            if batch.is_on_policy(self.generator.version):
-                check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
-            # 4. Push the new weights.
-            with timed(seconds, "push"):
-                metrics |= self._push()
+            metrics |= measured
+            is_trained = bool(prepared["loss_mask"].any())
+            if is_trained:
+                # 3. Run the optimizer steps. On-policy logprobs before the first step must match the generator's.
+                self._mid_update = True
+                with timed(seconds, "update"):
+                    metrics |= self._compute(lambda: self.update.train(prepared, self.step))
+                if batch.is_on_policy(self.generator.version):
+                    check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
+                # 4. Push the new weights.
+                with timed(seconds, "push"):
+                    metrics |= self._push()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
         if self.async_rollout is not None:
             generated = self.generator.stats.seconds - generating - self._waited_seconds
             metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
-        metrics["skipped_update"] = float(not batch)
+        metrics["skipped_update"] = float(not is_trained)
         metrics |= {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
         self._newest = {"step": self.step + 1, **metrics}
+        if warning := self._stall.observe(metrics):
+            self._log(f"step {self.step + 1}: {warning}")
         return metrics
 
     def _push(self) -> dict[str, float]:

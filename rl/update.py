@@ -25,6 +25,7 @@ from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
 from archon.rl.demonstrations import add_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
+from archon.schema.errors import RolloutError
 from archon.training.batch_sharding import score_sharded, shard_indices
 
 Batch = dict[str, Any]
@@ -124,6 +125,14 @@ class PolicyUpdate:
                 "advantage_std": trained.std(correction=0).item(),
                 "advantage_max": trained.abs().max().item(),
             }
+        # 3. Leave truncated answers out of the loss (DAPO, arXiv 2503.14476, section 3.4: overlong filtering).
+        if config.overlong.mask_truncated:
+            if "truncated" not in trajectories:
+                raise RolloutError(
+                    "algorithm.overlong.mask_truncated is set, but the workflow returns no `truncated`, bool [n]; add "
+                    "it to the trajectory, or set the option to false"
+                )
+            batch["loss_mask"] = torch.where(trajectories["truncated"].unsqueeze(1), 0, mask)
         return batch, metrics
 
     def mix(self, batch: Batch, demonstrations: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:
@@ -146,7 +155,7 @@ class PolicyUpdate:
         """Run `ppo_epochs` passes of `minibatches` optimizer steps each.
 
         Args:
-            batch: the result of `prepare`.
+            batch: the result of `prepare`, with at least one trained token. Rows without one are left out.
             step: the trainer's step, which seeds the order of minibatches.
 
         Returns:
@@ -154,8 +163,9 @@ class PolicyUpdate:
             between trainer and generator before the first step; on-policy it is rounding only.
         """
         results, packed = [], self._pack(batch)
-        for documents in self._minibatches(packed.n_documents, step):
-            shard, _ = _shard(packed, documents, self.engine.ranks.dp)
+        trained = batch["loss_mask"].any(1).nonzero().flatten().tolist()
+        for rows in self._minibatches(len(trained), step):
+            shard, _ = _shard(packed, [trained[row] for row in rows], self.engine.ranks.dp)
             metrics = self.engine.train_batch(shard, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:

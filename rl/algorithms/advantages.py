@@ -20,8 +20,11 @@ from archon.schema.config import StrictModel
 
 
 class OverlongConfig(StrictModel):
-    """Penalty for answers near the generation limit."""
+    """Treatment of answers at or near the generation limit."""
 
+    mask_truncated: bool = Field(
+        False, description="do not train answers that were cut off at a length limit; their rewards still count"
+    )
     penalty: float = Field(0.0, ge=0, description="subtracted from the reward of an answer of maximum length")
     buffer: float = Field(0.2, gt=0, le=1, description="last fraction of max_new_tokens: the penalty grows from 0")
 

@@ -55,7 +55,7 @@ class AlgorithmConfig(StrictModel):
         description="aggregation of token losses",
     )
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="scaling and clipping of rewards")
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty for overlong answers")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="overlong and truncated answers")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_clip: float | None = Field(
         None, gt=0, description="clip range of the critic around its old values; null: not clipped"

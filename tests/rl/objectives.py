@@ -30,7 +30,7 @@ from tests.tolerances import INVARIANCE_FP64
 
 KL = {"coef": 0.1}
 CLIP = {"clip_low": 0.05, "clip_high": 0.05}
-ALGORITHM: dict[str, Any] = {"kl": KL, "entropy_coef": 0.01, "policy_loss": CLIP}
+ALGORITHM: dict[str, Any] = {"preset": "grpo", "kl": KL, "entropy_coef": 0.01, "policy_loss": CLIP}
 LOSSES: dict[str, dict[str, Any]] = {name: {"kind": name} for name in POLICY_LOSSES}
 LOSSES |= {name: {"kind": name, **CLIP} for name in ("ppo", "decoupled", "gspo", "cispo")}
 LOSSES["m2po"] = {"kind": "m2po", "max_second_moment": 0.3}

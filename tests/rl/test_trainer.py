@@ -21,6 +21,7 @@ from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import MISMATCH_LIMITS, check_mismatch, mismatch_limit
 from archon.rl.rollout import RolloutBatch, WorkflowError
+from archon.rl.summary import StallMonitor
 from archon.schema.errors import ConfigError, RewardError, RolloutError, UserError
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
@@ -324,6 +325,62 @@ def test_a_run_says_when_its_rewards_teach_nothing(
         for told in (False, True, False):
             trainer.train_step()
             assert ("all answers of a group had the same reward" in capsys.readouterr().out) is told
+
+
+@pytest.mark.parametrize("zero_variance_groups", ["keep", "drop"])
+def test_a_run_warns_once_that_every_reward_is_0(
+    rl_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    zero_variance_groups: str,
+) -> None:
+    monkeypatch.setattr("archon.rl.summary.WARN_AFTER_STEPS", (2,))
+    algorithm = {"zero_variance_groups": zero_variance_groups}
+    RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.nothing", algorithm=algorithm)).train()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 2: for 2 steps every reward was 0; see trajectories.jsonl")
+
+
+def test_the_first_symptom_of_a_stall_explains_the_others() -> None:
+    equal = {"rollout/zero_variance_groups": 4.0, "rollout/episodes": 4.0}
+    zero = {"nonzero_rewards": 0.0, "grad_norm": 0.0}
+    for compares_groups, metrics, message in (
+        (True, zero | equal, "every reward was 0"),
+        (True, {"nonzero_rewards": 1.0, "grad_norm": 0.0} | equal, "all answers of a group had the same reward"),
+        (False, {"nonzero_rewards": 1.0, "grad_norm": 0.0} | equal, "every gradient was 0"),
+        (True, {"truncated": 1.0, "skipped_update": 1.0} | zero | equal, "every answer was cut off"),
+    ):
+        monitor = StallMonitor(compares_groups)
+        warnings = [warning for _ in range(12) if (warning := monitor.observe(metrics))]
+        assert len(warnings) == 1 and warnings[0].startswith("for 10 steps") and message in warnings[0]
+    monitor = StallMonitor(True)
+    steps = [{"nonzero_rewards": float(step == 9)} for step in range(19)]
+    assert not any(monitor.observe(metrics) for metrics in steps), "nine in a row are not long"
+
+
+def test_truncated_answers_are_not_trained(rl_config: MakeConfig) -> None:
+    """Their rewards count in their group, and their tokens do not."""
+    trainer = RLTrainer(rl_config(algorithm={"overlong": {"mask_truncated": True}}))
+    with trainer.opened():
+        batch = trainer.rollout_batch()
+        trajectories, before = batch.trajectories, weights(trainer)
+        truncated = trajectories["truncated"]
+        assert 0 < truncated.sum() < len(truncated)
+        prepared, _ = trainer.update.prepare(trajectories, 0)
+        assert prepared["loss_mask"][truncated].sum() == 0
+        assert prepared["loss_mask"][~truncated].equal(trajectories["loss_mask"][~truncated])
+        # Without a trained token there is no update.
+        trajectories["truncated"] = torch.ones_like(truncated)
+        trainer.rollout_batch = lambda: batch  # type: ignore[method-assign]
+        assert trainer.train_step()["skipped_update"] == 1
+        assert trainer.engine.version == 0
+        assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
+        metrics = trainer.update.train(prepared, 0)
+        assert metrics["loss_weight"] == float(prepared["loss_mask"].sum())
+        del trajectories["truncated"]
+        with pytest.raises(RolloutError, match="the workflow returns no `truncated`"):
+            trainer.update.prepare(trajectories, 0)
 
 
 def test_existing_run_is_not_overwritten_without_resume(rl_config: MakeConfig) -> None:
