@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -80,7 +81,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
         max_slots=min(config.max_slots, len(requests)),
         # Exceed the trained context length only on request.
         max_seq_len=min(config.max_tokens or model.args.max_seq_len, longest),
-        seed=0 if config.seed is None else config.seed,
+        seed=secrets.randbits(63) if config.seed is None else config.seed,
     )
     try:
         asyncio.run(print_answers(engine, requests, len(requests) // len(prompts), tokenizer))

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from archon.generation.types import GenerationHyperparameters
 from archon.schema.config import EXPANDED, ComputeDtype
+
+_SAMPLING = {"n_samples", "temperature", "top_p", "top_k", "seed"}
 
 
 class GenerateConfig(GenerationHyperparameters):
     """Prompts, sampling and model of `archon generate`."""
 
+    greedy: bool = Field(
+        True,
+        description="choose the most likely token; false by default if n_samples, temperature, top_p, top_k or seed is "
+        "set",
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="random stream of all answers; null: a new one each time"
+    )
     prompts: list[str] = Field(default_factory=list, description="prompts to answer; also --prompt, repeatable")
     prompts_file: Annotated[Path | None, EXPANDED] = Field(None, description="one prompt per line; also --prompts-file")
     chat: bool | Literal["auto"] = Field("auto", description="use the chat template; auto: if the tokenizer has one")
@@ -21,3 +31,11 @@ class GenerateConfig(GenerationHyperparameters):
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache")
     max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sample_if_asked(cls, data: Any) -> Any:
+        """Sample if a sampling parameter is set, and `greedy` is not."""
+        if isinstance(data, dict) and "greedy" not in data and _SAMPLING & data.keys():
+            return {**data, "greedy": False}
+        return data

@@ -152,12 +152,13 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
     (1 - r) (1 + cos πp) / 2 [Loshchilov & Hutter 2017].
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup = _warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
     if config.kind == "constant":
         return 1.0
     assert total_steps is not None  # check_schedule refuses a decaying schedule without an end
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.kind == "linear":
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -165,15 +166,23 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
 
 def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
     """Raise ConfigError for a decaying schedule without an end or without a decay step."""
-    if config.kind == "constant":
+    if config.kind == "constant" and isinstance(config.warmup_steps, int):
         return
     if total_steps is None:
-        raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; pass it to initialize(total_steps=…)")
-    if config.warmup_steps >= total_steps:
+        setting = f"kind = {config.kind}" if config.kind != "constant" else f"warmup_steps = {config.warmup_steps}"
+        raise ConfigError(f"scheduler.{setting} needs total_steps; pass it to initialize(total_steps=…)")
+    if config.kind != "constant" and _warmup_steps(config, total_steps) >= total_steps:
         raise ConfigError(
             f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
-            "lower it"
+            "lower it, or set a share of all steps, such as scheduler.warmup_steps=0.05"
         )
+
+
+def _warmup_steps(config: SchedulerConfig, total_steps: int | None) -> int:
+    if isinstance(config.warmup_steps, int):
+        return config.warmup_steps
+    assert total_steps is not None  # see check_schedule
+    return round(config.warmup_steps * total_steps)
 
 
 class LRSchedule:

@@ -150,8 +150,16 @@ class SchedulerConfig(StrictModel):
     """Learning-rate schedule, by optimizer step."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int | float = Field(
+        0, ge=0, description="steps of linear warm-up from 0; below 1: share of all steps, such as 0.05"
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate, as a share of the peak")
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> SchedulerConfig:
+        if isinstance(self.warmup_steps, float) and self.warmup_steps >= 1:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; expected whole steps, or a share below 1")
+        return self
 
 
 class ActivationCheckpointConfig(StrictModel):

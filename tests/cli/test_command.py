@@ -118,6 +118,17 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path):
     assert read_prompts(tmp_path / "prompts.txt") == ["a\u2028b\x0cc\x85d\re", "second "]
 
 
+def test_generate_is_greedy_unless_sampling_is_asked_for(archon, checkpoint):
+    def answers(*overrides: str) -> list[str]:
+        done = archon("generate", checkpoint, "--prompt", "1+2=", "max_new_tokens=12", "ignore_eos=true", *overrides)
+        return [line for line in done.out.splitlines() if not line.startswith("# ")]
+
+    greedy = answers()
+    assert greedy == answers() == answers("greedy=true", "temperature=5.0")
+    assert answers("temperature=5.0") != answers("temperature=5.0"), "each call has a new stream"
+    assert len(set(answers("n_samples=3"))) > 1
+
+
 def test_generate_is_the_same_for_the_same_seed(archon, checkpoint):
     asked = ("generate", checkpoint, "--prompt", "1+2=", "n_samples=3", "max_new_tokens=8")
     first, again, other = (archon(*asked, f"seed={seed}").out for seed in (1, 1, 2))

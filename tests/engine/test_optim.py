@@ -68,6 +68,21 @@ def test_a_decaying_schedule_needs_an_end() -> None:
         LRSchedule(optimizer, 1.0, SchedulerConfig(kind="cosine"), None)
     with pytest.raises(ConfigError, match="warmup_steps = 5 leaves none of the 5 steps"):
         LRSchedule(optimizer, 1.0, SchedulerConfig(kind="linear", warmup_steps=5), 5)
+    with pytest.raises(ConfigError, match=r"warmup_steps = 0.1 needs total_steps"):
+        LRSchedule(optimizer, 1.0, SchedulerConfig(warmup_steps=0.1), None)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_a_share_of_warmup_steps_scales_with_the_run(kind: str) -> None:
+    share, steps = (SchedulerConfig.parse({"kind": kind, "warmup_steps": warmup}) for warmup in (0.25, 5))
+    assert [learning_rate_factor(step, 20, share) for step in range(20)] == [
+        learning_rate_factor(step, 20, steps) for step in range(20)
+    ]
+    assert [learning_rate_factor(step, 4, share) for step in range(2)] == [1.0, 1.0]
+    assert SchedulerConfig.parse({"warmup_steps": 0.0}).warmup_steps == 0
+    for warmup in (-1, 1.5):
+        with pytest.raises(ConfigError, match="warmup_steps"):
+            SchedulerConfig.parse({"warmup_steps": warmup})
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])

@@ -81,8 +81,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "warm-up begins with a step of learning rate 0",
         "archon/engine/optim.py",
-        "return (step + 1) / config.warmup_steps",
-        "return step / config.warmup_steps",
+        "return (step + 1) / warmup",
+        "return step / warmup",
         ("tests/engine/test_optim.py",),
     ),
     Mutant(

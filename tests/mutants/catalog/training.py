@@ -88,13 +88,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an RL step says that it is inside an update only after it",
         "rl/trainer.py",
-        """            self._mid_update = True
-            with timed(seconds, "update"):
-                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
+        """                self._mid_update = True
+                with timed(seconds, "update"):
+                    metrics |= self._compute(lambda: self.update.train(prepared, self.step))
 """,
-        """            with timed(seconds, "update"):
-                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
-            self._mid_update = True
+        """                with timed(seconds, "update"):
+                    metrics |= self._compute(lambda: self.update.train(prepared, self.step))
+                self._mid_update = True
 """,
         ("tests/rl/test_trainer.py::test_error_of_an_optimizer_saves_no_checkpoint",),
     ),
