@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from archon.data import encode_prompt
+from archon.data.encoding import tokenize
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.remote.clients import require_package
@@ -55,16 +56,20 @@ class CheckpointAnswerer:
 class EndpointAnswerer:
     """Answers from an endpoint: chat completions for rows with `messages`, else completions.
 
-    The environment variable OPENAI_API_KEY holds the endpoint's key.
+    The environment variable OPENAI_API_KEY holds the endpoint's key. With the model's `tokenizer`, prompts and token
+    ids are as for a checkpoint. Without it, a prompt is the last message, and there are no token ids.
     """
 
-    def __init__(self, url: str, model: str, sampling: Mapping[str, Any], max_concurrent: int) -> None:
+    def __init__(
+        self, url: str, model: str, sampling: Mapping[str, Any], max_concurrent: int, tokenizer: Any = None
+    ) -> None:
         openai = require_package("openai")
         self._error: type[Exception] = openai.OpenAIError
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=3)
         self._url, self._model, self._sampling = url, model, dict(sampling)
         self._slots = asyncio.Semaphore(max_concurrent)
+        self._tokenizer = tokenizer
 
     async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
         """Request one answer."""
@@ -80,7 +85,13 @@ class EndpointAnswerer:
         except self._error as error:
             raise RolloutError(f"{self._url}: {error}") from None
         length = None if completion.usage is None else completion.usage.completion_tokens
-        return Answer(prompt, text, str(completion.choices[0].finish_reason), length)
+        reason, ids = str(completion.choices[0].finish_reason), None
+        if self._tokenizer is not None:
+            prompt_ids = encode_prompt(self._tokenizer, dict(row))
+            answer_ids = list(tokenize(self._tokenizer, text, "an answer")["input_ids"])
+            ids = prompt_ids, answer_ids + ([self._tokenizer.eos_token_id] if reason == "stop" else [])
+            prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=True)
+        return Answer(prompt, text, reason, length, ids)
 
 
 @dataclass

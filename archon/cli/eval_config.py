@@ -31,7 +31,9 @@ class EvalConfig(StrictModel):
     reward_timeout: float = Field(15.0, gt=0, le=MAX_SECONDS, description="timeout of one reward, in seconds")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one per core, at most 8")
     max_concurrent: int = Field(32, ge=1, le=2**20, description="answers generated concurrently")
-    tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the checkpoint's")
+    tokenizer: Annotated[str | None, EXPANDED] = Field(
+        None, description="tokenizer folder; null: the checkpoint's, or none with --url"
+    )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N, for a checkpoint")
     dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache, for a checkpoint")
     max_tokens: int | None = Field(None, ge=2, description="maximum prompt plus answer tokens; null: the model's limit")

@@ -69,6 +69,7 @@ def evaluate(
     config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, lora: Path | None = None
 ) -> None:
     """Answer and score all rows, and write the results to `folder`."""
+    from archon.checkpoint.hf_io import load_tokenizer
     from archon.data.registry import load_rows
     from archon.rl.answers import EndpointAnswerer
     from archon.rl.rewards import AsyncRewardWrapper
@@ -83,7 +84,13 @@ def evaluate(
         else:
             assert url is not None
             sampling = {"temperature": config.temperature, "top_p": config.top_p, "max_tokens": config.max_new_tokens}
-            answerer, tokenizer = EndpointAnswerer(url, model, sampling, config.max_concurrent), None
+            tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+            answerer = EndpointAnswerer(url, model, sampling, config.max_concurrent, tokenizer)
+            if tokenizer is None:
+                print(
+                    "the reward gets None as prompt_ids and completion_ids, and the last message as prompt; set "
+                    "tokenizer to the model's folder for the values that it gets for a checkpoint"
+                )
         rows = load_rows(config.data, "rl", tokenizer).rows
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config) + "\n", encoding="utf-8")

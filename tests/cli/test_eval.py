@@ -85,6 +85,29 @@ def test_an_endpoint_is_scored_as_its_checkpoint_is(archon, checkpoint, data, tm
     assert texts[0] == texts[1]
 
 
+async def seen(prompt: str, completions: str, prompt_ids, completion_ids, **row) -> dict[str, float]:
+    """Numbers that differ if any argument does."""
+    arguments = {"prompt": prompt.encode(), "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    return {name: float(sum(i * x for i, x in enumerate(value, 1))) for name, value in arguments.items()}
+
+
+@pytest.mark.slow
+def test_a_reward_gets_the_same_values_from_an_endpoint_with_the_tokenizer(archon, checkpoint, data, tmp_path):
+    options = ("--data", data, "--reward", f"{__name__}.seen", "--temperature", 0, "max_new_tokens=4")
+    assert archon("eval", checkpoint, *options, "--out", tmp_path / "direct").code == 0
+    with served(checkpoint) as url:
+        endpoint = ("--url", url, "--model", "checkpoint")
+        done = archon("eval", *options, *endpoint, "--out", tmp_path / "served", f"tokenizer={checkpoint}")
+        plain = archon("eval", *options, *endpoint, "--out", tmp_path / "plain")
+    assert done.code == 0, done.err
+    direct, through = (
+        sorted((a["prompt"], sorted(a["rewards"].items())) for a in read_jsonl(tmp_path / name / "answers.jsonl"))
+        for name in ("direct", "served")
+    )
+    assert direct == through
+    assert "the reward gets None as prompt_ids and completion_ids" in plain.out + plain.err
+
+
 def test_lost_answers_are_counted_and_left_out(archon, checkpoint, data, tmp_path):
     out = tmp_path / "out"
     done = archon("eval", checkpoint, "--data", data, "--reward", f"{__name__}.even_only", "--n", 8, "--out", out)
