@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from archon.checkpoint.hf_reader import checkpoint_folder
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
@@ -80,7 +81,7 @@ def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str],
     launch, push = config.rollout.launch, config.rollout.push or PushConfig()
     assert launch is not None
     ensure_server_key()
-    root, model = push_root(push), Path(config.actor.path)
+    root, model = push_root(push), checkpoint_folder(config.actor.path)
     folder = Path(config.run_dir).absolute() / "servers"
     if launch.launcher != "local":
         folder = root / "servers"

@@ -91,7 +91,8 @@ def load_model(
     """Load a checkpoint as a plain unsharded module on `device`.
 
     Args:
-        path: a checkpoint folder, or a transformers model in memory; its weights are copied.
+        path: a checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`, or with a revision `Qwen/Qwen3-0.6B@main`), or a
+            transformers model in memory, whose weights are copied.
         device: the device of the weights.
         dtype: parameter dtype; by default the config's `dtype` or `torch_dtype`, else float32. The default for a model
             in memory is the dtype of its weights.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from archon.checkpoint.hub import CONFIG_FILES, WEIGHT_FILES, model_folder
 from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
 from archon.checkpoint.safetensors_file import (
     LazyTensor,
@@ -304,12 +305,12 @@ def _read_targets(
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the parsed `config.json` of a checkpoint folder; its `model_type` is a string.
+    """Return the parsed `config.json` of a checkpoint folder or a hub id; its `model_type` is a string.
 
     Raises:
         CheckpointError: the folder or the file is missing, or the file is not a model config.
     """
-    folder = checkpoint_folder(path)
+    folder = checkpoint_folder(path, CONFIG_FILES)
     file = folder / CONFIG_FILE
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
@@ -328,13 +329,15 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
-def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a Path; raise CheckpointError unless it is an existing folder."""
-    folder = Path(path)
+def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:
+    """Return the folder of a checkpoint, which is a path or a hub id (`model_folder`).
+
+    Raises:
+        CheckpointError: it is no existing folder, nor a model that is available from the hub or its cache.
+    """
+    folder = model_folder(path, patterns)
     if not folder.exists():
-        is_hub_name = not folder.is_absolute() and len(folder.parts) == 2
-        hint = f"; download a model of the hub with: hf download {path} --local-dir FOLDER" if is_hub_name else ""
-        fail(folder, f"it does not exist; expected the folder of a checkpoint{hint}")
+        fail(folder, "it does not exist; expected the folder of a checkpoint, or a hub id such as Qwen/Qwen3-0.6B")
     if not folder.is_dir():
         fail(folder, "it is a file; expected the folder of a checkpoint")
     return folder

@@ -13,6 +13,10 @@ from archon.schema.errors import CheckpointError, DatasetError
 RepoType = Literal["model", "dataset"]
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Config, tokenizer and chat template of a model."""
+WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
+_UNUSED_FILES = ("*/*.safetensors", "consolidated*.safetensors")  # copies of the weights in other formats
 _ERRORS: dict[RepoType, type[CheckpointError | DatasetError]] = {"model": CheckpointError, "dataset": DatasetError}
 
 
@@ -54,12 +58,23 @@ def hub_snapshot(
             hub_id.name,
             repo_type=repo_type,
             revision=hub_id.revision,
-            allow_patterns=patterns and list(patterns),
+            allow_patterns=None if patterns is None else [*patterns],
+            ignore_patterns=None if patterns is None else [*_UNUSED_FILES],
             local_files_only=offline,
         )
     except Exception as error:  # of huggingface_hub, or of its HTTP library, which depends on its release
         raise _ERRORS[repo_type](_not_available(hub_id, repo_type, error)) from error
     return Path(folder)
+
+
+def model_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:
+    """Return the folder of a model, which is a path or a hub id; a path that exists wins.
+
+    Raises:
+        CheckpointError: `path` is a hub id, and that model is not available; see `hub_snapshot`.
+    """
+    hub_id = None if Path(path).exists() else parse_hub_id(path)
+    return Path(path) if hub_id is None else hub_snapshot(hub_id, "model", patterns)
 
 
 def is_reachable(hub_id: HubId, repo_type: RepoType) -> bool:
@@ -79,9 +94,9 @@ def _not_available(hub_id: HubId, repo_type: RepoType, error: Exception) -> str:
     revision = "" if hub_id.revision is None else f" --revision {hub_id.revision}"
     kind = "" if repo_type == "model" else f" --repo-type {repo_type}"
     is_offline = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    reason = "it is offline or was not reached" if is_offline else str(error).strip().splitlines()[0][:200]
+    reason = "it is offline or was not reached" if is_offline else " ".join(str(error).split())[:200]
     return (
-        f"{hub_id.name}: no such folder, and the {repo_type} of that id is neither in the hub's cache "
-        f"{constants.HF_HUB_CACHE} nor available from {constants.ENDPOINT} ({reason}); on a machine that reaches the "
-        f"hub run: hf download {hub_id.name}{revision}{kind} --local-dir FOLDER, and set the path to FOLDER here"
+        f"{hub_id.name}: no such folder, and no such {repo_type} in the hub's cache {constants.HF_HUB_CACHE} or at "
+        f"{constants.ENDPOINT} ({reason}); on a machine that reaches the hub run: hf download {hub_id.name}{revision}"
+        f"{kind} --local-dir FOLDER, and set the path to FOLDER here"
     )

@@ -12,6 +12,7 @@ from typing import Any
 from archon.checkpoint.atomic import write_json
 from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_token_ids
 from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
+from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.schema.errors import TokenizerError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -56,7 +57,7 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
     Raises:
         TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
     """
-    folder = Path(path)
+    folder = model_folder(path, CONFIG_FILES)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
     if not has_tokenizer(folder):
@@ -74,7 +75,7 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
             f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
         )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    folders = dict.fromkeys([folder, folder if model_path is None else Path(model_path)])
+    folders = dict.fromkeys([folder, folder if model_path is None else model_folder(model_path, CONFIG_FILES)])
     tokenizer.checkpoint_stop_ids = [token_id for source in folders for token_id in _configured_stop_ids(source)]
     return tokenizer
 

@@ -91,7 +91,12 @@ def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def expanded(**arguments: Any) -> None:
-        command(**{name: expand_path(x) if isinstance(x, Path) else x for name, x in arguments.items()})
+        for name, value in arguments.items():
+            if isinstance(value, Path):
+                arguments[name] = expand_path(value)
+            elif isinstance(value, tuple):
+                arguments[name] = tuple(map(expand_path, value))
+        command(**arguments)
 
     return expanded
 

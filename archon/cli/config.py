@@ -136,8 +136,9 @@ def _quote_text(value: str) -> str:
     if value.startswith(("*", "&", "!", "%", "@", "`", "#")) or value.isspace():
         return json.dumps(value, ensure_ascii=False)
     node = yaml.compose(value, yaml.SafeLoader)
-    is_text = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == "tag:yaml.org,2002:str"
-    return json.dumps(value, ensure_ascii=False) if is_text and node.value != value else value
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None or node.tag != "tag:yaml.org,2002:str":
+        return value
+    return value if node.value == value else json.dumps(value, ensure_ascii=False)
 
 
 def _require_same_kinds(base: DictConfig, overrides: DictConfig, source: str) -> None:

@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="checkpoint folder, or a folder with only config.json")],
+    path: Annotated[Path, typer.Argument(help="checkpoint folder, a folder with only config.json, or a hub id")],
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
     rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="simulate only this rank")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=2**30, help="tokens per micro-batch")] = 4096,

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(
-    checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; omit with --url")] = None,
+    checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder or hub id; omit with --url")] = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="named dataset, file or folder")] = None,
@@ -69,7 +69,7 @@ def evaluate(
     config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, lora: Path | None = None
 ) -> None:
     """Answer and score all rows, and write the results to `folder`."""
-    from archon.checkpoint.hf_io import load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer
     from archon.data.registry import load_rows
     from archon.rl.answers import EndpointAnswerer
     from archon.rl.rewards import AsyncRewardWrapper

@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="checkpoint folder, or a folder with only config.json")],
+    path: Annotated[Path, typer.Argument(help="checkpoint folder, a folder with only config.json, or a hub id")],
     seq_len: Annotated[
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, max=2**40, help="document length for FLOPs")
     ] = 4096,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
+CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder, or hub id owner/name[@revision]")]
 LoRAFolder = Annotated[
     Path | None,
     typer.Option("--lora", metavar="FOLDER", help="PEFT folder of a LoRA to apply unmerged"),

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts th
 
 
 def command(
-    model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or a folder with only config.json")] = None,
+    model: Annotated[Path | None, typer.Argument(help="checkpoint folder, only its config.json, or a hub id")] = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="total number of GPUs")] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | FILE.yaml")] = ("h100-80gb"),
     tokens: Annotated[

@@ -14,6 +14,7 @@ import typer
 
 from archon.cli.config import config_command, load_config
 from archon.cli.options import CheckpointFolder, ConfigFile, Overrides
+from archon.schema.config import expand_path
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora {option!r}; expected NAME=FOLDER")
         if name in folders:
             raise ConfigError(f"--lora has the name {name!r} twice; use unique names")
-        folders[name] = Path(folder)
+        folders[name] = Path(expand_path(folder))
     return folders
 
 

@@ -293,9 +293,7 @@ def prepare_message(message: Message, where: str) -> Message:
     expected = dict.fromkeys([*THINKING_FIELDS, "name"], str) | {"tool_calls": list}
     for name, kind in expected.items():
         if not isinstance(prepared.get(name, kind()), kind):
-            raise DatasetError(
-                f"{where}: {name!r} of a message is {prepared[name]!s:.80}; expected a {kind.__name__}"
-            )
+            raise DatasetError(f"{where}: {name!r} of a message is {prepared[name]!s:.80}; expected a {kind.__name__}")
     if calls := prepared.get("tool_calls"):
         prepared["tool_calls"] = [_prepare_call(call, where) for call in calls]
     if prepared.get("function_call"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from archon.checkpoint.chat_template import Message, has_chat_template
 from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
+from archon.checkpoint.hub import CONFIG_FILES
 from archon.data.encoding import encode_prompt
 from archon.data.images import PROCESSOR_FILE, ImageReader, open_image
 from archon.models import get_model_spec
@@ -24,7 +25,7 @@ def open_reader(model: EngineConfig | str | Path) -> ImageReader | None:
 
     None for a text model or without an image processor.
     """
-    path = checkpoint_folder(model.path if isinstance(model, EngineConfig) else model)
+    path = checkpoint_folder(model.path if isinstance(model, EngineConfig) else model, CONFIG_FILES)
     if (isinstance(model, EngineConfig) and model.vision == "off") or not (path / PROCESSOR_FILE).is_file():
         return None
     config = read_hf_config(path)

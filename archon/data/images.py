@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
+from archon.checkpoint.hub import CONFIG_FILES
 from archon.models.args.base import ImageFormat
 from archon.models.spec import get_model_spec
 from archon.models.vision.images import ProcessedImage
@@ -66,7 +67,7 @@ class ImageReader:
         if image_format is None:
             raise ConfigError(f"{os.fspath(path)}: it is a text model; expected a vision-language model")
         self.image_format = image_format
-        self.processor = _load_processor(Path(path))
+        self.processor = _load_processor(checkpoint_folder(path, CONFIG_FILES))
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self.processor, name, None) != getattr(image_format, name):
                 raise ConfigError(

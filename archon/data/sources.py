@@ -160,7 +160,7 @@ def _read_file(path: Path) -> list[SourceRow]:
 
 def _read_json(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read one object a line, or one list of objects."""
-    rows = []
+    rows: list[SourceRow] = []
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
@@ -375,8 +375,10 @@ def _read_hub(path: str, split: str, subset: str | None) -> list[SourceRow]:
     try:
         loaded = library.load_dataset(hub_id.name, subset, split=split, revision=hub_id.revision)
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        raise DatasetError(f"cannot load {path} (split {split}) from the hub: {reason}") from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise DatasetError(
+            f"cannot load {path} (split {split}): no such file or folder, and from the hub: {reason}"
+        ) from error
     return _from_hugging_face(loaded, path, split)
 
 

@@ -29,10 +29,6 @@ def test_missing_path(tmp_path: Path) -> None:
     assert_refused("nowhere: it does not exist", tmp_path / "nowhere")
 
 
-def test_name_of_the_hub_is_told_from_a_path() -> None:
-    assert_refused("Qwen/Qwen3-0.6B: it does not exist.*hf download Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
-
-
 def test_path_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert_refused("it is a file; expected the folder", tmp_path / "file")

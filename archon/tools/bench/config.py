@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from archon.checkpoint.hub import model_folder
 from archon.schema.config import (
     EXPANDED,
     MAX_SECONDS,
@@ -89,7 +90,7 @@ class SweepConfig(StrictModel):
     @property
     def folder(self) -> Path:
         """Folder of the model."""
-        path = Path(self.model)
+        path = model_folder(self.model)
         return path.parent if path.name == "config.json" else path
 
     @property

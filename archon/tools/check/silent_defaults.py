@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from archon.models import get_model_spec
+from archon.models.hf.config import DROPOUTS
 from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
 from archon.schema.errors import ConfigError
 from archon.tools.check.oracle import (
@@ -74,6 +75,8 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, config | {"text_config": changed}) for name, changed in variants(text))
     for name, value in config.items():
         if name in ("model_type", "transformers_version", "architectures", "text_config", "vision_config"):
+            continue
+        if name in DROPOUTS:  # read with a warning, as archon trains without dropout
             continue
         yield name, {key: other for key, other in config.items() if key != name}
         for other in ALTERNATIVE_VALUES[type(value)](value):
