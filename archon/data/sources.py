@@ -244,6 +244,7 @@ def _read_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
 
 
 def _table_rows(path: Path, table: Any) -> list[SourceRow]:
+    table.validate(full=True)  # reading damaged offsets would crash the process
     if len({*table.column_names}) != len(table.column_names):
         raise DatasetError(f"{path}: a column name is repeated: {', '.join(table.column_names)}; rename one")
     return [SourceRow(f"{path} row {number}", _without_nulls(row)) for number, row in enumerate(table.to_pylist())]
@@ -275,7 +276,7 @@ def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) 
         try:
             return read(path, stream)
         except (pyarrow.ArrowException, OSError) as error:
-            raise DatasetError(f"{path}: not {kind} file, or damaged: {error}") from error
+            raise DatasetError(f"{path}: not {kind} file, or damaged: {' '.join(str(error).split())}") from error
 
     return read_table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_no_file_of_a_folder_is_dropped_silently(tmp_path: Path, names: list[str
         _write(tmp_path / name, ROWS)
     with pytest.raises(DatasetError, match=message):
         read_rows(tmp_path, split)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "list.json", "csv", "parquet", "arrow", "stream.arrow", "jsonl.gz"])
+def test_damage_is_one_line_or_changes_text_alone(tmp_path: Path, suffix: str) -> None:
+    _write(tmp_path / f"whole.{suffix}", ROWS * 3)
+    whole, generator = (tmp_path / f"whole.{suffix}").read_bytes(), random.Random(suffix)
+    file, messages = tmp_path / f"damaged.{suffix}", []
+    for _ in range(100):
+        start = generator.randrange(len(whole))
+        inserted = generator.choice([b"", b"\x00", b'"', b"\n", b"[", b"\xff\xfe", generator.randbytes(6)])
+        file.write_bytes(whole[:start] + inserted + whole[start + generator.randrange(9) :])
+        try:
+            rows = read_rows(file)
+        except DatasetError as error:
+            messages.append(str(error))
+        else:
+            assert all(isinstance(row.data, dict) for row in rows)
+    assert len(messages) > 30
+    assert all("\n" not in message and file.name in message for message in messages)
 
 
 def test_csv_values_are_text_with_commas_quotes_and_lines(tmp_path: Path) -> None:
