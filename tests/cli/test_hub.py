@@ -105,6 +105,17 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(checkpoint, cache) -> None:
         load_model("org/tiny@v3")
 
 
+def test_a_lora_names_the_hub_id_and_the_revision_of_its_base(archon, checkpoint, cache, tmp_path) -> None:
+    fill(cache, "models/org/tiny", contents(checkpoint), ref="v2")
+    fill(cache, "datasets/org/sums", DATASET)
+    options = ("train_data.path=org/sums", "model.device=cpu", "batch_size=2", "total_steps=1", "model.lora.rank=2")
+    assert archon("sft", f"run_dir={tmp_path}/run", "model.path=org/tiny@v2", *options).code == 0
+    config = json.loads((tmp_path / "run" / "export" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/tiny", "v2")
+    assert archon("export", tmp_path / "run" / "export", tmp_path / "merged", "--merge").code == 0
+    assert load_model(tmp_path / "merged").args == load_model(checkpoint).args
+
+
 def test_a_folder_wins_over_a_hub_id(checkpoint, cache, tmp_path, monkeypatch) -> None:
     fill(cache, "models/org/tiny", {"config.json": b"{}"})
     (tmp_path / "org").mkdir()

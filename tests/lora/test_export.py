@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -177,7 +178,10 @@ def test_adapters_are_merged_into_other_formats_too(run, tmp_path: Path) -> None
         convert(tmp_path / "native", tmp_path / "out", "hf", like=base, lora=checkpoint)
 
 
-def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path) -> None:
+def test_what_has_no_adapter_or_no_base_is_one_line(
+    archon, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     base, checkpoint, engine = run
     out = tmp_path / "out"
     assert "it does not name its base; set --base" in archon("export", checkpoint, out).complaint
@@ -186,9 +190,9 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     assert "--dtype requires --merge" in archon("export", checkpoint, out, "--dtype", "float32").complaint
     assert "it holds no LoRA" in archon("export", base, out, "--base", base).complaint
     config = tmp_path / "adapter" / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(base), "Qwen/Qwen3-0.6B"))
+    config.write_text(config.read_text().replace(str(base), "org/absent"))
     complaint = archon("export", tmp_path / "adapter", out, "--merge").complaint
-    assert "its base 'Qwen/Qwen3-0.6B' is not a local folder" in complaint
+    assert "its base is not available (org/absent: no such folder" in complaint and "set --base" in complaint
     full = engine_of(base, optimizer={"lr": 1e-3})
     full.save(tmp_path / "full", "native")
     assert "it holds all weights of a model and no LoRA" in (

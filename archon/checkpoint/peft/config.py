@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.hf_reader import read_json
+from archon.checkpoint.hub import parse_hub_id
 from archon.checkpoint.peft.layout import PeftTensor
 from archon.checkpoint.safetensors_file import fail
 from archon.models.lora.targets import LoRASize
@@ -26,6 +27,7 @@ _READ_FIELDS = {
     "peft_type",
     "peft_version",
     "base_model_name_or_path",
+    "revision",
     "r",
     "lora_alpha",
     "use_rslora",
@@ -41,7 +43,6 @@ _READ_FIELDS = {
 _IGNORED_FIELDS = {
     "task_type",
     "auto_mapping",
-    "revision",
     "inference_mode",
     "lora_dropout",
     "layers_pattern",
@@ -64,7 +65,7 @@ class PeftConfig:
 
     Attributes:
         path: the file, for error messages.
-        base: path or name of the base checkpoint, if any.
+        base: path or hub id of the base checkpoint, if any.
         version: PEFT version; (0, 0) for files before 0.18, which have none.
         rank: default rank.
         alpha: default alpha.
@@ -142,7 +143,7 @@ def read_config(path: Path) -> PeftConfig:
     targets, base = config.get("target_modules"), config.get("base_model_name_or_path")
     return PeftConfig(
         path=path,
-        base=base if isinstance(base, str) and base else None,
+        base=_with_revision(base, config.get("revision")) if isinstance(base, str) and base else None,
         version=_version(path, config.get("peft_version")),
         rank=_rank(path, "r", config.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", config.get("lora_alpha", 8)),
@@ -154,6 +155,12 @@ def read_config(path: Path) -> PeftConfig:
         excluded=_names(path, config, "exclude_modules"),
         layers=_layers(path, config.get("layers_to_transform")),
     )
+
+
+def _with_revision(base: str, revision: Any) -> str:
+    """Return a hub id with its revision; a path has none."""
+    hub_id = None if Path(base).exists() else parse_hub_id(base)
+    return f"{base}@{revision}" if hub_id is not None and isinstance(revision, str) and revision else base
 
 
 def _rank(path: Path, field: str, value: Any) -> int:
@@ -222,15 +229,17 @@ def config_fields(
         sizes: LoRA sizes by names of modules and parameters.
         modules: names of the adapted modules.
         parameters: names of the adapted parameters.
-        base: path or name of the base checkpoint.
+        base: path or hub id of the base checkpoint.
     """
+    hub_id = None if Path(base).exists() else parse_hub_id(base)
     rank = Counter(size.rank for size in sizes.values()).most_common(1)[0][0]
     alpha = Counter(size.alpha for size in sizes.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "peft_version": WRITTEN_PEFT_VERSION,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if hub_id is None else hub_id.name,
+        "revision": None if hub_id is None else hub_id.revision,
         "r": rank,
         "lora_alpha": _integer(alpha),
         "use_rslora": next(iter(sizes.values())).rslora,

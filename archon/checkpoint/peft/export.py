@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
+from archon.checkpoint.hf_reader import checkpoint_folder
+from archon.checkpoint.hub import CONFIG_FILES
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
@@ -21,7 +23,7 @@ from archon.checkpoint.tokenizer import has_tokenizer
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
 from archon.models.lora.targets import LoRASize
-from archon.schema.errors import ConfigError
+from archon.schema.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,20 @@ def is_peft_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the base checkpoint that a PEFT folder names.
+    """Return the base checkpoint that a PEFT folder names, a folder or a hub id.
 
     Raises:
-        ConfigError: the base is not a local folder, or `path` is a training checkpoint, which has only its digest.
+        ConfigError: the base is not available, or `path` is a training checkpoint, which has only its digest.
     """
     base = read_peft_config(Path(path)).base if is_peft_folder(path) else None
-    if base is None or not Path(base).is_dir():
-        problem = f"its base {base!r} is not a local folder" if base else "it does not name its base"
-        raise ConfigError(f"{os.fspath(path)}: {problem}; set --base to the checkpoint that it was trained on")
-    return Path(base)
+    problem = "it does not name its base"
+    if base is not None:
+        try:
+            checkpoint_folder(base, CONFIG_FILES)
+            return Path(base)
+        except CheckpointError as error:
+            problem = f"its base is not available ({error})"
+    raise ConfigError(f"{os.fspath(path)}: {problem}; set --base to the checkpoint that it was trained on")
 
 
 def read_lora_weights(
