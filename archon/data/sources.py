@@ -77,12 +77,12 @@ def column_value(row: SourceRow, key: str) -> Any:
     if key in row.data:
         return row.data[key]
     value: Any = row.data
+    holder = "the row"
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            holder = "the row" if value is row.data else f"the column of {name!r}"
             content = ", ".join(map(repr, value)) if isinstance(value, Mapping) else f"{value!r:.80}"
             raise DatasetError(f"{row.where}: no key {key!r}; {holder} has: {content or 'nothing'}")
-        value = value[name]
+        value, holder = value[name], repr(name)
     return value
 
 

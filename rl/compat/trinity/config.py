@@ -29,7 +29,7 @@ from archon.rl.compat.trinity.config_keys import (
 from archon.rl.compat.trinity.plugins import import_plugins
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
-from archon.schema.config import merge_sections, nearest
+from archon.schema.config import expand_path, merge_sections, nearest
 from archon.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def _mix(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> No
 
 def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Read the veRL configuration, inline or in a file."""
-    inline, path = settings.get("trainer.trainer_config"), settings.get("trainer.trainer_config_path")
+    inline, path = settings.get("trainer.trainer_config"), expand_path(settings.get("trainer.trainer_config_path"))
     values: Any = inline or {}
     if path:
         if not Path(path).exists():
