@@ -18,7 +18,7 @@ EXPORTS = {
     "trinity.auxiliary": ("AuxiliaryModel",),
     "trinity.builtin": ("MathBoxedWorkflow", "MathWorkflow", "SimpleWorkflow"),
     "trinity.environments": (*("AlfworldWorkflow", "GymEnvWorkflow", "TextEnv", "TextEnvWorkflow", "WebShopWorkflow"),),
-    "trinity.react": ("AgentScopeReActWorkflow", "ReActWorkflow"),
+    "trinity.react": ("AgentScopeReActWorkflow", "AgentScopeReactMathWorkflow", "ReActWorkflow"),
     "trinity.ruler": ("MathRULERWorkflow",),
     "trinity.step_wise": (
         *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),

@@ -17,6 +17,7 @@ from archon.schema.registry import NamedObjects
 
 _BUILT_IN = {
     "clevr_count_70k": "archon.rl.rewards.datasets.clevr_count_70k_reward",
+    "countdown": "archon.rl.rewards.countdown.countdown_reward",
     "exact_match": "archon.rl.rewards.datasets.exact_match_reward",
     "geometry3k": "archon.rl.rewards.datasets.geometry3k_reward",
     "gsm8k": "archon.rl.rewards.datasets.gsm8k_reward",

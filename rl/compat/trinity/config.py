@@ -35,6 +35,10 @@ from archon.schema.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _REWARDS = {"math_reward": "math_verify", "math_boxed_reward": "math_verify", "accuracy_reward": "math_verify"}
+_REWARDS |= {"countdown_reward": "countdown"}
+_IMAGE_WORKFLOWS = ("simple_mm_workflow", "async_simple_mm_workflow")
+_IMAGE_COLUMNS = ("images", "image")
+_REC_SIDES = {"one-side": "one", "two-side": "two", "ring": "ring"}
 _PRESETS = {"mix_chord": "chord", "multi_step_grpo": "step_wise_grpo", "reinforce_plus_plus": "reinforce_pp"}
 _COMMANDS = {"sft": "archon sft", "dpo": "archon preference"}
 _AGGREGATIONS = {"seq-mean-token-sum-norm": "dr_grpo", True: "token_mean", False: "seq_mean_token_mean"}
@@ -53,6 +57,9 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "model.top_k": _top_k,
     "algorithm.algorithm_type": lambda name: _PRESETS.get(name, name),
     "algorithm.advantage_fn": lambda name: {"ppo": "gae", "reinforce_plus_plus": "reinforce_pp"}.get(name, name),
+    "algorithm.advantage_fn_args.std_normalize": lambda normalize: "grpo" if normalize else "dr_grpo",
+    "algorithm.policy_loss_fn_args.clip_mode": lambda mode: _REC_SIDES.get(mode, mode),
+    EVAL + "rollout_args.temperature": lambda temperature: temperature or None,  # greedy answers are evaluated too
     "algorithm.advantage_fn_args.std_threshold": lambda threshold: "drop" if threshold else None,
     "algorithm.kl_loss_fn": lambda name: {"low_var_kl": "k3", "none": None}.get(name, name),
     "algorithm.loss_agg_mode": _aggregation,
@@ -168,6 +175,9 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
     preset = config.get("algorithm", {}).get("preset", "grpo")
     if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
         _put(config, "critic.path", settings.get("model.critic_model_path") or config["actor"]["path"])
+    if preset == "rec" and config["algorithm"].get("policy_loss", {}).get("sides", "none") == "none":
+        config["algorithm"]["policy_loss"] = {"kind": "reinforce"}  # no token is masked, Trinity-RFT's default
+    _lora(config, settings.get("model.lora_configs") or [], source)
     _put(config, "train_data.raw", True)
     if "eval_data" in config:
         shared = ("prompt_key", "response_key", "raw", "max_length")
@@ -188,6 +198,22 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
         )
     if size and whole != size:
         _put(config, "algorithm.minibatches", whole // size)
+
+
+def _lora(config: dict[str, Any], loras: Any, source: str) -> None:
+    """Train a LoRA if the file configures one."""
+    if not isinstance(loras, list) or len(loras) > 1 or not all(isinstance(lora, dict) for lora in loras):
+        raise ConfigError(f"{source}: model.lora_configs is {loras!r:.80}, expected a list of one LoRA or none")
+    names = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets", "path": "path"}
+    ignored = {"name", "lora_dtype", "base_model_name"}
+    for lora in loras:
+        config["actor"]["lora"] = {"rank": 32, "alpha": 32}  # Trinity-RFT's defaults
+        for key, value in lora.items():
+            if key in names and value is not None:
+                config["actor"]["lora"][names[key]] = value
+            elif value and key not in ignored | names.keys():
+                known = ", ".join(sorted({*names, *ignored}))
+                raise ConfigError(f"{source}: model.lora_configs has {key!r}; archon reads {known}")
 
 
 def _mode(settings: Mapping[str, Any], source: str) -> str:
@@ -297,6 +323,21 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
     eval_reward = named("default_reward_fn_type", EVAL)
     if "eval_data" in config and (eval_workflow not in (None, name) or eval_reward not in (None, reward)):
         raise ConfigError(f"{source}: the evaluation workflow or reward differs; archon evaluates with the training's")
+    image_keys = {settings.get(taskset + "format.image_key") or None for taskset in (TRAIN, EVAL)} - {None}
+    if image_keys and (name not in _IMAGE_WORKFLOWS or not image_keys <= {*_IMAGE_COLUMNS}):
+        raise ConfigError(
+            f"{source}: {TRAIN}format.image_key is {', '.join(sorted(map(str, image_keys)))!r} of {name}; images are "
+            f"in the column {' or '.join(_IMAGE_COLUMNS)}, and {_IMAGE_WORKFLOWS[0]} reads them"
+        )
+    if name in _IMAGE_WORKFLOWS:  # the images of a row need archon's own workflow
+        config |= {"workflow": "archon.rl.VisionRLVRWorkflow", "reward": _REWARDS.get(reward, reward or "math_verify")}
+        system_prompt = settings.get(TRAIN + "format.system_prompt")
+        config["train_data"] |= {"raw": False, "system_prompt": system_prompt}
+        if "eval_data" in config:
+            config["eval_data"] |= {"raw": False, "system_prompt": system_prompt}
+        if rejected := sorted(config.pop("workflow_args", {}).keys() - {"format_args", "env_vars"}):
+            raise ConfigError(f"{source}: {name} takes no {', '.join(rejected)}; leave it out")
+        return
     workflow = WORKFLOWS[name]
     config["workflow"] = f"{TrinityWorkflow.__module__}.{TrinityWorkflow.__name__}"
     _put(config, "workflow_args.workflow", name)
@@ -306,6 +347,8 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
         _put(config, "workflow_args.reward", reward)
     if not is_class and reward is not None:
         config["reward"] = _REWARDS.get(reward, reward)
+        if config["reward"] == "countdown":  # the gold data is a task, not an answer
+            _put(config, "rollout.n_gold_checks", 0)
 
 
 def _steps(config: dict[str, Any], epochs: int) -> int:

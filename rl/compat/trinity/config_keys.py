@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from archon.rl.algorithms.off_policy import RING_HIGH, RING_LOW
+
 INPUT = "buffer.explorer_input."
 TRAIN, EVAL = INPUT + "taskset.", INPUT + "eval_taskset."
 BUFFER, EXPERT = "buffer.trainer_input.experience_buffer.", "buffer.trainer_input.expert."
@@ -56,6 +58,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "algorithm.policy_loss_fn_args.clip_range_low": ("algorithm.policy_loss.clip_low",),
     "algorithm.policy_loss_fn_args.clip_range_high": ("algorithm.policy_loss.clip_high",),
+    "algorithm.policy_loss_fn_args.epsilon_low": ("algorithm.policy_loss.clip_low",),
+    "algorithm.policy_loss_fn_args.epsilon_high": ("algorithm.policy_loss.clip_high",),
+    "algorithm.policy_loss_fn_args.clip_mode": ("algorithm.policy_loss.sides",),
+    "algorithm.advantage_fn_args.std_normalize": ("algorithm.advantage.kind",),
     "algorithm.kl_loss_fn": ("algorithm.kl.kind",),
     "algorithm.kl_loss_fn_args.kl_coef": ("algorithm.kl.coef",),
     "algorithm.entropy_loss_fn_args.entropy_coef": ("algorithm.entropy_coef",),
@@ -108,6 +114,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "trainer.max_checkpoints_to_keep": ("checkpoint.keep",),
     "trainer.grad_clip": ("actor.optimizer.max_grad_norm",),
     "trainer.max_token_len_per_gpu": ("actor.max_tokens_per_mb",),
+    "trainer.ppo_max_token_len_per_gpu": ("actor.max_tokens_per_mb",),
 }
 TASKSET_ENDS = ("default_workflow_type", "default_reward_fn_type")
 # Keys that code in config.py reads.
@@ -116,6 +123,7 @@ SPECIAL_KEYS |= {"buffer.train_batch_size", INPUT + "default_eval_workflow_type"
 SPECIAL_KEYS |= {prefix + end for prefix in (INPUT, TRAIN, EVAL) for end in TASKSET_ENDS}
 SPECIAL_KEYS |= {EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
 SPECIAL_KEYS |= {EVAL + name for name in ("workflow_args", "reward_fn_args")}
+SPECIAL_KEYS |= {"model.lora_configs", TRAIN + "format.image_key", EVAL + "format.image_key"}
 SPECIAL_KEYS |= {"algorithm.optimizer.betas", "algorithm.add_strategy", "mode"}
 SPECIAL_KEYS |= {"explorer.bench_on_latest_checkpoint", "trainer.trainer_config_path", "trainer.trainer_config"}
 SPECIAL_KEYS |= {
@@ -128,7 +136,6 @@ SPECIAL_KEYS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key
 
 SELECTORS = ("sequential", "random", "shuffle")
 FORMATS = {
-    "image_key": "this workflow reads text only",
     "video_key": "this workflow reads text only",
     "reply_prefix": "an answer begins after the chat template",
     "system_prompt_key": "write a workflow that reads the row's system prompt",
@@ -147,9 +154,12 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "algorithm.rollout_correction": (({},), "write `archon: {algorithm: {correction: tis}}`"),
     "algorithm.enable_router_replay": ((False,), "the trainer computes its routing itself"),
+    "algorithm.policy_loss_fn_args.weight": (("none",), "archon's REC has no importance weights; write a policy loss"),
+    "algorithm.policy_loss_fn_args.regularizer": (("none",), "set algorithm.kl_loss_fn, or write a policy loss"),
+    "algorithm.policy_loss_fn_args.epsilon_low_prime": ((RING_LOW,), "the outer bounds of REC-Ring are fixed"),
+    "algorithm.policy_loss_fn_args.epsilon_high_prime": ((RING_HIGH,), "the outer bounds of REC-Ring are fixed"),
     "algorithm.optimizer.optimizer_type": (("adam", "adamw"), "archon has AdamW"),
     "algorithm.optimizer.lr_warmup_steps_ratio": ((0,), "write lr_warmup_steps"),
-    "model.lora_configs": (([],), "archon trains all weights"),
     "model.rope_scaling": ((), "set it in the checkpoint's config.json"),
     "model.rope_theta": ((), "set it in the checkpoint's config.json"),
     "model.custom_chat_template": (("",), "put the template into the tokenizer's folder"),
@@ -197,6 +207,7 @@ NO_EFFECT = (
     *("checkpoint_job_dir", "model.logprobs", "model.fully_sharded_loras", "model.max_cpu_loras", "model.tinker."),
     *("model.external_model.", "model.enable_prompt_truncation", "buffer.explore_batch_size", "trainer.megatron."),
     *("algorithm.policy_loss_fn_args." + name for name in NORMALIZERS),
+    *("algorithm.policy_loss_fn_args." + name for name in ("temp", "regularizer_coef")),  # of refused variants
     *("explorer.over_rollout.", "explorer.dynamic_timeout.", "data_processor."),
     *(prefix + name for prefix in (TRAIN, EVAL) for name in ("enable_progress_bar", "index", "data_selector.")),
     *(prefix + "format." + key for prefix in (TRAIN, EVAL) for key in ("messages_key", "tools_key", "chosen_key")),

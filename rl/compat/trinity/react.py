@@ -117,6 +117,8 @@ class ReActWorkflow(SimpleWorkflow):
             return f"error: {type(error).__name__}: {error}"
 
 
+@WORKFLOWS.register_module("agentscope_reactv2_math_workflow")
+@WORKFLOWS.register_module("agentscope_react_math_workflow")
 @WORKFLOWS.register_module("agentscope_react_workflow")
 @WORKFLOWS.register_module("as_react_workflow")
 class AgentScopeReActWorkflow(ReActWorkflow):
@@ -137,3 +139,6 @@ class AgentScopeReActWorkflow(ReActWorkflow):
             raise ConfigError(f"workflow_args of as_react_workflow: type is {kind!r}, expected 'gsm8k' or 'dapo'")
         if self.system_prompt is None:
             self.system_prompt = MATH_PROMPT
+
+
+AgentScopeReactMathWorkflow = AgentScopeReActWorkflow

@@ -310,13 +310,19 @@ WORKFLOW_ROWS = (
         built_in("as_react_workflow", **CLIENT),
     ),
     Row("`agentscope_react_workflow`", "", built_in("agentscope_react_workflow", **CLIENT)),
+    Row(
+        "`AgentScopeReactMathWorkflow`, `agentscope_react_math_workflow`, `agentscope_reactv2_math_workflow`",
+        "the same class",
+        built_in("agentscope_reactv2_math_workflow", **CLIENT),
+    ),
     Row("`AgentScopeWorkflowAdapter`", "`archon.rl.AgentWorkflow` runs any agent", elsewhere=True),
     Row("`WorkflowWithRecording`", "`archon.rl.AgentWorkflow`", elsewhere=True),
     Row("`OnPolicyDistillWorkflow`", "`algorithm: {preset: distill}` and `teacher`", elsewhere=True),
     Row("`MathEvalWorkflow`", "`eval_data`, or `archon eval`", elsewhere=True),
     Row("`ToolCallWorkflow`", "`archon.rl.ReActWorkflow`", elsewhere=True),
     Row("`MathTrainableRULERWorkflow`, `RubricJudgeWorkflow`, `MathRMWorkflow`", f"no equivalent built in; {MAY}"),
-    Row("`SimpleMMWorkflow`, `chat_mm`, `generate_mm`", "archon's workflows are text"),
+    Row("`simple_mm_workflow`", "`archon.rl.VisionRLVRWorkflow`, in a configuration too", elsewhere=True),
+    Row("`chat_mm`, `generate_mm`", "a workflow with images subclasses `archon.rl.VisionRLVRWorkflow`"),
     Row("`RAFTAlfworldWorkflow`, `EmailSearchWorkflow`, other single studies", "take the file, and change its imports"),
 )
 
@@ -353,7 +359,8 @@ MODEL_ROWS = (
         "reward `math_verify`, without a format part",
         elsewhere=True,
     ),
-    Row("`CountDownRewardFn`, `FormatReward`, `MathDAPORewardFn`, `RMGalleryFn`", "a reward function of one's own"),
+    Row("`CountDownRewardFn`, `countdown_reward`", "reward `countdown`", elsewhere=True),
+    Row("`FormatReward`, `MathDAPORewardFn`, `RMGalleryFn`", "a reward function of one's own"),
 )
 
 ALGORITHM_ROWS = (

@@ -257,10 +257,13 @@ T = "buffer.explorer_input.taskset."
         ("algorithm.algorithm_type", "sft", "which has no rollouts: run `archon sft`"),
         ("algorithm.algorithm_type", "mix", "the demonstrations are missing"),
         ("algorithm.bypass_old_logprobs", False, r"expected True: write `archon: \{algorithm: \{correction: tis"),
-        ("model.lora_configs", [{"lora_rank": 8}], r"expected \[\]: archon trains all weights"),
+        ("model.lora_configs", [{"lora_rank": 8}] * 2, r"expected a list of one LoRA or none"),
+        ("model.lora_configs", [{"exclude_modules": "wq"}], r"lora_configs has 'exclude_modules'; archon reads"),
+        ("algorithm.policy_loss_fn_args.weight", "advantage", "archon's REC has no importance weights"),
+        ("algorithm.optiimzer.lr", 1e-6, "did you mean 'algorithm.optimizer.lr'"),
         ("model.rope_theta", 1e6, "expected null: set it in the checkpoint's config.json"),
         ("model.repetition_penalty", 1.1, "the trainer cannot replay a penalty"),
-        (T + "format.image_key", "image", "reads text only"),
+        (T + "format.image_key", "image", "is 'image' of math_workflow; images are in the column images or image"),
         (T + "data_selector", {"selector_type": "difficulty_based"}, "tasks are drawn at random"),
         ("data_processor.experience_pipeline", {"operators": [{"name": "x"}]}, "process experiences in the workflow"),
         ("buffer.trainer_input.experience_buffer", {"replay_buffer": {"enable": True}}, "trained in order"),
@@ -270,7 +273,7 @@ T = "buffer.explorer_input.taskset."
         ("trainer.trainer_config", "verl", "expected a mapping"),
         (T + "storage_type", "sql", "expected 'file'"),
         (T + "default_workflow_type", "math_workflw", "did you mean 'math_workflow'.*dotted path"),
-        (T + "default_reward_fn_type", "countdown_reward", "unknown reward 'countdown_reward'"),
+        (T + "default_reward_fn_type", "count_reward", "unknown reward 'count_reward'"),
         (T + "default_workflow_type", None, "taskset.default_workflow_type is missing"),
         (T + "path", None, "taskset.path is missing"),
         ("buffer.train_batch_size", 5, "5 does not divide the 32 answers of a step"),
@@ -305,6 +308,40 @@ def test_some_settings_are_more_than_another_name(small: dict[str, Any]) -> None
     assert translate(put(small, "buffer.train_batch_size", 8))["algorithm"] == {"minibatches": 4}
     assert translate(put(small, T + "rollout_args.top_k", -1))["total_steps"] == 5
     assert translate(put(small, "archon", {"total_steps": 7, "actor": {"layout": "d2"}}))["actor"]["layout"] == "d2"
+
+
+def test_keys_of_trinitys_own_examples(small: dict[str, Any]) -> None:
+    lora = [{"name": "lora", "lora_rank": 16, "lora_alpha": 8, "target_modules": ["q_proj"]}]
+    sizes = {"rank": 16, "alpha": 8, "targets": ["q_proj"]}
+    assert translate(put(small, "model.lora_configs", lora))["actor"]["lora"] == sizes
+    assert translate(put(small, "trainer.ppo_max_token_len_per_gpu", 16384))["actor"]["max_tokens_per_mb"] == 16384
+    greedy = [{"path": "questions", "rollout_args": {"temperature": 0.0}}]
+    config = translate(put(small, "buffer.explorer_input.eval_tasksets", greedy))
+    assert "temperature" not in config.get("evaluation", {})  # greedy answers are evaluated too
+    config = translate(put(small, T + "default_reward_fn_type", "countdown_reward"))
+    assert (config["reward"], config["rollout"]["n_gold_checks"]) == ("countdown", 0)
+    config = translate(put(small, T + "default_workflow_type", "agentscope_reactv2_math_workflow"))
+    assert config["workflow_args"]["workflow"] == "agentscope_reactv2_math_workflow"
+
+
+def test_images_are_read_by_archons_own_workflow(small: dict[str, Any]) -> None:
+    small = put(small, T + "format", {"prompt_key": "question", "response_key": "answer", "image_key": "images"})
+    config = translate(put(small, T + "default_workflow_type", "simple_mm_workflow"))
+    assert (config["workflow"], config["reward"]) == ("archon.rl.VisionRLVRWorkflow", "math_verify")
+    assert config["train_data"]["raw"] is False and "workflow_args" not in config
+    assert RLConfig.parse(config).train_data.prompt_key == "question"
+
+
+def test_arguments_of_rec_keep_trinitys_meaning(small: dict[str, Any]) -> None:
+    """Its default masks nothing, and archon's preset masks one side."""
+    plain = translate(put(small, "algorithm.algorithm_type", "rec"))["algorithm"]
+    assert plain == {"preset": "rec", "policy_loss": {"kind": "reinforce"}}
+    arguments = {"clip_mode": "two-side", "epsilon_low": 0.1, "epsilon_high": 0.3, "weight": "none", "temp": 1.0}
+    small = put(small, "algorithm", {"algorithm_type": "rec", "policy_loss_fn_args": arguments, "repeat_times": 4})
+    small = put(small, "algorithm.advantage_fn_args", {"std_normalize": True})
+    config = translate(small)["algorithm"]
+    assert config["policy_loss"] == {"sides": "two", "clip_low": 0.1, "clip_high": 0.3}
+    assert config["advantage"] == {"kind": "grpo"}
 
 
 @pytest.fixture
