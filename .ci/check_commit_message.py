@@ -14,13 +14,21 @@ import re
 import sys
 from pathlib import Path
 
-TYPES = ("feat", "fix", "perf", "refactor", "test", "docs", "build", "ci", "chore", "revert")
+TYPES = ("feat", "fix", "perf", "refactor", "test", "docs", "style", "build", "ci", "chore", "gov", "revert")
 SCOPES = ("engine", "models", "parallel", "rl", "cli", "bench", "ci", "docs", "tests")
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("archon", "models", "parallel", "rl", "tests")
 NEEDS_A_BODY = ("feat", "fix", "perf")
 SUBJECT_LENGTH = 100
 
 SUBJECT = re.compile(r"(?P<type>[a-z]+)(\((?P<scope>[^)]*)\))?!?: (?P<text>\S.*)")
 WRITTEN_BY_GIT = re.compile(r"(Merge|Revert|fixup!|squash!|amend!) ?\S")
+
+
+def folders() -> set[str]:
+    """Return the names of the packages' folders, such as `checkpoint` of archon/checkpoint."""
+    children = (child for package in PACKAGES for child in (ROOT / package).iterdir())
+    return {child.name for child in children if child.is_dir() and child.name[0] not in "._"}
 
 
 def problem(message: str) -> str | None:
@@ -38,8 +46,8 @@ def problem(message: str) -> str | None:
         return f"{subject!r} does not have the form `type(scope): description`"
     if match["type"] not in TYPES:
         return f"unknown type {match['type']!r}; one of {', '.join(TYPES)}"
-    if match["scope"] is not None and match["scope"] not in SCOPES:
-        return f"unknown scope {match['scope']!r}; one of {', '.join(SCOPES)}"
+    if match["scope"] is not None and match["scope"] not in {*SCOPES, *folders()}:
+        return f"unknown scope {match['scope']!r}; one of {', '.join(SCOPES)}, or a folder of {', '.join(PACKAGES)}"
     if len(subject) > SUBJECT_LENGTH:
         return f"the subject has {len(subject)} characters, at most {SUBJECT_LENGTH}"
     if subject.endswith("."):

@@ -91,6 +91,10 @@ GOOD = [
     "refactor(engine): one place for the denominator",
     "perf(models)!: keep decode weights transposed\n\nA decode step reads each weight once.\n",
     "# a comment of git\nci(ci): print the time of each phase",
+    "style: sort the imports",
+    "gov: say who decides",
+    "refactor(checkpoint): one reader",  # a folder of archon/
+    "docs(compat): the names of a guide",  # a folder of rl/
     "Merge branch 'layouts'",
 ]
 BAD = {
