@@ -56,7 +56,8 @@ def missing(module: str, names: str, note: str) -> Iterator[Name]:
 
 _IMAGES = "with images for a vision-language model (`processor`: an `ImageReader`); otherwise text only, with a warning"
 _CONFIG_NOTE = "with archon's keys; rl/README.md lists them next to AReaL's"
-_ONE_RUN = "a run is one program under torchrun, without controllers, schedulers or servers"
+_ONE_RUN = "a run is one program under torchrun; `rollout.launch` starts servers"
+_SERVERS = "or `rollout.servers`; scripts use archon.rl.InProcessEngine"
 _RANKS = "the engine does this for every layout"
 _LORA = "a LoRA has no separate version; the engine counts weight versions"
 
@@ -66,7 +67,8 @@ NAMES: tuple[Name, ...] = (
     *available("areal", "SFTTrainer", f"{_HERE}.trainers", "takes an `SFTConfig`; rows of `input_ids` and `loss_mask`"),
     *available("areal", "workflow_context", "archon.rl.episode_context"),
     *renamed("areal", "RWTrainer DPOTrainer", "archon.rl.PreferenceTrainer(config).train()", "`loss: reward` or `dpo`"),
-    *missing("areal", "RolloutController TrainController WorkflowExecutor StalenessManager current_platform", _ONE_RUN),
+    *missing("areal", "RolloutController TrainController WorkflowExecutor current_platform", _ONE_RUN),
+    *renamed("areal", "StalenessManager", "`rollout.max_staleness`"),
     # -- areal.api
     *available(
         "areal.api.cli_args", "GenerationHyperparameters", "archon.generation.types", "512 new tokens by default"
@@ -101,9 +103,12 @@ NAMES: tuple[Name, ...] = (
     *renamed("areal.api.io_struct", "WeightUpdateMeta", "InferenceEngine.update_weights(model, version=n)"),
     *renamed("areal.api.io_struct", "RolloutStat", "the counts `rollout/…` of metrics.jsonl"),
     *missing("areal.api.scheduler_api", "Scheduler Worker Job", _ONE_RUN),
-    *missing("areal.api.io_struct", "LocalInfServerInfo ParamSpec HttpRequest", _ONE_RUN),
+    *renamed("areal.api.io_struct", "LocalInfServerInfo", "`rollout.servers`"),
+    *missing("areal.api.io_struct", "ParamSpec HttpRequest", _ONE_RUN),
     *missing("areal.api.alloc_mode", "AllocationType FSDPParallelStrategy MegatronParallelStrategy", "one engine"),
-    *missing("areal.api.cli_args", "SGLangConfig vLLMConfig SchedulerConfig", _ONE_RUN),
+    *renamed("areal.api.cli_args", "SGLangConfig", "`rollout.launch: {engine: sglang, args: […]}`"),
+    *renamed("areal.api.cli_args", "vLLMConfig", "`rollout.launch: {engine: vllm, args: […]}`"),
+    *renamed("areal.api.cli_args", "SchedulerConfig", "`rollout.launch.launcher`", "local, ray or slurm"),
     *missing("areal.api.engine_api", "LossReduction LossTerm", "a loss is an object, see archon.engine.loss"),
     *missing("areal.api.io_struct", "get_versioned_lora_name", _LORA),
     *missing("areal.api.io_struct", "detect_image_mime", "Pillow detects image formats"),
@@ -119,7 +124,9 @@ NAMES: tuple[Name, ...] = (
         "`processor`: the checkpoint's folder",
     ),
     *missing("areal.workflow.self_adaptation", "SelfAdaptationWorkflow", "write it as a workflow"),
-    *missing("areal.workflow.openenv", "OpenEnvWorkflow", "archon.rl.TextEnvWorkflow is closest"),
+    *renamed(
+        "areal.workflow.openenv", "OpenEnvWorkflow", "`workflow: openenv:URL`", "rl/environments/README.md has a run"
+    ),
     *renamed(
         "areal.workflow.openai.math_agent",
         "MathAgent MultiTurnMathAgent MathToolAgent",
@@ -177,10 +184,12 @@ NAMES: tuple[Name, ...] = (
     ),
     *missing("areal.engine.core.distributed", "init_custom_process_group", _RANKS),
     *renamed("areal.experimental.engine.archon_engine", "ArchonEngine", "archon.engine.engine.ArchonEngine"),
-    *renamed("areal.engine.sglang_remote", "RemoteSGLangEngine", "archon.rl.InProcessEngine"),
-    *renamed("areal.engine.vllm_remote", "RemotevLLMEngine", "archon.rl.InProcessEngine"),
+    *renamed("areal.engine.sglang_remote", "RemoteSGLangEngine", "`rollout.launch: {engine: sglang}`", _SERVERS),
+    *renamed("areal.engine.vllm_remote", "RemotevLLMEngine", "`rollout.launch: {engine: vllm}`", _SERVERS),
     *missing("areal.engine", "FSDPEngine MegatronEngine", "one engine serves every layout"),
-    *missing("areal.infra", "LocalScheduler RayScheduler SlurmScheduler", _ONE_RUN),
+    *renamed("areal.infra", "LocalScheduler", "`rollout.launch: {launcher: local}`"),
+    *renamed("areal.infra", "RayScheduler", "`rollout.launch: {launcher: ray}`"),
+    *renamed("areal.infra", "SlurmScheduler", "`rollout.launch: {launcher: slurm}`"),
     *available(
         "areal.experimental.openai.types",
         "InteractionWithTokenLogpReward",
