@@ -87,7 +87,7 @@ def apply_fsdp(
         cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 
 
-def sum_gradients(model: nn.Module, dims: ArchonParallelDims, function: str) -> None:
+def sum_gradients(model: nn.Module, dims: ArchonParallelDims, param_dtype: torch.dtype, function: str) -> None:
     """Make FSDP sum gradients, never average them, after any function has parallelized the model.
 
     The loss is divided by one denominator for all ranks, so an average would divide twice. FSDP also stops casting the
@@ -96,17 +96,25 @@ def sum_gradients(model: nn.Module, dims: ArchonParallelDims, function: str) -> 
     Args:
         model: the parallelized model or pipeline stage.
         dims: degrees and meshes of the layout.
+        param_dtype: compute dtype.
         function: name of the family's parallelize function, for error messages.
 
     Raises:
-        FamilyError: the function leaves out tensor parallelism, or gradients of a parameter are not reduced over all
-            ranks of the stage.
+        FamilyError: the function leaves out tensor parallelism, narrows a module with `full_precision`, or does not
+            reduce the gradient of a parameter over all ranks of the stage.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             keep_input_dtypes(module)
+            continue
+        is_wide = getattr(module, "full_precision", False) and isinstance(model, FSDPModule)
+        if is_wide and any(parameter.dtype != param_dtype for parameter in module.parameters()):
+            raise FamilyError(
+                f"{function} computes {type(module).__name__} in {param_dtype}; shard modules with full_precision "
+                "alone, by fully_shard without a param_dtype"
+            )
     if dims.tp_enabled and any(module.tp is None for module in model.modules() if hasattr(module, "tp")):
         raise FamilyError(
             f"{function} applies no tensor parallelism, and the layout has tp = {dims.tp}; call "

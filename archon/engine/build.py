@@ -99,7 +99,7 @@ class ModelBuilder:
         function = f"the parallelize function of family {self.spec.name}"
         if parallelized is not model:
             raise FamilyError(f"{function} returned {type(parallelized).__name__}; return the model that it got")
-        sum_gradients(model, self.layout.dims, function)
+        sum_gradients(model, self.layout.dims, self.compute_dtype, function)
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()

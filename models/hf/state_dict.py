@@ -251,7 +251,14 @@ class BaseStateDictAdapter:
         """Return the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
         if self.overrides & {"to_hf", "convert_single_to_hf"}:
             state = {name: torch.empty(self.stored_shapes[name], device="meta") for name in self.loadable_names()}
-            return {hf: tuple(tensor.shape) for hf, tensor in self.export(state.items())}
+            try:
+                return {hf: tuple(tensor.shape) for hf, tensor in self.export(state.items())}
+            except Exception as error:
+                methods = " or ".join(sorted(self.overrides - {"from_hf"}))
+                raise FamilyError(
+                    f"{type(self).__name__}.{methods} fails on tensors of the meta device: {type(error).__name__}: "
+                    f"{error}; convert tensors without reading their values"
+                ) from error
         return self._map_shapes()
 
     def _map_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -494,9 +501,14 @@ class BaseStateDictAdapter:
         Raises:
             CheckpointError: A parameter is missing, unknown or has another shape, or a key is dropped.
         """
-        native, method = self.from_hf(state), f"{type(self).__name__}.from_hf"
         if "from_hf" not in self.overrides:
-            return native
+            return self.from_hf(state)
+        method = f"{type(self).__name__}.from_hf"
+        try:
+            native = self.from_hf(dict(state))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{method}{self._where()} fails on these keys: {reason}") from error
         head = native.pop("output.weight", None) if self.is_tied or self.init_score else None
         if self.is_tied and head is not None and not torch.equal(head, native["tok_embeddings.weight"]):
             raise CheckpointError(
