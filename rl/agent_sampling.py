@@ -16,7 +16,8 @@ class SamplingPolicy:
 
     `override` uses the trainer's values. `refuse` raises `ConfigError`, which ends the run. `allow` uses the agent's
     values: the trainer computes logprobs at the temperature of each answer, and counts answers with top_p, top_k,
-    greedy or min_tokens as uncorrected. Each overridden or uncorrected field is logged once.
+    min_p, penalties, logit_bias, greedy or min_tokens as uncorrected. Each overridden or uncorrected field is logged
+    once.
 
     Args:
         mode: `override`, `refuse` or `allow`.

@@ -11,7 +11,17 @@ from archon.generation.types import GenerationHyperparameters
 from archon.schema.errors import ConfigError, RolloutError
 
 # Settings that draw tokens from the softmax over the whole vocabulary.
-FULL_VOCABULARY_SAMPLING: dict[str, Any] = {"greedy": False, "top_p": 1.0, "top_k": None, "min_new_tokens": 0}
+FULL_VOCABULARY_SAMPLING: dict[str, Any] = {
+    "greedy": False,
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
 
 
 def truncating_fields(gconfig: GenerationHyperparameters) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,9 @@ def command(
         Path | None,
         typer.Option(metavar="RUN.yaml", help="`archon rl` config: train on sessions that clients rate"),
     ] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="log a line for each request: status, tokens and milliseconds")
+    ] = False,
 ) -> None:
     """Serve a checkpoint until interrupted."""
     from archon.cli.serve_config import ServeConfig
@@ -66,6 +70,8 @@ def command(
         )
     if train is not None and push_root is not None:
         raise ConfigError("--train and --push-root exclude each other: both change the weights; remove one of them")
+    if train is not None and log_requests:
+        raise ConfigError("--log-requests logs no requests of --train; remove one of them")
     if train is not None:
         serve_training(path, train, overrides or [], host, port, token)
     resolved = load_config(ServeConfig, config, overrides or [])
@@ -82,8 +88,12 @@ def command(
         raise ConfigError("--push-root lets trainers replace the weights and requires a token; set one with --token")
     if push_root is not None and not push_root.is_dir():
         raise ConfigError(f"--push-root {str(push_root)!r} is not a folder")
+    if log_requests:
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        logging.getLogger("archon.serve.request_log").setLevel(logging.INFO)
     folders = parse_lora_folders(lora or [])
-    asyncio.run(serve(make_server(path, resolved, token, folders, lora_root, push_root), host, port))
+    server = make_server(path, resolved, token, folders, lora_root, push_root, log_requests)
+    asyncio.run(serve(server, host, port))
 
 
 def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
@@ -125,6 +135,7 @@ def make_server(
     loras: Mapping[str, Path] | None = None,
     lora_root: Path | None = None,
     push_root: Path | None = None,
+    log_requests: bool = False,
 ) -> AgentServer:
     """Load the checkpoint and its LoRAs. Returns the server, which does not listen yet."""
     import torch
@@ -170,6 +181,7 @@ def make_server(
         token=token,
         tool_call_parser=config.tool_call_parser,
         reader=open_reader(path),
+        log_requests=log_requests,
         lora_folders=(
             None if lora_root is None else LoRAFolders(lora_root, lambda folder: read_lora_weights(folder, names))
         ),

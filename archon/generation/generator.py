@@ -20,11 +20,11 @@ from archon.generation.expert_record import ExpertRecord, Experts, Recorder
 from archon.generation.images import ImageFeatureCache, PromptImages
 from archon.generation.lora import LoRAManager
 from archon.generation.requests import max_answer_tokens, stop_ids
-from archon.generation.sampler import SamplingParams, sample
+from archon.generation.sampler import SamplingParams, most_likely, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.seeds import request_seed
 from archon.generation.sequence import Sequence, StopStrings
-from archon.generation.types import ModelRequest
+from archon.generation.types import ModelRequest, TopLogprobs
 from archon.models.attention.decode.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel, ModelInputs
@@ -122,6 +122,7 @@ def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
             for row, sequence in enumerate(sequences)
             if sequence.stop_ids and len(sequence.output) < sequence.min_new_tokens
         ],
+        changed=[(row, sequence.changes) for row, sequence in enumerate(sequences) if sequence.changes is not None],
     )
 
 
@@ -415,15 +416,26 @@ class Generator:
             sequences = sampled.sequences[first * block : first * block + block]
             tokens, logprobs = sample(part, _sampling_params(sequences))
             rows = sampled.rows[first * block : first * block + block]
+            top_logprobs = self._top_logprobs(part, sequences)
             drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
-            for sequence, row, token, logprob in drawn:
-                sequence.append(token, logprob, (sequence.lora or self).version)
+            for place, (sequence, row, token, logprob) in enumerate(drawn):
+                sequence.append(token, logprob, (sequence.lora or self).version, top_logprobs.get(place))
                 sequence.drawn = (self.stats.steps, row, token)
                 # An image placeholder without an image: no token can follow.
                 if image is not None and token == image.token:
                     sequence.stop_reason = "abort"
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
+
+    def _top_logprobs(self, logits: Tensor, sequences: list[Sequence]) -> dict[int, TopLogprobs]:
+        """Return the most likely tokens of the rows of sequences that ask for them, by row of logits [R, V]."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.n_top_logprobs]
+        if not rows:
+            return {}
+        counts = [sequences[row].n_top_logprobs for row in rows]
+        temperatures = [sequences[row].request.gconfig.temperature for row in rows]
+        best = most_likely(logits[rows], temperatures, max(counts))
+        return {row: top[:count] for row, top, count in zip(rows, best, counts, strict=True)}
 
     def _refuse_lora(self, sequence: Sequence) -> None:
         assert sequence.lora is not None

@@ -31,6 +31,10 @@ def max_answer_tokens(request: ModelRequest, vocab_size: int, max_seq_len: int, 
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         wrong = next(i for i in prompt if not 0 <= i < vocab_size)
         raise RolloutError(f"request {request.rid}: token id {wrong} is not below the vocabulary size {vocab_size}")
+    if wrong_bias := [i for i in g.logit_bias if not 0 <= i < vocab_size]:
+        raise RolloutError(
+            f"request {request.rid}: logit_bias has token id {wrong_bias[0]}; expected ids from 0 to {vocab_size - 1}"
+        )
     max_tokens = max_seq_len if g.max_tokens is None else min(g.max_tokens, max_seq_len)
     limit = min(g.max_new_tokens, max_tokens - len(prompt))
     if limit < 1:

@@ -6,12 +6,15 @@ It does not depend on the other sequences of the batch, and is the same after a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from archon.generation.types import GenerationHyperparameters, TopLogprobs
 from archon.models.cpu import operations
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
@@ -36,6 +39,34 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@dataclass(frozen=True)
+class LogitChanges:
+    """Logit bias, penalties and `min_p` of a request, in the order and by the formulas of vLLM.
+
+    `output` is the answer so far; it grows in place.
+    """
+
+    gconfig: GenerationHyperparameters
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits [V] with bias and penalties."""
+        g, changed = self.gconfig, logits.clone()
+        if g.logit_bias:
+            ids = torch.tensor(list(g.logit_bias), device=logits.device)
+            changed[ids] += changed.new_tensor(list(g.logit_bias.values()))
+        if g.repetition_penalty != 1:
+            ids = torch.tensor(sorted({*self.prompt, *self.output}), device=logits.device)
+            seen = changed[ids]
+            changed[ids] = torch.where(seen > 0, seen / g.repetition_penalty, seen * g.repetition_penalty)
+        if self.output and (g.presence_penalty or g.frequency_penalty):
+            unique, counts = np.unique(np.asarray(self.output), return_counts=True)
+            penalty = changed.new_tensor(g.presence_penalty + g.frequency_penalty * counts)
+            changed[torch.from_numpy(unique).to(logits.device)] -= penalty
+        return changed
+
+
 @dataclass
 class SamplingParams:
     """Parameters of a batch of R rows, as host arrays."""
@@ -47,6 +78,7 @@ class SamplingParams:
     seed: np.ndarray  # uint64 [R]
     index: np.ndarray  # uint64 [R], index of the token within its answer
     banned: list[tuple[int, list[int]]]  # (row, token ids that must not be sampled)
+    changed: list[tuple[int, LogitChanges]] = field(default_factory=list)  # (row, its changes)
 
     @property
     def filtered(self) -> np.ndarray:
@@ -56,9 +88,10 @@ class SamplingParams:
 
     @property
     def partial(self) -> np.ndarray:
-        """Bool [R], the rows that sample from a part of the vocabulary, also because tokens are banned."""
+        """Bool [R], the rows that sample from a part of the vocabulary, or from changed logits."""
         partial = self.filtered
         partial[[row for row, _ in self.banned]] = True
+        partial[[row for row, _ in self.changed]] = True
         return partial
 
     def select(self, rows: np.ndarray) -> SamplingParams:
@@ -66,14 +99,15 @@ class SamplingParams:
         names = ("temperature", "greedy", "top_p", "top_k", "seed", "index")
         place = {int(row): number for number, row in enumerate(rows)}
         banned = [(place[row], ids) for row, ids in self.banned if row in place]
-        return SamplingParams(**{name: getattr(self, name)[rows] for name in names}, banned=banned)
+        changed = [(place[row], changes) for row, changes in self.changed if row in place]
+        return SamplingParams(**{name: getattr(self, name)[rows] for name in names}, banned=banned, changed=changed)
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Sample from logits [R, V]; return tokens int64 [R] and their logprobs [R] on the CPU, in one transfer.
 
     The logprob is `log_softmax(logits / temperature)` over the full vocabulary, in float32 (float64 for float64
-    logits), as the trainer's head computes it, independent of top-k, top-p and banned tokens.
+    logits), as the trainer's head computes it, independent of top-k, top-p, banned tokens and changed logits.
 
     Raises:
         NotFiniteError: logits are not finite.
@@ -105,10 +139,19 @@ def _sample_torch(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
         scores = scores / temperature.to(scores.dtype)[:, None]
     all_logprobs = torch.log_softmax(scores, dim=-1)
     choices, drawn_from = scores, all_logprobs
+    if params.changed:
+        choices, drawn_from = choices.clone(), drawn_from.clone()
+        for row, changes in params.changed:
+            choices[row] = changes.apply(logits[row].to(scores.dtype)) / params.temperature[row]
+            drawn_from[row] = torch.log_softmax(choices[row], dim=-1)
     if params.banned:
         rows = np.repeat([row for row, _ in params.banned], [len(ids) for _, ids in params.banned])
         places = _on_device(np.stack([rows, np.concatenate([ids for _, ids in params.banned])]), scores)
         choices, drawn_from = (x.index_put(tuple(places), x.new_full((), -torch.inf)) for x in (choices, drawn_from))
+    for row, changes in params.changed:
+        if changes.gconfig.min_p:
+            unlikely = drawn_from[row] < drawn_from[row].max() + math.log(changes.gconfig.min_p)
+            drawn_from[row].masked_fill_(unlikely, -torch.inf)
     if params.greedy.all():
         tokens = choices.argmax(dim=-1)
     else:
@@ -117,6 +160,15 @@ def _sample_torch(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     # Float64 has every token and every logprob exactly.
     columns = torch.stack([tokens.double(), logprobs.double()]).cpu()
     return columns[0].long(), columns[1].to(logprobs.dtype)
+
+
+def most_likely(logits: Tensor, temperature: Sequence[float], count: int) -> list[TopLogprobs]:
+    """Return the `count` most likely tokens of each row of logits [R, V], with logprobs as in `sample`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = (wide / wide.new_tensor(temperature)[:, None]).log_softmax(dim=-1)
+    best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(tokens, values, strict=True)) for tokens, values in rows]
 
 
 def _on_device(x: np.ndarray, like: Tensor) -> Tensor:

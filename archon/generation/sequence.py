@@ -11,7 +11,8 @@ from archon.generation.detokenizer import Detokenizer
 from archon.generation.expert_record import ExpertRecord
 from archon.generation.images import PromptImages
 from archon.generation.lora import ServedLoRA
-from archon.generation.types import ModelRequest, ModelResponse, StopReason
+from archon.generation.sampler import LogitChanges
+from archon.generation.types import ModelRequest, ModelResponse, StopReason, TopLogprobs
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each token, if the request asks for them
     stop_reason: StopReason | None = None
     error: BaseException | None = None
 
@@ -70,6 +72,8 @@ class Sequence:
         self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
         g = self.request.gconfig
         self.min_new_tokens = g.min_new_tokens
+        self.n_top_logprobs = g.top_logprobs
+        self.changes = LogitChanges(g, self.prompt, self.output) if g.changes_logits else None
         self.sampling = (g.temperature, g.greedy, g.top_p, g.top_k or 0, self.seed)  # as in SamplingParams
 
     @property
@@ -89,7 +93,7 @@ class Sequence:
             return self.prompt[start:stop]
         return self.prompt[start:] + self.output[max(start - split, 0) : stop - split]
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, logprob: float, version: int, top_logprobs: TopLogprobs | None = None) -> None:
         """Append a sampled token, and set `stop_reason` if it is the last."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -97,8 +101,10 @@ class Sequence:
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if top_logprobs is not None:
+            self.top_logprobs.append(top_logprobs)
         if self.request.on_token is not None:
-            self.request.on_token(token, logprob)
+            self.request.on_token(token, logprob, *(() if top_logprobs is None else (top_logprobs,)))
         stopped = self.stop_strings is not None and self.stop_strings.feed(token)
         if (stopped or token in self.stop_ids) and len(self.output) > self.request.gconfig.min_new_tokens:
             self.stop_reason = "stop"
@@ -116,6 +122,7 @@ class Sequence:
             output_tokens=self.output,
             output_logprobs=self.logprobs,
             output_versions=self.versions,
+            output_top_logprobs=self.top_logprobs,
             stop_reason=self.stop_reason,
             latency=now - self.submitted,
             ttft=(self.first_token or now) - self.submitted,

@@ -21,6 +21,8 @@ from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
 
 StopReason = Literal["stop", "length", "abort", "tool_calls"]
+TopLogprobs = list[tuple[int, float]]
+"""The most likely tokens at one place, with their logprobs."""
 
 
 class GenerationHyperparameters(StrictModel):
@@ -33,10 +35,21 @@ class GenerationHyperparameters(StrictModel):
     temperature: float = Field(1.0, ge=1e-3, description="divides the logits; for the most likely token set greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability")
     top_k: int | None = Field(None, ge=1, lt=2**63, description="sample from the k most likely tokens; null for all")
+    min_p: float = Field(0.0, ge=0, le=1, description="sample tokens of at least this part of the highest probability")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted from logits of tokens of the answer")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted once for each occurrence in the answer")
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="divides logits above 0, and multiplies others, of tokens in prompt or answer",
+    )
+    logit_bias: dict[int, float] = Field(default_factory=dict, description="added to the logits of these token ids")
     greedy: bool = Field(False, description="choose the most likely token")
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
     stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
     ignore_eos: bool = Field(False, description="do not stop at the engine's end-of-text ids")
+    top_logprobs: int = Field(0, ge=0, le=20, description="also return this many of the most likely tokens")
     seed: int | None = Field(None, ge=0, lt=2**63, description="random stream of the answer; null: by order of arrival")
 
     @model_validator(mode="before")
@@ -55,6 +68,12 @@ class GenerationHyperparameters(StrictModel):
         if "" in self.stop:
             raise ValueError("stop: got an empty string, expected strings of at least one character")
         return self
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `logit_bias`, a penalty or `min_p` changes the distribution, which logprobs do not include."""
+        penalties = (self.min_p, self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalties) or bool(self.logit_bias)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a validated copy with some fields changed."""
@@ -93,7 +112,8 @@ class ModelRequest:
         images
             and `input_ids` with one placeholder per image token.
         rid: request id for `abort`; several requests may share one.
-        on_token: called with each token and its logprob when it is sampled, by engines that support it.
+        on_token: called with each token and its logprob when it is sampled, by engines that support it; if
+            `top_logprobs` is set, also with the most likely tokens.
         sampling_checked: whether a server has already applied the trainer's sampling policy.
     """
 
@@ -104,7 +124,7 @@ class ModelRequest:
     lora: str | None = None
     image_data: Sequence[ProcessedImage] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    on_token: Callable[[int, float], None] | None = None
+    on_token: Callable[..., None] | None = None
     sampling_checked: bool = False
 
     def __post_init__(self) -> None:
@@ -138,17 +158,19 @@ def integer_ids(ids: Any) -> list[int]:
 class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
-    A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
-    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `lora` and
-    `images` are the request's. `routed_experts`, if the engine records them, cover the first tokens of prompt and
-    answer, uint8 or uint16 [n, L, k] (see `archon.models.layers.routed_experts`); the last token was never an input and
-    has none.
+    A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p, top_k, min_p,
+    penalties and logit_bias. `output_top_logprobs` are the same of the `top_logprobs` most likely tokens at each place,
+    the most likely first; empty unless they were asked for. A stop token is part of the answer. `latency` and `ttft`
+    (time to first token) are in seconds since submission. `lora` and `images` are the request's. `routed_experts`, if
+    the engine records them, cover the first tokens of prompt and answer, uint8 or uint16 [n, L, k] (see
+    `archon.models.layers.routed_experts`); the last token was never an input and has none.
     """
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     stop_reason: StopReason = "stop"
     latency: float = 0.0
     ttft: float = 0.0

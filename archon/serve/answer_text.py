@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from archon.generation.detokenizer import Detokenizer
+from archon.generation.types import TopLogprobs
 from archon.serve.tool_calls import (
     HARMONY,
     HERMES,
@@ -23,12 +24,16 @@ from archon.serve.tool_calls import (
 
 @dataclass
 class Delta:
-    """New parts of answer `index`; tokens of incomplete text come with the next delta."""
+    """New parts of answer `index`; tokens of incomplete text come with the next delta.
+
+    `top_logprobs` has an item for each token, or none at all.
+    """
 
     parts: list[Part]
     tokens: list[int]
     logprobs: list[float]
     index: int
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
 
 class StopStringFilter:
@@ -176,6 +181,7 @@ class AnswerParser:
         self._stop = StopStringFilter(stops)
         self._tokens: list[int] = []  # since the last delta, as are their logprobs
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._n_read, self._index = 0, index
         self.parts: list[Part] = []  # all so far, with adjacent texts joined
 
@@ -184,21 +190,26 @@ class AnswerParser:
         """Returns the stop string that ended the text."""
         return self._stop.matched
 
-    def feed(self, token: int, logprob: float) -> Delta | None:
+    def feed(self, token: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> Delta | None:
         """Add a token. Returns the parts that are complete by now, if any."""
+        if top_logprobs is not None:
+            self._top_logprobs.append(top_logprobs)
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self._n_read += 1
         parts = [] if token in self._dropped else self._parse(self._stop.feed(self._text.feed(token)))
         return self._delta(parts) if parts else None
 
-    def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Delta:
+    def finish(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs] = ()
+    ) -> Delta:
         """Return the remaining parts from all tokens of the answer."""
         remaining = tokens[self._n_read :]
         shown = [token for token in remaining if token not in self._dropped]
         text = "".join(map(self._text.feed, shown)) + self._text.finish() if self._n_read else self._text.decode(shown)
         self._tokens += remaining
         self._logprobs += logprobs[self._n_read :]
+        self._top_logprobs += top_logprobs[self._n_read :]
         parts = self._parse(self._stop.feed(text)) + self._parse(self._stop.finish())
         if self._thinking is not None:
             parts += self._find_calls(self._thinking.finish())
@@ -219,7 +230,7 @@ class AnswerParser:
         return new_parts
 
     def _delta(self, parts: list[Part]) -> Delta:
-        delta = Delta(parts, self._tokens, self._logprobs, self._index)
-        self._tokens, self._logprobs = [], []
+        delta = Delta(parts, self._tokens, self._logprobs, self._index, self._top_logprobs)
+        self._tokens, self._logprobs, self._top_logprobs = [], [], []
         self.parts = list(merge_adjacent([*self.parts, *parts]))
         return delta

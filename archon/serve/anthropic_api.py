@@ -12,7 +12,7 @@ from archon.serve import protocol
 from archon.serve.answer_text import Delta
 from archon.serve.call_syntax import ToolCall
 from archon.serve.content import ImageBlock, template_content
-from archon.serve.tool_calls import Part, Reasoning
+from archon.serve.tool_calls import Part, Reasoning, template_text
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -21,6 +21,37 @@ class TextBlock(protocol.TextPart):
     """A text block."""
 
     type: Literal["text"]
+
+
+class TextSource(protocol.RequestModel):
+    """The text of a document."""
+
+    type: Literal["text"] = Field(description="other sources, such as PDF, are not read")
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class DocumentBlock(protocol.RequestModel):
+    """A document of plain text, which the model reads after its title and context."""
+
+    type: Literal["document"]
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+    citations: dict[Literal["enabled"], Literal[False]] | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def text_block(self) -> TextBlock:
+        """Return the document as text."""
+        lines = [self.title, self.context, self.source.data]
+        return TextBlock(type="text", text="\n".join(line for line in lines if line) + "\n")
+
+
+class RedactedThinkingBlock(protocol.RequestModel):
+    """Encrypted thinking of another provider's model, which is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
 
 
 class ToolUseBlock(protocol.RequestModel):
@@ -39,7 +70,7 @@ class ToolResultBlock(protocol.RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = Field(None, description="without effect; describe the error in the content")
     cache_control: dict[str, Any] | None = None
 
@@ -52,7 +83,10 @@ class ThinkingBlock(protocol.RequestModel):
     signature: str = ""
 
 
-Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
 
 
 class AnthropicMessage(protocol.RequestModel):
@@ -71,11 +105,13 @@ class AnthropicMessage(protocol.RequestModel):
         for block in self.content:
             if isinstance(block, TextBlock | ImageBlock):
                 shown.append(block)
+            elif isinstance(block, DocumentBlock):
+                shown.append(block.text_block())
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
                 calls.append(protocol.template_call(block.id, block.name, block.input, where))
-            else:
+            elif isinstance(block, ToolResultBlock):
                 result = {"content": template_content(block.content), "tool_call_id": block.tool_use_id}
                 messages.append({"role": "tool", **result})
         if shown or calls or thoughts:
@@ -117,6 +153,19 @@ class ThinkingOptions(protocol.RequestModel):
     display: Literal["summarized"] | None = Field(None, description="the whole thinking is returned")
 
 
+class ContextManagement(protocol.RequestModel):
+    """Edits of the conversation, none of which is supported."""
+
+    edits: list[Any] = Field([], max_length=0)
+
+
+class OutputConfig(protocol.RequestModel):
+    """Options of the answer."""
+
+    effort: protocol.Effort | None = Field(None, description="for chat templates with reasoning_effort; else no effect")
+    format: None = None
+
+
 class CountBody(protocol.Conversation):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
@@ -126,6 +175,11 @@ class CountBody(protocol.Conversation):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = Field(None, max_length=0)
+    container: None = None
+    betas: list[str] | None = Field(None, description="without effect")
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
     @field_validator("messages")
@@ -139,6 +193,14 @@ class CountBody(protocol.Conversation):
         """Requested thinking, if any."""
         kind = None if self.thinking is None else self.thinking.type
         return {"disabled": False, "enabled": True}.get(kind or "")
+
+    def template_options(self, tokenizer: Any) -> dict[str, Any]:
+        """Return the template's variables, with the requested effort if the template has one."""
+        options = super().template_options(tokenizer)
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is not None and "reasoning_effort" in template_text(tokenizer):
+            options.setdefault("reasoning_effort", effort)
+        return options
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""

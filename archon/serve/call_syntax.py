@@ -72,7 +72,8 @@ def load_values(text: str) -> list[Any]:
 
 
 def _load_joined(text: str) -> list[Any]:
-    values, end = [], len(text) - len(text.lstrip())
+    values: list[Any] = []
+    end = len(text) - len(text.lstrip())
     while end < len(text) or not values:
         try:
             value, end = _DECODER.raw_decode(text, end)

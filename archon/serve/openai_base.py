@@ -10,14 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from archon.data.images import ImageReader
+from archon.generation.types import TopLogprobs
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.sessions import Caller, ModelChoice
+from archon.serve.token_bytes import TokenBytes
 
 MAX_CHOICES = 128
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-Zero = Annotated[float, Field(ge=0, le=0)]
+LogitBias = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 
 
 class StreamOptions(protocol.RequestModel):
@@ -33,15 +35,14 @@ class OpenAISampling(protocol.Body, protocol.OpenAIHints):
     n: protocol.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: protocol.Positive | None = None
     stop: protocol.StopString | list[protocol.StopString] | None = None
-    seed: protocol.Integer | None = Field(None, ge=0, lt=2**63)
+    seed: protocol.Integer | None = Field(None, ge=-1, lt=2**63, description="-1: another answer every time")
     min_tokens: protocol.Integer | None = Field(None, ge=0)
     stop_token_ids: list[protocol.TokenId] | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    return_tokens_as_token_ids: bool | None = Field(None, description="name tokens of logprobs by their ids")
+    logit_bias: LogitBias | None = Field(None, max_length=1024, description="token ids as text")
 
 
 class Usage(protocol.ResponseModel):
@@ -69,6 +70,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
     ) -> None:
         super().__init__(body, caller, tokenizer, model, format, reader)
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
+        self._token_bytes = TokenBytes(tokenizer, body.return_tokens_as_token_ids is True) if self._logprobs else None
         self._created = int(time.time())
 
     def _envelope(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class CompletionsHandler(protocol.ProtocolHandler):
 
     def _usage(self, choices: Sequence[protocol.Choice]) -> dict[str, int]:
         """Return the numbers of tokens; each prompt counts once."""
-        read, sampled = sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
+        read, sampled = self.count_tokens(choices)
         return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
     def _prompt(self) -> dict[str, Any]:
@@ -94,17 +96,25 @@ class CompletionsHandler(protocol.ProtocolHandler):
                 {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
                 choice.response.output_tokens,
                 choice.response.output_logprobs,
+                choice.response.output_top_logprobs,
             )
             for choice in choices
         ]
         return self._envelope(self.object_name, written, usage=self._usage(choices), **self._prompt())
 
-    def _add_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _add_tokens(
+        self,
+        choice: dict[str, Any],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[TopLogprobs],
+    ) -> dict[str, Any]:
         """Return a choice with its tokens and their logprobs, if the client asked for them."""
         choice["logprobs"] = None
-        if self._logprobs:
-            texts = [str(self._tokenizer.decode([token])) for token in tokens]
-            choice["logprobs"] = self._format_logprobs(choice["index"], texts, logprobs)
+        if self._token_bytes is not None:
+            choice["logprobs"] = self._format_logprobs(
+                self._token_bytes, choice["index"], tokens, logprobs, top_logprobs
+            )
         if self.body.return_token_ids:
             choice["token_ids"] = list(tokens)
         return choice
@@ -123,4 +133,11 @@ class CompletionsHandler(protocol.ProtocolHandler):
     def _content(self, choice: protocol.Choice) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...
+    def _format_logprobs(
+        self,
+        token_bytes: TokenBytes,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[TopLogprobs],
+    ) -> dict[str, Any]: ...

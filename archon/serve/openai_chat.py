@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from archon.data.images import ImageReader
+from archon.generation.types import TopLogprobs
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.call_syntax import ToolCall
 from archon.serve.content import MultimodalContent, template_content
 from archon.serve.openai_base import CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.sessions import Caller, ModelChoice
+from archon.serve.token_bytes import TokenBytes
 from archon.serve.tool_calls import Part, Reasoning
 
 
@@ -25,12 +27,19 @@ class CalledFunction(protocol.RequestModel):
     arguments: str
 
 
+class SentFunction(protocol.RequestModel):
+    """Name and arguments of a called function, sent back by the client."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
 class SentToolCall(protocol.RequestModel):
     """A tool call, sent back by the client."""
 
     id: str = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: SentFunction
     index: protocol.Integer | None = None
 
 
@@ -40,7 +49,7 @@ class _Message(protocol.RequestModel):
     name: str | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
-    refusal: None = None
+    provider_specific_fields: dict[str, Any] | None = Field(None, description="without effect")
     audio: None = None
     function_call: None = None
 
@@ -50,7 +59,9 @@ class AssistantMessage(_Message):
 
     role: Literal["assistant"]
     content: protocol.Content | None = None
+    refusal: str | None = Field(None, description="the content, if there is none")
     reasoning_content: str | None = Field(None, description="thinking of the model, for templates that show it")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
     tool_calls: list[SentToolCall] | None = None
 
 
@@ -59,6 +70,7 @@ class InputMessage(_Message):
 
     role: Literal["system", "developer", "user", "tool"]
     content: MultimodalContent
+    refusal: None = None
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
@@ -75,13 +87,16 @@ ChatMessage = Annotated[
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    converted: dict[str, Any] = {"role": role, "content": template_content(message.content)}
+    content = message.refusal if message.content is None else message.content
+    converted: dict[str, Any] = {"role": role, "content": template_content(content)}
     if message.tool_calls:
         converted["tool_calls"] = [
             protocol.template_call(call.id, call.function.name, call.function.arguments, where)
             for call in message.tool_calls
         ]
     kept = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    if isinstance(message, AssistantMessage) and message.reasoning is not None:
+        kept.setdefault("reasoning_content", message.reasoning)
     return converted | protocol.add_reasoning_alias(kept)
 
 
@@ -90,6 +105,7 @@ class ChatTool(protocol.RequestModel):
 
     type: Literal["function"]
     function: protocol.FunctionSpec
+    cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
 
 class ChatBody(OpenAISampling, protocol.Conversation):
@@ -98,7 +114,17 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: protocol.Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: protocol.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
+    top_logprobs: protocol.Integer | None = Field(None, ge=0, le=20, description="needs logprobs")
+    add_generation_prompt: bool | None = Field(None, description="start a new answer; the default")
+    continue_final_message: bool | None = Field(None, description="continue the last message, an assistant's")
+    add_special_tokens: Literal[False] | None = Field(None, description="the chat template writes them")
+    echo: Literal[False] | None = None
+    functions: list[Any] | None = Field(None, max_length=0, description="replaced by tools")
+    function_call: Literal["auto", "none"] | None = Field(None, description="replaced by tool_choice")
+    chat_template: None = Field(None, description="the model's is used")
+    documents: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    web_search_options: None = None
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
     response_format: protocol.TextFormat | None = None
@@ -106,6 +132,24 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     prediction: dict[str, Any] | None = Field(None, description="without effect")
     verbosity: Literal["medium"] | None = Field(None, description="the model has one")
     reasoning_effort: protocol.Effort | None = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs: got {self.top_logprobs}, which needs logprobs; set logprobs to true")
+        if self.continue_final_message:
+            last = self.messages[-1]
+            if not isinstance(last, AssistantMessage) or last.tool_calls:
+                raise ValueError("continue_final_message: the last message must be the assistant's, without tool calls")
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message and add_generation_prompt exclude each other; remove one")
+        return self
+
+    def render_options(self) -> dict[str, bool]:
+        """Return how the prompt ends: with a new answer, the last message, or the end of the last message."""
+        if self.continue_final_message:
+            return {"add_generation_prompt": False, "continue_final_message": True}
+        return {"add_generation_prompt": self.add_generation_prompt is not False}
 
     def thinking_mode(self) -> protocol.Thinking | None:
         """Requested thinking, if any."""
@@ -120,13 +164,18 @@ class ChatBody(OpenAISampling, protocol.Conversation):
         return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools or []]
 
 
-class TokenLogprob(protocol.ResponseModel):
-    """Logprob of a token."""
+class TopLogprob(protocol.ResponseModel):
+    """Logprob of a likely token. `bytes` are exact, also of a token that is a part of a character."""
 
     token: str
     logprob: float
     bytes: list[protocol.Count]
-    top_logprobs: list[Any] = Field([], max_length=0)
+
+
+class TokenLogprob(TopLogprob):
+    """Logprob of a token, and the logprobs of the most likely tokens at its place."""
+
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(protocol.ResponseModel):
@@ -204,10 +253,21 @@ class ChatApi(CompletionsHandler):
             message["reasoning_content"] = choice.reasoning
         return {"message": message}
 
-    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _format_logprobs(
+        self,
+        token_bytes: TokenBytes,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[TopLogprobs],
+    ) -> dict[str, Any]:
+        def one(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": token_bytes.name(token), "logprob": logprob, "bytes": list(token_bytes(token))}
+
+        tops = top_logprobs or [[] for _ in tokens]
         content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
+            {**one(token, logprob), "top_logprobs": [one(*pair) for pair in top]}
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -221,11 +281,11 @@ class ChatApi(CompletionsHandler):
         """Return the events of a delta."""
         if not self._has_chunk(delta):
             return
-        tokens, logprobs = delta.tokens, delta.logprobs
+        tokens, logprobs, top_logprobs = delta.tokens, delta.logprobs, delta.top_logprobs
         for message in [self._message(part, delta.index) for part in delta.parts] or [{}]:
             choice = {"index": delta.index, "delta": message, "finish_reason": None}
-            yield self._chunk(self._add_tokens(choice, tokens, logprobs))
-            tokens, logprobs = [], []  # are in the first chunk only
+            yield self._chunk(self._add_tokens(choice, tokens, logprobs, top_logprobs))
+            tokens, logprobs, top_logprobs = [], [], []  # are in the first chunk only
 
     def _message(self, part: Part, index: int) -> dict[str, Any]:
         if isinstance(part, Reasoning):

@@ -11,15 +11,18 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from archon.data.encoding import encode_prompt
+from archon.data.encoding import encode_prompt, tokenize
 from archon.data.images import ImageReader
 from archon.generation.prompt_scores import PromptScores
-from archon.generation.types import GenerationHyperparameters, ModelResponse
+from archon.generation.types import GenerationHyperparameters, ModelResponse, TopLogprobs
 from archon.schema.errors import RolloutError
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.openai_base import MAX_CHOICES, CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.sessions import Caller, ModelChoice
+from archon.serve.token_bytes import TokenBytes
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionBody(OpenAISampling):
@@ -28,15 +31,14 @@ class CompletionBody(OpenAISampling):
     prompt: str | list[protocol.TokenId] | list[str] | list[list[protocol.TokenId]] = Field(
         description="text, tokens, or a list of these"
     )
-    max_tokens: protocol.Integer | None = Field(None, ge=0, description="0, with echo: no answer")
+    max_tokens: protocol.Integer | None = Field(None, ge=0, description="by default 16; 0, with echo: no answer")
     logprobs: protocol.Integer | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="0: logprobs of the tokens; 1, with echo: also of the most likely token at each place",
+        None, ge=0, le=20, description="logprobs of the tokens, and of this many of the most likely ones at each place"
     )
     echo: bool | None = Field(None, description="prepend the prompt to the answer, with its logprobs")
-    suffix: None = None
+    add_special_tokens: bool | None = Field(None, description="false: a text prompt starts without special tokens")
+    suffix: Literal[""] | None = None
+    prompt_embeds: None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionBody:
@@ -44,14 +46,15 @@ class CompletionBody(OpenAISampling):
             raise ValueError("echo is not streamed; leave out stream or echo")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: got 0, which needs echo; ask for at least one token")
-        if self.logprobs and not self.echo:
-            raise ValueError("logprobs: got 1, which needs echo; without it only sampled tokens have a logprob")
+        if self.echo and (self.logprobs or 0) > 1:
+            raise ValueError(f"logprobs: got {self.logprobs}; with echo at most 1, the most likely token, is returned")
         return self
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
         """Return the sampling values as `Body.gconfig` does; without an answer its length does not matter."""
-        body = self.model_copy(update={"max_tokens": None}) if self.max_tokens == 0 else self
-        return super(CompletionBody, body).gconfig(base)
+        body = self if self.max_tokens else self.model_copy(update={"max_tokens": DEFAULT_MAX_TOKENS})
+        top_logprobs = 0 if self.echo else self.logprobs or 0  # echoed answers are scored again with their prompt
+        return super(CompletionBody, body).gconfig(base).new(top_logprobs=top_logprobs)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """Return the prompts in tokens; text prompts start with the tokenizer's special tokens."""
@@ -64,7 +67,13 @@ class CompletionBody(OpenAISampling):
                 f"{len(prompt)} prompts with n = {self.n or 1} are {answers} answers; one request may ask for "
                 f"{MAX_CHOICES}"
             )
-        return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in prompt]
+
+        def encode(text: str) -> list[int]:
+            if self.add_special_tokens is False:
+                return list(tokenize(tokenizer, text, "prompt")["input_ids"])
+            return encode_prompt(tokenizer, {"prompt": text})
+
+        return [encode(item) if isinstance(item, str) else item for item in prompt]
 
 
 class CompletionLogprobs(protocol.ResponseModel):
@@ -149,36 +158,41 @@ class CompletionApi(CompletionsHandler):
             text = str(self._tokenizer.decode(choice.response.input_tokens, skip_special_tokens=True)) + text
         return {"text": text, **prompt}
 
-    def _add_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        choice = super()._add_tokens(choice, tokens, logprobs)
-        index = choice["index"]
-        if index in self._echoed and self._logprobs:
-            echoed = [*self.prompts[index // self.gconfig.n_samples], *tokens]
-            choice["logprobs"] = self._echoed_logprobs(index, [str(self._tokenizer.decode([x])) for x in echoed])
-        return choice
-
-    def _echoed_logprobs(self, index: int, texts: Sequence[str]) -> dict[str, Any]:
-        scores, self._offsets[index] = self._echoed[index], 0
-        result = self._format_logprobs(index, texts, scores.logprobs)
-        result["token_logprobs"] = [None, *scores.logprobs][: len(texts)]
-        if self.body.logprobs:
-            best = [str(self._tokenizer.decode([token])) for token in scores.top_tokens]
-            places = zip(texts[1:], scores.logprobs, best, scores.top_logprob_values, strict=True)
-            result["top_logprobs"] = [None, *({text: logprob, top: most} for text, logprob, top, most in places)][
-                : len(texts)
-            ]
-        return result
-
-    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+    def _format_logprobs(
+        self,
+        token_bytes: TokenBytes,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[TopLogprobs],
+    ) -> dict[str, Any]:
+        token_logprobs, tops = list[float | None](logprobs), list[TopLogprobs | None](top_logprobs)
+        if index in self._echoed:
+            scores, tokens = self._echoed[index], [*self.prompts[index // self.gconfig.n_samples], *tokens]
+            token_logprobs = [None, *scores.logprobs][: len(tokens)]
+            if self.body.logprobs:
+                best = zip(scores.top_tokens, scores.top_logprob_values, strict=True)
+                tops = [None, *([pair] for pair in best)][: len(tokens)]
+        sampled = zip(tokens, token_logprobs, strict=True)
+        named = [
+            None if top is None else {token_bytes.name(token): value for token, value in [*top, pair]}
+            for pair, top in zip(sampled, tops, strict=False)
+        ]
+        lengths = (len(str(self._tokenizer.decode([token]))) for token in tokens)
+        *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
+        return {
+            "tokens": list(map(token_bytes.name, tokens)),
+            "token_logprobs": token_logprobs,
+            "top_logprobs": named or None,
+            "text_offset": offsets,
+        }
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
         """Return the events of a delta."""
         if self._has_chunk(delta):
             text = "".join(part for part in delta.parts if isinstance(part, str))
             choice = {"index": delta.index, "text": text, "finish_reason": None}
-            yield self._chunk(self._add_tokens(choice, delta.tokens, delta.logprobs))
+            yield self._chunk(self._add_tokens(choice, delta.tokens, delta.logprobs, delta.top_logprobs))
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         """Return the events of a finished answer."""

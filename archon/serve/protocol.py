@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 from archon.checkpoint.chat_template import has_chat_template, render_calls
 from archon.data.encoding import tokenize
 from archon.data.images import ImageReader
 from archon.generation.seeds import derive_seed
-from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
+from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse, TopLogprobs
 from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, RolloutError
@@ -75,14 +75,66 @@ class RequestModel(StrictModel):
     model_config = ConfigDict(strict=True)
 
 
-class Body(RequestModel):
+def only(value: float) -> Any:
+    """Declares a field that may have one value."""
+    return Field(None, ge=value, le=value)
+
+
+class NeutralFields(RequestModel):
+    """Fields of OpenAI, vLLM and SGLang that are not supported, with the values that change nothing.
+
+    Clients send these values by default. Any other value is an error that names the field.
+    """
+
+    best_of: Integer | None = only(1)
+    use_beam_search: Literal[False] | None = None
+    early_stopping: Literal[False] | None = None
+    length_penalty: float | None = only(1)
+    typical_p: float | None = only(1)
+    priority: Integer | None = only(0)
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="without effect")
+    no_stop_trim: Literal[False] | None = None
+    return_hidden_states: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
+    include_reasoning: Literal[True] | None = None
+    safe_prompt: Literal[False] | None = None
+    request_id: str | None = Field(None, description="without effect")
+    cache_salt: str | None = Field(None, description="without effect")
+    extra_body: dict[str, Any] | None = Field(None, max_length=0)
+    bad_words: list[str] | None = Field(None, max_length=0)
+    allowed_token_ids: None = None
+    logits_processors: None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+    structured_outputs: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    json_schema: None = None
+    regex: None = None
+    ebnf: None = None
+    mm_processor_kwargs: None = None
+    kv_transfer_params: None = None
+    vllm_xargs: None = None
+    lora_path: None = None
+
+
+class Body(NeutralFields):
     """Fields of every protocol. A field that could change the answer but is not supported is an error."""
 
     model: str = Field("", description="a name from /v1/models; any name if the server has a single model")
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0 is the most likely token")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Integer | None = Field(None, ge=1, lt=2**63)
+    top_k: Integer | None = Field(None, ge=-1, lt=2**63, description="0 or -1: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     metadata: dict[str, Any] | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
 
@@ -94,6 +146,12 @@ class Body(RequestModel):
         """
         names = {ENGINE_NAMES.get(name, name): value for name, value in self if value is not None}
         fields = {name: value for name, value in names.items() if name in GenerationHyperparameters.model_fields}
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+        if fields.get("seed") == -1:
+            del fields["seed"]
+        if "top_k" in fields:
+            fields["top_k"] = fields["top_k"] if fields["top_k"] > 0 else None
         if "temperature" in fields:
             fields["greedy"] = fields["temperature"] == 0
             if fields["greedy"]:
@@ -134,6 +192,10 @@ class Conversation(RequestModel):
         """Return whether, or how much, the model is to think; None leaves it to the template."""
         return None
 
+    def render_options(self) -> dict[str, bool]:
+        """Return how the prompt ends: by default with the start of a new answer."""
+        return {"add_generation_prompt": True}
+
     def template_options(self, tokenizer: Any) -> dict[str, Any]:
         """Return the variables that the request sets; raises `RolloutError` for one that the template does not use."""
         template = template_text(tokenizer)
@@ -164,7 +226,7 @@ class Conversation(RequestModel):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
         messages, tools = self.template_messages(), self.template_tools()
         images = read_images(pop_image_sources(messages), reader)
-        options = {"add_generation_prompt": True, **self.template_options(tokenizer)}
+        options = {**self.render_options(), **self.template_options(tokenizer)}
         text = render_calls(tokenizer, messages, "messages", **options)
         if tools:
             without, text = text, render_calls(tokenizer, messages, "messages", **options, tools=tools)
@@ -199,6 +261,13 @@ class TextFormat(RequestModel):
     """The format of the answer text."""
 
     type: Literal["text"]
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        if value in ("json_object", "json_schema"):
+            raise ValueError("answers are not constrained to JSON here; ask for JSON in a message, and use type 'text'")
+        return value
 
 
 class FunctionSpec(RequestModel):
@@ -331,8 +400,8 @@ class ProtocolHandler(ABC):
             try:
                 parser = AnswerParser(self._tokenizer, one.stop, self.tools, index, self._format, self._inside_thinking)
 
-                def on_token(token: int, logprob: float) -> None:
-                    delta = parser.feed(token, logprob)
+                def on_token(token: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> None:
+                    delta = parser.feed(token, logprob, top_logprobs)
                     if delta is not None:
                         items.put_nowait(delta)
 
@@ -340,7 +409,9 @@ class ProtocolHandler(ABC):
                     request.on_token = on_token
                 response = await self._caller.engine.agenerate(request)
                 self._caller.record(self.id, index, response, one)
-                remaining = parser.finish(response.output_tokens, response.output_logprobs)
+                remaining = parser.finish(
+                    response.output_tokens, response.output_logprobs, response.output_top_logprobs
+                )
                 if self.body.stream:
                     items.put_nowait(remaining)
                 items.put_nowait(Choice(index, parser.parts, parser.stop_sequence, response))
@@ -380,6 +451,10 @@ class ProtocolHandler(ABC):
                 canceled = task.cancel()
                 self._caller.unfinished -= failed and canceled  # another answer failed; the client is still there
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def count_tokens(self, choices: Sequence[Choice]) -> tuple[int, int]:
+        """Return the tokens of all prompts, each counted once, and of these answers."""
+        return sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
 
     @abstractmethod
     def response(self, choices: list[Choice]) -> Any:

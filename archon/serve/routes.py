@@ -168,6 +168,7 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
         first = await run_while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
     choices = await run_while_connected(request.receive, _choices(items))
+    request.state.token_counts = api.count_tokens(choices)
     return api.response(sorted(choices, key=lambda choice: choice.index))
 
 
@@ -226,6 +227,7 @@ async def _events(
         last = api.on_end(choices)
     except Exception as error:  # noqa: BLE001 (sent to the client)
         last = api.on_error(error_body(error_response(error, request.url.path), request.url.path))
+    request.state.token_counts = api.count_tokens(choices)
     yield b"".join(last)
 
 

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from archon.schema.errors import ConfigError
 from archon.serve import metrics_route, rollout_routes
 from archon.serve.error_responses import ErrorResponse, error_body
+from archon.serve.request_log import RequestLog
 from archon.serve.routes import app
 from archon.serve.service import Service, check_host
 
@@ -37,7 +38,7 @@ class AgentServer(Service):
         """
         check_host(host, self._token)
         config = uvicorn.Config(
-            app,
+            RequestLog(app) if self.log_requests else app,
             http=Connection,
             ws="none",
             lifespan="off",

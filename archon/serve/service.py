@@ -62,6 +62,7 @@ class Service:
         tool_call_parser: name of the tool-call format; None: derived from the chat template.
         training: takes rated sessions; None keeps them for `export`.
         reader: image reader; None for a text model.
+        log_requests: whether to log a line for each request.
         lora_folders: directories of LoRAs that the server token may load at runtime; None: none.
         pushed: weights of the engine, if the server token may push weights.
     """
@@ -80,6 +81,7 @@ class Service:
         lora_folders: LoRAFolders | None = None,
         pushed: PushedWeights | None = None,
         reader: ImageReader | None = None,
+        log_requests: bool = False,
     ) -> None:
         if lora_folders is not None and token is None:
             raise ConfigError("loading LoRAs needs a server token: set one with --token")
@@ -87,6 +89,7 @@ class Service:
             raise ConfigError("weight pushes need a server token: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
         self.training, self.pushed, self.reader = training, pushed, reader
+        self.log_requests = log_requests
         self.format = AnswerFormat.from_tokenizer(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from archon.generation.sampler import (
+    LogitChanges,
     SamplingParams,
     counter_uniform,
     filter_top_k_top_p,
     inverse_cdf_sample,
+    most_likely,
     sample,
 )
+from archon.generation.types import GenerationHyperparameters
 from archon.models.cpu import operations
 from tests.tolerances import CHI_SQUARE_P, FORMULA_FP32, FORMULA_FP64
 
@@ -30,9 +33,9 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def params(rows: int, **given: Any) -> SamplingParams:
     values = {"temperature": 1.0, "greedy": False, "top_p": 1.0, "top_k": 0, "seed": 0, "index": 0} | given
     dtypes = {"temperature": float, "greedy": bool, "top_p": float, "top_k": np.int64, "seed": np.uint64}
-    banned = values.pop("banned", [])
+    lists = {name: values.pop(name, []) for name in ("banned", "changed")}
     arrays = {key: np.broadcast_to(np.array(v, dtypes.get(key, np.uint64)), rows).copy() for key, v in values.items()}
-    return SamplingParams(**arrays, banned=banned)
+    return SamplingParams(**arrays, **lists)
 
 
 def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -255,3 +258,58 @@ def test_a_nucleus_ends_where_its_mass_reaches_top_p(top_p: float, kept: list[in
     probs = torch.tensor([[0.5, 0.25, 0.25]])
     filtered = filter_top_k_top_p(probs, torch.tensor([0]), torch.tensor([top_p], dtype=torch.float64))
     assert filtered.nonzero()[:, 1].tolist() == kept
+
+
+PROMPT, OUTPUT = [0, 1], [1, 2, 2]
+CHANGES: list[tuple[dict[str, Any], list[float]]] = [
+    ({"presence_penalty": 1.5}, [3.0, 0.5, -2.5, 0.5]),
+    ({"frequency_penalty": 0.5}, [3.0, 1.5, -2.0, 0.5]),
+    ({"presence_penalty": -1.0, "frequency_penalty": 0.5}, [3.0, 2.5, -1.0, 0.5]),
+    ({"repetition_penalty": 2.0}, [1.5, 1.0, -2.0, 0.5]),
+    ({"logit_bias": {3: 4.0, 0: -100.0}}, [-97.0, 2.0, -1.0, 4.5]),
+    ({"logit_bias": {2: 3.0}, "repetition_penalty": 2.0, "presence_penalty": 1.0}, [1.5, 0.0, 0.0, 0.5]),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), CHANGES)
+def test_penalties_and_bias_change_the_logits_that_are_drawn_from(
+    fields: dict[str, Any], expected: list[float]
+) -> None:
+    """Presence and frequency count the answer, repetition also the prompt; reported logprobs are those without them."""
+    logits, temperature, rows = torch.tensor([3.0, 2.0, -1.0, 0.5]), 0.7, 4000
+    changes = LogitChanges(GenerationHyperparameters(**fields), PROMPT, OUTPUT)
+    torch.testing.assert_close(changes.apply(logits), torch.tensor(expected), rtol=FORMULA_FP32, atol=0)
+    changed = [(row, changes) for row in range(0, 2 * rows, 2)]
+    both = params(2 * rows, temperature=temperature, index=np.arange(2 * rows), changed=changed)
+    tokens, logprobs = sample(logits.expand(2 * rows, -1), both)
+    plain = (logits / temperature).log_softmax(-1)
+    torch.testing.assert_close(logprobs, plain[tokens], rtol=FORMULA_FP32, atol=1e-6)
+    for drawn, wanted in ((tokens[::2], torch.tensor(expected)), (tokens[1::2], logits)):
+        probs = (wanted.double() / temperature).softmax(-1)
+        seen = torch.bincount(drawn, minlength=4).double()
+        likely = probs > 1e-3
+        assert not seen[~likely].sum() > 20
+        assert chi_square_p(seen[likely], probs[likely] / probs[likely].sum() * seen[likely].sum()) > CHI_SQUARE_P
+    greedy = params(2, greedy=True, changed=[(1, changes)])
+    assert sample(logits.expand(2, -1), greedy)[0].tolist() == [0, int(torch.tensor(expected).argmax())]
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.5, {0}), (0.3, {0, 1}), (0.05, {0, 1, 3}), (1.0, {0})])
+def test_min_p_keeps_tokens_near_the_most_likely(min_p: float, kept: set[int]) -> None:
+    logits = torch.tensor([[3.0, 2.0, -1.0, 0.5]]).expand(500, -1)
+    changes = LogitChanges(GenerationHyperparameters(min_p=min_p), [], [])
+    rows = params(500, index=np.arange(500), changed=[(row, changes) for row in range(500)])
+    assert set(sample(logits, rows)[0].tolist()) == kept
+    rows.banned = [(row, [0]) for row in range(500)]
+    assert 0 not in sample(logits, rows)[0].tolist()  # even where nothing else is as likely
+
+
+def test_the_most_likely_tokens_have_the_logprobs_of_sampling() -> None:
+    logits = torch.randn(3, 50)
+    temperature = [1.0, 0.5, 2.0]
+    tokens, logprobs = sample(logits, params(3, greedy=True, temperature=temperature))
+    best = most_likely(logits, temperature, 4)
+    assert [top[0][0] for top in best] == tokens.tolist() and all(len(top) == 4 for top in best)
+    torch.testing.assert_close(torch.tensor([top[0][1] for top in best]), logprobs, rtol=FORMULA_FP32, atol=1e-6)
+    assert all(top == sorted(top, key=lambda pair: -pair[1]) for top in best)
+    assert len(most_likely(logits, temperature, 99)[0]) == 50

@@ -74,7 +74,7 @@ async def test_what_cannot_be_echoed_is_refused(
     for body, told in (
         ({"prompt": "1", "echo": True, "stream": True}, "echo is not streamed"),
         ({"prompt": "1", "max_tokens": 0}, "max_tokens: got 0, which needs echo"),
-        ({"prompt": "1", "logprobs": 1}, "logprobs: got 1, which needs echo"),
+        ({"prompt": "1", "echo": True, "logprobs": 2}, "logprobs: got 2; with echo at most 1"),
         ({"prompt": [], "echo": True, "max_tokens": 0}, "the prompt is empty"),
         ({"prompt": [5] * 2000, "echo": True, "max_tokens": 0}, "longer than the 1024 that the model reads"),
         ({"prompt": [10**6], "echo": True, "max_tokens": 0}, "token id 1000000 is not below the vocabulary size"),

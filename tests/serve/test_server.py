@@ -95,6 +95,57 @@ HINTS: dict[str, dict[str, Any]] = {
 }
 
 
+# What clients of vLLM and SGLang send besides, on every path.
+NEUTRAL: dict[str, Any] = {
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "best_of": 1,
+    "use_beam_search": False,
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "priority": 0,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "request_id": "r",
+    "cache_salt": "s",
+    "extra_body": {},
+    "bad_words": [],
+    "guided_json": None,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
+}
+NEUTRAL_OF_PATH: dict[str, dict[str, Any]] = {
+    "/chat/completions": {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "echo": False,
+        "functions": [],
+        "return_tokens_as_token_ids": False,
+        "documents": None,
+        "audio": None,
+        "top_logprobs": 0,
+        "logit_bias": {},
+        "max_tokens": 3,
+    },
+    "/completions": {"suffix": "", "prompt_embeds": None, "echo": False, "add_special_tokens": True, "logit_bias": {}},
+    "/responses": {},
+    "/messages": {
+        "context_management": {"edits": []},
+        "output_config": {"effort": "medium"},
+        "mcp_servers": [],
+        "container": None,
+        "betas": ["b"],
+    },
+}
+for neutral_path, neutral in NEUTRAL_OF_PATH.items():
+    HINTS[neutral_path] = HINTS.get(neutral_path, {}) | NEUTRAL | neutral
+
+
 @pytest.mark.parametrize("path", HINTS)
 async def test_what_cannot_change_an_answer_is_accepted(
     serve: Start, client: httpx.AsyncClient, tokenizer: Any, path: str
@@ -108,6 +159,163 @@ async def test_what_cannot_change_an_answer_is_accepted(
         (request,) = scripted.requests
         answers.append((request.input_ids, request.gconfig))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_sampling_fields_reach_the_generator(
+    serve: Start, client: httpx.AsyncClient, tokenizer: Any, path: str
+) -> None:
+    scripted = Scripted(tokenizer, ["2"])
+    _, url = await serve(over=scripted)
+    fields = {"min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "top_k": 3}
+    bias = {} if path in ("/responses", "/messages") else {"logit_bias": {"7": -1.5}}
+    response = await client.post(url + path, json=GOOD[path] | fields | bias)
+    assert response.status_code == 200, response.text
+    (request,) = scripted.requests
+    assert {name: getattr(request.gconfig, name) for name in fields} == fields
+    assert request.gconfig.logit_bias == ({7: -1.5} if bias else {})
+
+
+@pytest.mark.parametrize(("asked", "limit"), [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 30}, 30)])
+async def test_completions_have_16_tokens_by_default(
+    serve: Start, client: httpx.AsyncClient, tokenizer: Any, asked: dict[str, Any], limit: int
+) -> None:
+    scripted = Scripted(tokenizer, ["2"])
+    _, url = await serve(over=scripted)
+    assert (await client.post(f"{url}/completions", json={"prompt": "1", **asked})).status_code == 200
+    assert scripted.requests[0].gconfig.max_new_tokens == limit
+
+
+async def test_the_last_message_is_continued_or_no_answer_is_begun(
+    serve: Start, client: httpx.AsyncClient, tokenizer: Any
+) -> None:
+    scripted = Scripted(tokenizer, [" 2", "2"])
+    _, url = await serve(over=scripted)
+    talk = [*USER, {"role": "assistant", "content": "The answer is"}]
+    continued = CHAT | {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
+    for body in (continued, CHAT | {"add_generation_prompt": False}):
+        assert (await client.post(f"{url}/chat/completions", json=body)).status_code == 200
+    prompts = [tokenizer.decode(request.input_ids) for request in scripted.requests]
+    assert prompts[0].endswith("assistant\nThe answer is") and prompts[1].endswith("1+1=<|im_end|>\n")
+
+
+MESSAGES: dict[str, tuple[str, list[Any], list[str]]] = {
+    "reasoning and provider fields": (
+        "/chat/completions",
+        [{"role": "assistant", "content": "x", "reasoning": "y", "provider_specific_fields": {"a": 1}}],
+        ["assistant\nx"],
+    ),
+    "refusal": ("/chat/completions", [{"role": "assistant", "content": None, "refusal": "I refuse"}], ["I refuse"]),
+    "arguments as an object": (
+        "/chat/completions",
+        [
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "9"},
+        ],
+        ['{"a": 1}'],
+    ),
+    "document and redacted thinking": (
+        "/messages",
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "y"}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "document",
+                        "title": "Title",
+                        "source": {"type": "text", "media_type": "text/plain", "data": "hello"},
+                    },
+                    {"type": "text", "text": "so?"},
+                ],
+            },
+        ],
+        ["assistant\ny<|im_end|>", "Title\nhello\nso?"],
+    ),
+    "a tool without result": (
+        "/messages",
+        [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": None}]},
+        ],
+        ["<tool_response>\n\n</tool_response>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_messages_of_other_providers_are_read(
+    serve: Start, client: httpx.AsyncClient, tokenizer: Any, name: str
+) -> None:
+    path, further, expected = MESSAGES[name]
+    scripted = Scripted(tokenizer, ["2"])
+    _, url = await serve(over=scripted)
+    body = {"messages": [*USER, *further, *([] if further[-1]["role"] == "user" else USER)], "max_tokens": 3}
+    response = await client.post(url + path, json=body)
+    assert response.status_code == 200, response.text
+    prompt = tokenizer.decode(scripted.requests[0].input_ids)
+    assert all(text in prompt for text in expected), prompt
+
+
+async def test_top_logprobs_are_those_of_the_whole_vocabulary(
+    serve: Start, client: httpx.AsyncClient, model: BaseArchonModel, tokenizer: Any
+) -> None:
+    """In a response and in a stream, without penalties and cuts, beside a request that does not ask for them."""
+    _, url = await serve()
+    body = CHAT | {"logprobs": True, "top_logprobs": 4, "temperature": 0.7, "presence_penalty": 1, "top_k": 2}
+    body |= {"return_token_ids": True}
+    whole, plain = await asyncio.gather(
+        client.post(f"{url}/chat/completions", json=body),
+        client.post(f"{url}/chat/completions", json=body | {"top_logprobs": 0}),
+    )
+    answer, choice = whole.json(), whole.json()["choices"][0]
+    tokens = answer["prompt_token_ids"] + choice["token_ids"]
+    n = len(tokens)
+    with torch.no_grad():
+        logits: Any = model(torch.tensor(tokens), torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+    best = (logits / 0.7).log_softmax(-1)[len(answer["prompt_token_ids"]) - 1 : -1].topk(4)
+    for place, item in enumerate(choice["logprobs"]["content"]):
+        top = item["top_logprobs"]
+        assert [entry["token"] for entry in top] == [
+            tokenizer.decode([token]) for token in best.indices[place].tolist()
+        ]
+        assert [entry["logprob"] for entry in top] == pytest.approx(best.values[place].tolist(), abs=1e-4)
+    assert [item["top_logprobs"] for item in plain.json()["choices"][0]["logprobs"]["content"]] == [[]] * 3
+    streamed: list[Any] = []
+    async with client.stream("POST", f"{url}/chat/completions", json=body | {"stream": True}) as stream:
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                (delta,) = json.loads(line.removeprefix("data: "))["choices"]
+                streamed += (delta.get("logprobs") or {}).get("content", [])
+    assert streamed == choice["logprobs"]["content"]
+    named = await client.post(f"{url}/chat/completions", json=body | {"return_tokens_as_token_ids": True})
+    names = [item["token"] for item in named.json()["choices"][0]["logprobs"]["content"]]
+    assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+    ask = {"prompt": "1+1=", "max_tokens": 3, "logprobs": 2, "seed": 1}
+    scores = (await client.post(f"{url}/completions", json=ask)).json()["choices"][0]["logprobs"]
+    for token, logprob, tops in zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True):
+        assert tops[token] == logprob and len(tops) in (2, 3)
+
+
+async def test_a_line_is_logged_for_each_request(
+    serve: Start, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, url = await serve(log_requests=True)
+    with caplog.at_level(logging.INFO, "archon.serve.request_log"):
+        answer = (await client.post(f"{url}/chat/completions", json=CHAT)).json()
+        await client.post(f"{url}/completions", json=GOOD["/completions"] | {"stream": True})
+        await client.post(f"{url}/completions", json={"prompt": []})
+        await client.get(f"{url}/models")
+    lines = [record.getMessage() for record in caplog.records if record.name == "archon.serve.request_log"]
+    usage = answer["usage"]
+    counts = f"prompt_tokens={usage['prompt_tokens']} completion_tokens={usage['completion_tokens']} "
+    assert lines[0].startswith(f"POST /v1/chat/completions 200 {counts}") and lines[0].endswith(" ms")
+    assert lines[1].startswith("POST /v1/completions 200 prompt_tokens=4 completion_tokens=")
+    assert lines[2].startswith("POST /v1/completions 400 prompt_tokens=- completion_tokens=- ")
+    assert lines[3].startswith("GET /v1/models 200 ") and len(lines) == 4
 
 
 async def test_an_answer_is_the_generators_own(
@@ -227,12 +435,27 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
     ("/chat/completions", CHAT | {"top_p": 0}, "top_p: got 0"),
     ("/chat/completions", CHAT | {"n": 0}, "n: got 0"),
     ("/chat/completions", CHAT | {"n": 10**9}, "n: got 1000000000"),
-    ("/chat/completions", CHAT | {"seed": -1}, "seed: got -1"),
+    ("/chat/completions", CHAT | {"seed": -2}, "seed: got -2"),
     ("/chat/completions", CHAT | {"stop": [""]}, "stop: got an empty string"),
-    ("/chat/completions", CHAT | {"logit_bias": {"1": 5}}, "logit_bias"),
-    ("/chat/completions", CHAT | {"presence_penalty": 0.5}, "presence_penalty: got 0.5"),
-    ("/chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs: got 3"),
+    ("/chat/completions", CHAT | {"logit_bias": {"1": 500}}, "logit_bias.1: got 500"),
+    ("/chat/completions", CHAT | {"logit_bias": {"a": 5}}, "logit_bias.a"),
+    ("/chat/completions", CHAT | {"logit_bias": {"100000": 5}}, "logit_bias has token id 100000"),
+    ("/chat/completions", CHAT | {"presence_penalty": 2.5}, "presence_penalty: got 2.5"),
+    ("/chat/completions", CHAT | {"repetition_penalty": 0}, "repetition_penalty: got 0"),
+    ("/chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs: got 3, which needs logprobs"),
     ("/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format.type"),
+    ("/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "not constrained to JSON"),
+    ("/responses", {"input": "1", "text": {"format": {"type": "json_schema"}}}, "not constrained to JSON"),
+    ("/chat/completions", CHAT | {"best_of": 2}, "best_of: got 2"),
+    ("/chat/completions", CHAT | {"use_beam_search": True}, "use_beam_search: got True"),
+    ("/chat/completions", CHAT | {"length_penalty": 2}, "length_penalty: got 2"),
+    ("/chat/completions", CHAT | {"guided_json": {}}, "guided_json: got {}"),
+    ("/chat/completions", CHAT | {"skip_special_tokens": False}, "skip_special_tokens: got False"),
+    ("/chat/completions", CHAT | {"web_search_options": {}}, "web_search_options: got {}"),
+    ("/chat/completions", CHAT | {"continue_final_message": True}, "the last message must be the assistant's"),
+    ("/completions", {"prompt": "1", "suffix": "2"}, "suffix: got '2'"),
+    ("/messages", {"messages": USER, "max_tokens": 1, "context_management": {"edits": [{}]}}, "edits: got"),
+    ("/messages", {"messages": USER, "max_tokens": 1, "mcp_servers": [{}]}, "mcp_servers: got"),
     ("/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice: got 'required'"),
     ("/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0.input.content"),
     ("/chat/completions", {"messages": [{"role": "robot", "content": "1"}]}, "messages.0.input.role: got 'robot'"),

@@ -57,8 +57,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens carry the version of the weights their answer began with",
         "archon/generation/generator.py",
-        "sequence.append(token, logprob, (sequence.lora or self).version)",
-        "sequence.append(token, logprob, (sequence.versions or [self.version])[0])",
+        "(sequence.lora or self).version, top_logprobs.get(place))",
+        "(sequence.versions or [self.version])[0], top_logprobs.get(place))",
         ("tests/generation/test_engine.py",),
     ),
     Mutant(
@@ -113,8 +113,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the logprobs of an echoed prompt stand a place early",
         "archon/serve/openai_completions.py",
-        "[None, *scores.logprobs][: len(texts)]",
-        "[*scores.logprobs, None][: len(texts)]",
+        "[None, *scores.logprobs][: len(tokens)]",
+        "[*scores.logprobs, None][: len(tokens)]",
         ("tests/serve/test_echo.py",),
     ),
     Mutant(
