@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from typing import Any
 
-from archon.rl.rewards.extract import extract_answer, gold_answer, normalize_answer
+from archon.rl.rewards.extract import extract_answer, gold_answer
 from archon.rl.rewards.math_verify import answers_equal
+from archon.rl.rewards.numbers import parse_number
 from archon.rl.rewards.result import in_process
 from archon.schema.errors import RewardError
-
-_DECIMAL = r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
-_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?:\\?\$)?\s*(?P<value>{_DECIMAL})\s*(?:\\?%)?")
-_RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?:\\[dt]?frac\{(?P<a>[^{}]*)\}\{(?P<b>[^{}]*)\}|(?P<c>[^/]*)/(?P<d>[^/]*))")
-_MAX_NUMBER_LENGTH = 100  # characters; int() refuses 4,300 digits
-
-
-def parse_number(text: str) -> Fraction | None:
-    r"""Return the exact value of a number, or None. Accepts 1,000, 3.0, [ 3 ], $18, 20% (as 20), \frac{7}{2}."""
-    text = normalize_answer(text.replace("\N{MINUS SIGN}", "-"))
-    if len(text) > _MAX_NUMBER_LENGTH:
-        return None
-    plain = _NUMBER.fullmatch(text)
-    if plain:
-        value = Fraction(plain["value"].replace(",", "").replace(" ", ""))
-        return -value if plain["sign"] == "-" else value
-    ratio = _RATIO.fullmatch(text)
-    if ratio is None:
-        return None
-    parts = [_NUMBER.fullmatch((ratio[a] or ratio[b] or "").strip()) for a, b in (("a", "c"), ("b", "d"))]
-    numerator, denominator = (parse_number(part[0]) if part else None for part in parts)
-    if numerator is None or not denominator:
-        return None
-    value = numerator / denominator
-    return -value if ratio["sign"] == "-" else value
 
 
 @in_process
@@ -50,8 +24,8 @@ def gsm8k_reward(
 ) -> float:
     r"""Return 1.0 if the last `\boxed{x}`, else the last line `#### x`, is the gold number, else 0.0.
 
-    `####` must begin its line: "The answer is #### 72" states no answer. `answer` is a gsm8k solution that ends in
-    `#### x`, or the bare number.
+    `####` must begin its line, in bold or not: "The answer is #### 72" states no answer. Units, currencies and mark-up
+    do not matter, see `parse_number`. `answer` is a gsm8k solution that ends in `#### x`, or the bare number.
 
     Raises:
         RewardError: the gold answer is not a number; a defect of the data is not a reward of 0.

@@ -10,7 +10,7 @@ import re
 
 # Answer forms of datasets: the pattern's first group is the answer. The last match counts.
 ANSWER_FORMS: dict[str, re.Pattern[str]] = {
-    "gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE),
+    "gsm8k": re.compile(r"^[ \t]*(?:\*\*|__)?####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE),
     "brackets": re.compile(r"\[([^\[\]\n]*[^\[\]\s][^\[\]\n]*)\]"),
 }
 GOLD_FORMS = ("gsm8k",)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from archon.rl.rewards.extract import extract_answer, gold_answer, normalize_answer
+from archon.rl.rewards.numbers import parse_number
 from archon.schema.errors import RewardError
 
 _UNICODE = {
@@ -28,6 +29,7 @@ _UNICODE = {
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
 _SPACED_THOUSANDS = re.compile(r"(?<=[0-9]) (?=[0-9]{3}(?![0-9]))")
 _WORDS = re.compile(r"(?:\\text\s*\{\s*)?([A-Za-z]{3,}(?:[ '-][A-Za-z]+)*)\s*\}?")
+_SCALES = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b)")
 
 
 @functools.cache
@@ -78,6 +80,8 @@ def answers_equal(gold: str, stated: str) -> bool:
     gold_latex, stated_latex = _to_latex(gold), _to_latex(stated)
     if gold_latex == stated_latex:
         return True
+    if set(_SCALES.findall(gold.casefold())) != set(_SCALES.findall(stated.casefold())):
+        return False  # math-verify ignores words in \text
     gold_words, stated_words = _WORDS.fullmatch(gold_latex), _WORDS.fullmatch(stated_latex)
     if gold_words or stated_words:
         return bool(gold_words and stated_words and gold_words[1].casefold() == stated_words[1].casefold())
@@ -102,4 +106,8 @@ def math_verify_reward(
     if not gold:
         raise RewardError("the gold answer is empty; math_verify needs one to compare with")
     stated = extract_answer(completions, form=form)
-    return float(stated is not None and answers_equal(gold, stated))
+    if stated is None:
+        return 0.0
+    if form == "gsm8k" and (number := parse_number(gold)) is not None and parse_number(stated) == number:
+        return 1.0  # with a unit, which mathematics would take for a product
+    return float(answers_equal(gold, stated))

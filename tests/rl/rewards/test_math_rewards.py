@@ -12,8 +12,9 @@ import pytest
 
 from archon.data import get_gsm8k_rl_dataset
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, get_reward_fn, gold_answer
-from archon.rl.rewards.datasets import gsm8k_reward, parse_number
+from archon.rl.rewards.datasets import gsm8k_reward
 from archon.rl.rewards.math_verify import _parse, answers_equal, math_verify_reward
+from archon.rl.rewards.numbers import parse_number
 from archon.schema.errors import RewardError
 
 EQUAL = [
@@ -49,13 +50,71 @@ DIFFERENT = [
     ("3", "4"),
     ("3", "13"),
     ("3", "1 3"),
-    ("72", "72 clips"),
     ("3", ""),
     ("3", "1/0"),
     ("3", "(("),
     ("3", r"\frac{3}{"),
     ("god", "dog"),
+    ("72", r"72\text{ thousand}"),
+    ("72", r"72 \text{ Million dollars}"),
+    (r"72 \text{ thousand}", r"72 \text{ million}"),
 ]
+
+
+# Right answers of gsm8k: the question has the unit.
+WITH_UNITS = [
+    *("72 dollars", "72 clips", "72 cm", "72cm", "72 g", "$72", r"\$72", "72$", "€72", "$ 72 per week", "$72/hour"),
+    *(
+        "72 km/h",
+        "72 square feet",
+        "72 sq. ft.",
+        "72 cm^2",
+        "72 m²",
+        "72 percent",
+        "72 %",
+        "72°F",
+        "72 pieces of candy",
+    ),
+    *("72 miles a day", "72 years-old", "72 people's votes", "**72**", "**72 dollars**", "*72*", "__72__", "`72`"),
+    *("**$72.00**", "72.", "72.00", "x = 72", "x=72", "Answer: 72", "**Answer:** 72", "Total cost = $72", "$72$"),
+    *(r"$\$72$", r"$72\text{ dollars}$", r"72 \text{ apples}", r"72\text{ dollars}", r"\text{72}", r"\mathbf{72}"),
+    *(r"\textbf{72}", r"\text{72 apples}", r"\text{Total} = 72", r"\textbf{\text{72}}", r"72^\circ", r"72^{\circ}"),
+    *(
+        r"72 \, \text{km/h}",
+        r"72\ \text{cm}^2",
+        r"72\%",
+        r"\(72\)",
+        r"\(72\) dollars",
+        r"72\quad\text{miles}",
+        r"7.2 \times 10^1",
+    ),
+    *(r"71\frac{2}{2}", "144/2 dollars", r"\frac{144}{2} \text{ dollars}", "71 1/1", "0.72 × 10^{2}", "72/1"),
+]
+# Not 72, or not clearly.
+NOT_72 = [
+    *("72 thousand", "72 million dollars", "72 dozen", "72 hundredths", "72k", "72 K", "$72m", "72 pairs", "72 halves"),
+    *("72 or 73", "72 and a half", "72 to 80", "71 to 72", "72 dollars and 50 cents", "72 point five", "72 twenty"),
+    *("72 x", "72x", "72 squared", "72^2", "72^{10}", "72!", "72 minus 2", "-72", "- 72", "72 - 2", "70 + 2 = 73"),
+    *("not 72", "no 72 here", "72 is wrong", "about 72", "72 below zero", "72 pi", r"72\pi", r"72\sqrt{2}", "72 ab2"),
+    *("72, 73", "72; 73", "(72)(2)", "7 2", "072.1", "1/72", "72/0", "72.5", "0.72", "7.2", "720", "1,72", "72,0"),
+    *(r"\text{72 or 73}", r"72\text{ thousand}", r"7\text{2}", r"7.2 \times 10^2", r"72\frac{1}{2}", "x = 70 = 72"),
+    *("10 = 72", "x + 1 = 72", "x = 7 72", "**72** **73**", "72e1", "٧٢", "seventy-two", "dollars", "%", "$", "", "."),
+]
+
+
+@pytest.mark.parametrize("stated", WITH_UNITS)
+def test_units_and_mark_up_do_not_matter_in_gsm8k(stated: str) -> None:
+    for completion in (f"so \\boxed{{{stated}}}", f"so\n#### {stated}", f"so\n**#### {stated}**\nDone."):
+        assert gsm8k_reward("", completion, [], [], answer="72") == 1.0
+        assert gsm8k_reward("", completion, [], [], answer="73") == 0.0
+        assert math_verify_reward("", completion, [], [], answer="half\n#### 72") == 1.0
+        assert math_verify_reward("", completion, [], [], answer="half\n#### 73") == 0.0
+
+
+@pytest.mark.parametrize("stated", NOT_72)
+def test_no_other_number_is_paid_for_its_digits(stated: str) -> None:
+    for completion in (f"so \\boxed{{{stated}}}", f"so\n#### {stated}", f"so\n**#### {stated}**"):
+        assert gsm8k_reward("", completion, [], [], answer="72") == 0.0
 
 
 @pytest.mark.parametrize(("gold", "stated"), EQUAL)
