@@ -214,8 +214,8 @@ def _chat_text(
         else:
             start += chat.header_length(chat.header(messages[:index], where, tools), text[start:end])
         turn, rest = text[start:end].rstrip(), text[end:]
-        if closing := re.search(rf"(?:{stop_pattern})(?:\s|{stop_pattern})*$", turn):
-            end = start + closing.start() + len(re.match(stop_pattern, closing[0])[0])
+        if closing := re.search(rf"({stop_pattern})(?:\s|{stop_pattern})*$", turn):
+            end = start + closing.start() + len(closing[1])
         elif stop := next((token for token in stops if rest.startswith(token)), None):
             end += len(stop)
         elif not rest and (stop := chat.end_of_calls if message.get("tool_calls") else chat.end_of_answer):

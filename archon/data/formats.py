@@ -7,7 +7,8 @@ row does not have these columns. Every row must have the same format.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import product
 from typing import Any
 
@@ -63,7 +64,7 @@ def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str
     return rows, prompt_key, response_key, description and f"{len(source):,} {description}"
 
 
-def _sft_rows(source: Rows, names: Collection[str]) -> Recognized:
+def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     if all(name in names for name in ENCODED):
         return source, PROMPT_KEY, RESPONSE_KEY, "tokenized rows"
     if name := next((name for name in _CONVERSATIONS if name in names), None):
@@ -88,7 +89,7 @@ def _sft_rows(source: Rows, names: Collection[str]) -> Recognized:
     raise _unknown(source[0], f"{formats} | text")
 
 
-def _rl_rows(source: Rows, names: Collection[str]) -> Recognized:
+def _rl_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     name = next((name for name in _CONVERSATIONS if name in names), None)
     if name is not None and PROMPT_KEY not in names:
         rows = [SourceRow(row.where, {**row.data, **_rl_conversation(row, name)}) for row in source]
@@ -100,7 +101,7 @@ def _rl_rows(source: Rows, names: Collection[str]) -> Recognized:
     return source, question, answer, "prompts without answers" if answer is None else f"prompts with {answer!r}"
 
 
-def _pair_rows(source: Rows, names: Collection[str]) -> Recognized:
+def _pair_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     if not {"chosen", "rejected"} <= names:
         raise _unknown(source[0], "the columns chosen and rejected, each an answer or a conversation")
     if PROMPT_KEY in names and isinstance(source[0].data["chosen"], str):

@@ -125,10 +125,16 @@ def sft_dataset(
             image token.
     """
     source, prompt_key, response_key = _recognize(source, name, "sft", prompt_key, response_key)
-    columns = {"prompt_key": prompt_key, "response_key": response_key}
-    prompts = {"system_prompt": system_prompt, "instruction": instruction}
     encode = partial(
-        _sft_rows, tokenizer=tokenizer, **columns, **prompts, reader=reader, turns=turns, max_length=max_length
+        _sft_rows,
+        tokenizer=tokenizer,
+        prompt_key=prompt_key,
+        response_key=response_key,
+        system_prompt=system_prompt,
+        instruction=instruction,
+        max_length=max_length,
+        reader=reader,
+        turns=turns,
     )
     rows = encode_rows(source, encode, name) if reader is None else encode(source)
     if max_length is None:

@@ -107,7 +107,7 @@ def load_rows(
         dataset = load()
     else:
 
-        def prepare() -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+        def prepare() -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
             prepared = load()
             facts = {"n_filtered": prepared.n_filtered, "source_fingerprint": prepared.source_fingerprint}
             return prepared.rows, {"name": prepared.name, **facts}
