@@ -7,7 +7,6 @@ message. No text is searched, so repeated answers and templates that rewrite ear
 
 from __future__ import annotations
 
-import copy
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -292,18 +291,16 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Any, **options: Any) -> ChatTemplate:
-    """Return the chat template of a tokenizer; without options, one object per tokenizer, which caches its probes."""
-    if options:
-        return ChatTemplate(tokenizer, options)
-    cached = _TEMPLATES.get(tokenizer)
-    if cached is None or cached[0] != tokenizer.chat_template:
+    """Return the chat template of a tokenizer: one object per tokenizer and options, which keeps its probes."""
+    templates = _TEMPLATES.setdefault(tokenizer, {})
+    key = json.dumps([tokenizer.chat_template, options], sort_keys=True, default=repr)
+    if key not in templates:
         # A proxy, since a strong reference would keep the key of the weak dictionary alive.
-        cached = (copy.copy(tokenizer.chat_template), ChatTemplate(weakref.proxy(tokenizer)))
-        _TEMPLATES[tokenizer] = cached
-    return cached[1]
+        templates[key] = ChatTemplate(weakref.proxy(tokenizer), options)
+    return templates[key]
 
 
-_TEMPLATES: weakref.WeakKeyDictionary[Any, tuple[Any, ChatTemplate]] = weakref.WeakKeyDictionary()
+_TEMPLATES: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -194,15 +194,14 @@ def _chat_text(
     if tools and "tools" not in options.ignore_fields:
         _require_tool_template(chat, where)
     stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer)))
-    stop_pattern = "|".join(map(re.escape, stops))
     text, spans = rendering.text, list[Span]()
     for index, message in enumerate(messages):
         complete = _check_fields(chat, rendering, index, message, where, options)
         if message["role"] != "assistant" or not trained[index]:
             continue
-        if (options.train_turns == "last" and index != turns[-1]) or not (
-            complete or options.stripped_thinking == "train"
-        ):
+        if options.train_turns == "last" and index != turns[-1]:
+            continue
+        if not (complete or options.stripped_thinking == "train"):
             continue
         start, end = rendering.segments[index]
         if rendering.generated is not None:
@@ -213,27 +212,39 @@ def _chat_text(
             spans += earlier
         else:
             start += chat.header_length(chat.header(messages[:index], where, tools), text[start:end])
-        turn, rest = text[start:end].rstrip(), text[end:]
-        if closing := re.search(rf"({stop_pattern})(?:\s|{stop_pattern})*$", turn):
-            end = start + closing.start() + len(closing[1])
-        elif stop := next((token for token in stops if rest.startswith(token)), None):
-            end += len(stop)
-        elif not rest and (stop := chat.end_of_calls if message.get("tool_calls") else chat.end_of_answer):
-            text += stop
-            end = len(text)
-        elif token := chat.special_suffix(turn):
-            # gpt-oss ends an earlier answer with <|end|>, at which generation does not stop.
-            end = start + len(turn) - len(token)
-        elif rendering.generated is None:
+        turn_end, appended = _turn_end(chat, text, start, end, message, stops)
+        if turn_end < 0 and rendering.generated is None:
             raise DatasetError(
-                f"{where}: the chat template ends the assistant turn {index} with {turn[-20:]!r}, and not with a token "
-                f"at which generation stops ({', '.join(stops)}), so a trained model would never stop; end the turn "
-                "with {{ eos_token }} in the template"
+                f"{where}: the chat template ends the assistant turn {index} with {text[start:].rstrip()[-20:]!r}, and "
+                f"not with a token at which generation stops ({', '.join(stops)}), so a trained model would never stop; "
+                "end the turn with {{ eos_token }} in the template"
             )
-        spans.append((start, end))
+        text += appended
+        spans.append((start, end if turn_end < 0 else turn_end))
     if not spans:
         raise DatasetError(f"{where}: nothing to train on: every assistant turn is masked")
     return SFTText(where, text, tuple(spans), plain=False)
+
+
+def _turn_end(
+    chat: ChatTemplate, text: str, start: int, end: int, message: Message, stops: Sequence[str]
+) -> tuple[int, str]:
+    """Return where the trained text of a turn ends, with its stop token, and the token to append to the conversation.
+
+    The end is -1 if the template writes no token that ends the turn.
+    """
+    pattern = "|".join(map(re.escape, stops))
+    turn, rest = text[start:end].rstrip(), text[end:]
+    if closing := re.search(rf"({pattern})(?:\s|{pattern})*$", turn):
+        return start + closing.start() + len(closing[1]), ""
+    if stop := next((token for token in stops if rest.startswith(token)), None):
+        return end + len(stop), ""
+    if not rest and (stop := chat.end_of_calls if message.get("tool_calls") else chat.end_of_answer):
+        return end + len(stop), stop
+    if token := chat.special_suffix(turn):
+        # gpt-oss ends an earlier answer with <|end|>, at which generation does not stop.
+        return start + len(turn) - len(token), ""
+    return -1, ""
 
 
 def _require_tool_template(chat: ChatTemplate, where: str) -> None:

@@ -11,8 +11,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the token that follows an answer is trained",
         "archon/data/encoding.py",
-        "end += len(stop)",
-        "end += len(stop) + 1",
+        'return end + len(stop), ""',
+        'return end + len(stop) + 1, ""',
         ("tests/data/test_chat_template.py",),
     ),
     Mutant(
