@@ -215,9 +215,9 @@ def _chat_text(
         turn_end, appended = _turn_end(chat, text, start, end, message, stops)
         if turn_end < 0 and rendering.generated is None:
             raise DatasetError(
-                f"{where}: the chat template ends the assistant turn {index} with {text[start:].rstrip()[-20:]!r}, and "
-                f"not with a token at which generation stops ({', '.join(stops)}), so a trained model would never stop; "
-                "end the turn with {{ eos_token }} in the template"
+                f"{where}: the chat template ends the assistant turn {index} with {text[start:end].rstrip()[-20:]!r}, "
+                f"and not with a token at which generation stops ({', '.join(stops)}), so a trained model would never "
+                "stop; end the turn with {{ eos_token }} in the template"
             )
         text += appended
         spans.append((start, end if turn_end < 0 else turn_end))
