@@ -132,6 +132,12 @@ class ExperiencesConfig(StrictModel):
     latest_only: bool = Field(False, description="mode bench: only the latest checkpoint")
 
 
+class RewardModelConfig(StrictModel):
+    """Trained reward model that scores answers."""
+
+    model: str = Field(description="folder of a checkpoint with a value head, such as the export of loss=reward")
+
+
 class TeacherServerConfig(StrictModel):
     """Teacher behind an OpenAI endpoint that returns prompt logprobs (`echo`)."""
 
@@ -194,8 +200,10 @@ class RLConfig(StrictModel):
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"
     )
-    reward: str | None = Field(
-        None, description="name or dotted path of the reward function; null: the workflow or environment scores"
+    reward: str | RewardModelConfig | None = Field(
+        None,
+        description="name or dotted path of the reward function, or {model: FOLDER} for a reward model; null: the "
+        "workflow or environment scores",
     )
     workflow: str = Field(
         "archon.rl.RLVRWorkflow",

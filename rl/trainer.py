@@ -18,7 +18,7 @@ from archon.data.image_files import save_images
 from archon.data.image_rows import open_reader
 from archon.data.images import ImageReader
 from archon.data.registry import load_rows
-from archon.engine.build import require_exportable
+from archon.engine.build import require_exportable, resolve_device
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import open_reference
 from archon.generation.types import GeneratorConfig
@@ -27,7 +27,7 @@ from archon.parallel.layout import parse_layout
 from archon.remote.config import WorkersConfig
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout, GatheredBatch
-from archon.rl.config import RLConfig
+from archon.rl.config import RewardModelConfig, RLConfig
 from archon.rl.controller import Controller
 from archon.rl.demonstrations import Demonstrations
 from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
@@ -37,6 +37,7 @@ from archon.rl.monitor import Monitor
 from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
 from archon.rl.rewards.lookup import is_verifier
+from archon.rl.rewards.reward_model import RewardModel
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.servers import open_servers
 from archon.rl.summary import StallMonitor, batch_metrics, newest_record, reward_gains, write_groups
@@ -334,6 +335,10 @@ class RLTrainer(BaseTrainer):
         reward, rollout = self.config.reward, self.config.rollout
         if reward is None:
             return nullcontext()
+        if isinstance(reward, RewardModelConfig):
+            actor = self.config.actor
+            model = RewardModel(reward.model).load(resolve_device(actor.device), getattr(torch, actor.dtype))
+            return AsyncRewardWrapper(model, rollout.reward_timeout)
         return AsyncRewardWrapper(reward, rollout.reward_timeout, workers.rewards, workers=workers)
 
     def section_rows(self, section: str) -> Sequence[dict[str, Any]]:
@@ -365,7 +370,9 @@ class RLTrainer(BaseTrainer):
     def _check_gold(self, reward: AsyncRewardWrapper, rows: Sequence[dict[str, Any]]) -> None:
         """Require that a verifier gives gold answers 1.0; log the scores of other rewards."""
         config, n = self.config, self.config.rollout.n_gold_checks
-        if isinstance(config.reward, str) and is_verifier(config.reward):
+        if not isinstance(config.reward, str):
+            return  # the score of a reward model has no scale
+        if is_verifier(config.reward):
             if any(row.get("answer") is not None for row in rows):
                 self._await(averify_gold(reward, rows, n))
             return

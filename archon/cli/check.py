@@ -35,9 +35,11 @@ def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
 def check_rl(config: RLConfig) -> list[str]:
     """Check an RL run. Returns summary lines; raises the `UserError` that would end the run."""
     from archon.parallel.layout import parse_layout
+    from archon.rl.config import RewardModelConfig
     from archon.rl.rewards import get_reward_fn
+    from archon.rl.rewards.reward_model import RewardModel
     from archon.rl.workflows import resolve_workflow
-    from archon.schema.config import EngineConfig
+    from archon.schema.config import EngineConfig, derive_reference
     from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
@@ -66,7 +68,11 @@ def check_rl(config: RLConfig) -> list[str]:
         lines += check_data(name, data, "rl", tokenizer)
     # 3. Reward and workflow
     offered: dict[str, Any] = {"gconfig": config.gconfig, "tokenizer": tokenizer, "train_data": config.train_data}
-    if config.reward is not None:
+    if isinstance(config.reward, RewardModelConfig):
+        changes = {"path": config.reward.model, "init_from_scratch": False, "is_critic": True}
+        lines += check_model("reward.model", derive_reference(config.actor, changes, "reward.model"), {})
+        offered["reward_fn"] = RewardModel(config.reward.model)
+    elif config.reward is not None:
         offered["reward_fn"] = get_reward_fn(config.reward)
     resolve_workflow(config.workflow, config.workflow_args, **offered)
     return [*lines, f"reward: {config.reward or 'of the workflow'}", f"workflow: {config.workflow}"]

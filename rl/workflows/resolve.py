@@ -97,7 +97,7 @@ def _construct(target: Any, workflow_args: Mapping[str, Any], arguments: Mapping
     if missing == ["reward_fn"]:
         raise ConfigError(
             f"workflow {target.__qualname__} scores answers with a reward, and none is set; set reward to a name "
-            f"({', '.join(VALID_REWARD_FN)}) or to the dotted path of a function"
+            f"({', '.join(VALID_REWARD_FN)}), the dotted path of a function, or {{model: FOLDER}}"
         )
     if missing:
         raise ConfigError(

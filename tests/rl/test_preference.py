@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,13 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_model
 from archon.engine.engine import ArchonEngine
-from archon.rl import PreferenceConfig
-from archon.schema.errors import ConfigError, DatasetError
+from archon.rl import PreferenceConfig, RLTrainer
+from archon.rl.config import RLConfig
+from archon.rl.rewards.reward_model import RewardModel
+from archon.schema.errors import CheckpointError, ConfigError, DatasetError
 from archon.training.metrics import read_jsonl
 from archon.training.preference import PreferenceTrainer, preference_loss
+from tests.rl.conftest import small_run
 from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 from tests.rl.objectives import PREFERENCES, assert_same, of_preference, opened, write_pairs
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64
@@ -194,3 +199,27 @@ def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -
     arithmetic = make(train_data={"path": "arithmetic"})
     with pytest.raises(DatasetError, match="arithmetic has no rows of kind 'dpo'; expected rl or sft"):
         opened(arithmetic)
+
+
+def test_a_trained_reward_model_is_a_reward_in_rl(make: MakeConfig, blank: Path, tmp_path: Path) -> None:
+    """The reward of an answer is the score that training gave the same conversation, in any company."""
+    trainer = PreferenceTrainer(make(loss="reward", total_steps=2, eval_data=None))
+    trainer.train()
+    pairs = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()][:4]
+    batch = trainer._pairs([trainer.loader.rows[index] for index in range(4)])  # type: ignore[union-attr]
+    chosen = trainer._numbers(trainer.engine, batch)[::2]
+    export = str(tmp_path / "run" / "export")
+    model = RewardModel(export).load(torch.device("cpu"), torch.float32)
+
+    async def scores() -> list[float]:
+        return await asyncio.gather(*(model(pair["prompt"], pair["chosen"], [], []) for pair in pairs))
+
+    assert asyncio.run(scores()) == pytest.approx(chosen.tolist(), abs=1e-5)
+
+    run = small_run(blank, tmp_path / "rl") | {"reward": {"model": export}, "total_steps": 2}
+    metrics = RLTrainer(RLConfig.parse(run)).train()
+    assert metrics["reward_std"] > 0 and metrics["grad_norm"] > 0
+    with pytest.raises(CheckpointError, match="score"):
+        RLTrainer(
+            RLConfig.parse(run | {"run_dir": str(tmp_path / "x"), "reward": {"model": str(tmp_path / "rl/export")}})
+        ).train()
