@@ -11,7 +11,14 @@ from pydantic import Field
 from archon.cli.config import field_lines, import_schema, leaves, load_config
 from archon.cli.config_leaves import SCHEMAS, count, main
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.schema.config import EXPANDED, EngineConfig, OptimizerConfig, StrictModel, merge_sections
+from archon.schema.config import (
+    EXPANDED,
+    RELATIVE_TO_CONFIG,
+    EngineConfig,
+    OptimizerConfig,
+    StrictModel,
+    merge_sections,
+)
 from archon.schema.errors import ConfigError
 
 
@@ -55,6 +62,7 @@ class WithPaths(StrictModel):
     """A configuration with paths, and with text that is none."""
 
     folder: Annotated[str, EXPANDED] = "here"
+    beside_the_file: Annotated[str | None, RELATIVE_TO_CONFIG] = None
     file: Annotated[Path | None, EXPANDED] = None
     text: str = "~/$HOME"
 
@@ -62,10 +70,11 @@ class WithPaths(StrictModel):
 def test_home_and_environment_variables_are_replaced_in_paths_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NAME", "mein Modell")
-    file = write(tmp_path, "folder: ~/runs/$NAME\n")
+    file = write(tmp_path, "folder: ~/runs/$NAME\nbeside_the_file: ~/x.yaml\n")
     config = load_config(WithPaths, file, ["file=$NAME.txt", "text=~/$NAME"])
     assert config.folder == f"{tmp_path}/runs/mein Modell"
     assert config.file == Path("mein Modell.txt")
+    assert config.beside_the_file == f"{tmp_path}/x.yaml"
     assert config.text == "~/$NAME"
     for path, complaint in [("$NO_SUCH/x", r"variable \$NO_SUCH is not set"), ("~nobody-here/x", "no such user")]:
         with pytest.raises(ConfigError, match=complaint):

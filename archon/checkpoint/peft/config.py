@@ -232,14 +232,15 @@ def config_fields(
         base: path or hub id of the base checkpoint.
     """
     hub_id = None if Path(base).exists() else parse_hub_id(base)
+    base, revision = hub_id or (base, None)
     rank = Counter(size.rank for size in sizes.values()).most_common(1)[0][0]
     alpha = Counter(size.alpha for size in sizes.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "peft_version": WRITTEN_PEFT_VERSION,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base if hub_id is None else hub_id.name,
-        "revision": None if hub_id is None else hub_id.revision,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "r": rank,
         "lora_alpha": _integer(alpha),
         "use_rslora": next(iter(sizes.values())).rslora,
