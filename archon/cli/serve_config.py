@@ -16,8 +16,8 @@ class ServeConfig(StrictModel):
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the checkpoint's")
     tool_call_parser: str | None = Field(
         None,
-        description="tool-call format: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | mistral | harmony; "
-        "null: from the chat template",
+        description="tool-call format: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | mistral | lfm2 | "
+        "harmony; null: from the chat template",
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache")

@@ -163,7 +163,7 @@ class OutputConfig(protocol.RequestModel):
     """Options of the answer."""
 
     effort: protocol.Effort | None = Field(None, description="for chat templates with reasoning_effort; else no effect")
-    format: None = None
+    format: protocol.Unsupported = None
 
 
 class CountBody(protocol.Conversation):
@@ -178,7 +178,7 @@ class CountBody(protocol.Conversation):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     mcp_servers: list[Any] | None = Field(None, max_length=0)
-    container: None = None
+    container: protocol.Unsupported = None
     betas: list[str] | None = Field(None, description="without effect")
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
 

@@ -121,10 +121,10 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     echo: Literal[False] | None = None
     functions: list[Any] | None = Field(None, max_length=0, description="replaced by tools")
     function_call: Literal["auto", "none"] | None = Field(None, description="replaced by tool_choice")
-    chat_template: None = Field(None, description="the model's is used")
+    chat_template: protocol.Unsupported = None
     documents: list[Any] | None = Field(None, max_length=0)
-    audio: None = None
-    web_search_options: None = None
+    audio: protocol.Unsupported = None
+    web_search_options: protocol.Unsupported = None
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
     response_format: protocol.TextFormat | None = None

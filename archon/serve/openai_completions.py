@@ -38,7 +38,7 @@ class CompletionBody(OpenAISampling):
     echo: bool | None = Field(None, description="prepend the prompt to the answer, with its logprobs")
     add_special_tokens: bool | None = Field(None, description="false: a text prompt starts without special tokens")
     suffix: Literal[""] | None = None
-    prompt_embeds: None = None
+    prompt_embeds: protocol.Unsupported = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionBody:

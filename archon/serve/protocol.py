@@ -80,6 +80,15 @@ def only(value: float) -> Any:
     return Field(None, ge=value, le=value)
 
 
+def _refuse(value: Any) -> None:
+    if value is not None:
+        raise ValueError("this server does not support the field; leave it out")
+
+
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+"""A field that must be absent or null."""
+
+
 class NeutralFields(RequestModel):
     """Fields of OpenAI, vLLM and SGLang that are not supported, with the values that change nothing.
 
@@ -105,22 +114,22 @@ class NeutralFields(RequestModel):
     cache_salt: str | None = Field(None, description="without effect")
     extra_body: dict[str, Any] | None = Field(None, max_length=0)
     bad_words: list[str] | None = Field(None, max_length=0)
-    allowed_token_ids: None = None
-    logits_processors: None = None
-    prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
-    structured_outputs: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
-    json_schema: None = None
-    regex: None = None
-    ebnf: None = None
-    mm_processor_kwargs: None = None
-    kv_transfer_params: None = None
-    vllm_xargs: None = None
-    lora_path: None = None
+    allowed_token_ids: Unsupported = None
+    logits_processors: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    json_schema: Unsupported = None
+    regex: Unsupported = None
+    ebnf: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    vllm_xargs: Unsupported = None
+    lora_path: Unsupported = None
 
 
 class Body(NeutralFields):

@@ -29,6 +29,7 @@ from archon.serve.call_syntax import (
     llama3_calls,
     make_call,
     mistral_calls,
+    python_calls,
     qwen3_coder_calls,
     valid_calls,
 )
@@ -309,6 +310,7 @@ def _marked_parser(opening: str, closing: str, syntax: CallSyntax, **options: An
 
 
 TAGS = ("<tool_call>", "</tool_call>")
+LFM2_TAGS = ("<|tool_call_start|>", "<|tool_call_end|>")
 HERMES = ToolFormat(
     "hermes",
     r"<tool_call>",
@@ -350,6 +352,12 @@ FORMATS = (
         r"\[TOOL_CALLS\]",
         lambda schemas: OpenEndedParser(TOOL_CALLS, (), mistral_calls, schemas),
         (TOOL_CALLS, "[ARGS]", "[CALL_ID]"),
+    ),
+    ToolFormat(
+        "lfm2",
+        r"<\|tool_list_start\|>",
+        _marked_parser(*LFM2_TAGS, python_calls, inside_value=in_json_string),
+        LFM2_TAGS,
     ),
     HERMES,
 )

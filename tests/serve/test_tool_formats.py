@@ -172,6 +172,12 @@ BROKEN = {
         '<|python_tag|>os.remove(path="/")',
         'Sure: {"name": "weather", "parameters": {}}',
     ],
+    "lfm2": [
+        "<|tool_call_start|>[weather(place]<|tool_call_end|>",
+        "<|tool_call_start|>[weather(place=Rome)]<|tool_call_end|>",
+        "<|tool_call_start|>[unknown(a=1)]<|tool_call_end|>",
+        '[weather(place="Rome")]',
+    ],
     "mistral": [
         "[TOOL_CALLS]",
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}',
@@ -283,6 +289,9 @@ WRITTEN += [
     ("llama3_json", '{"name": "get_time", "parameters": null}', [ToolCall("get_time", "{}")]),
     ("llama3_json", '<|python_tag|>weather(place="Rome")', [ROME]),
     ("llama3_json", '[weather(place="Rome"), get_time()]', [ROME, ToolCall("get_time", "{}")]),
+    ("lfm2", 'Look.<|tool_call_start|>[weather(place="Rome"), get_time()]<|tool_call_end|>',
+     ["Look.", ROME, ToolCall("get_time", "{}")]),
+    ("lfm2", "<|tool_call_start|>[weather(days=2)]", [TWO]),
     ("mistral", f"Look.[TOOL_CALLS][{OBJECT}]", ["Look.", ROME]),
     ("mistral", f"[TOOL_CALLS]{OBJECT}", [ROME]),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"place": "Rome"}[TOOL_CALLS]weather{"days": 2}', [ROME, TWO]),
