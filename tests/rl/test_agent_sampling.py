@@ -43,7 +43,8 @@ def test_an_override_samples_as_if_nothing_was_asked_and_says_so_once_a_field(
     trainer: Callable[..., RLTrainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     batches = []
-    for asked in ({}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 0}):
+    penalties: dict[str, Any] = {"presence_penalty": 1.5, "repetition_penalty": 1.2, "logit_bias": {"5": 2}}
+    for asked in ({}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 0}, penalties):
         run = trainer("override", **asked)
         with run.opened(f"{__name__}.Picky"):
             batches.append(run.rollout_batch())
@@ -53,7 +54,10 @@ def test_an_override_samples_as_if_nothing_was_asked_and_says_so_once_a_field(
     told = capsys.readouterr().out
     assert told.count("an agent asked for temperature=0.7; training samples with 1.0") == 1
     assert told.count("an agent asked for top_p=0.95") == told.count("an agent asked for greedy=True") == 1
-    for batch, overridden in zip(batches, (0.0, 1.0, 1.0), strict=True):
+    assert (
+        told.count("an agent asked for logit_bias={5: 2.0}") == told.count("an agent asked for presence_penalty=") == 1
+    )
+    for batch, overridden in zip(batches, (0.0, 1.0, 1.0, 1.0), strict=True):
         assert "temperatures" not in batch.trajectories
         assert batch.trajectories["input_ids"].equal(batches[0].trajectories["input_ids"])
         assert batch.trajectories["logprobs"].equal(batches[0].trajectories["logprobs"])

@@ -376,7 +376,18 @@ def test_recorded_values_count_alike_whoever_recorded_them() -> None:
 
 @pytest.mark.parametrize(
     "refused",
-    [{"greedy": True}, {"top_p": 0.9}, {"top_k": 4}, {"min_new_tokens": 2}, {"temperature": 0.7}],
+    [
+        {"greedy": True},
+        {"top_p": 0.9},
+        {"top_k": 4},
+        {"min_p": 0.1},
+        {"min_new_tokens": 2},
+        {"temperature": 0.7},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {5: 1.0}},
+    ],
 )
 def test_values_the_trainer_cannot_replay_are_refused_for_training_and_allowed_for_evaluation(
     engine: InProcessEngine, tokenizer: Any, refused: dict[str, Any]
