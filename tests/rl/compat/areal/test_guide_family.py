@@ -114,6 +114,8 @@ def train(name: str, package: str, folder: str, layout: str, out: str, dtype: st
     numbers: list[float] = []
     for seed in range(3):
         data = rank_rows(padded_batch(LENGTHS, VOCAB, seed), engine.ranks.dp.rank, engine.ranks.dp.size)
+        # 0.7 and 1.3 are no bfloat16 numbers.
+        data["temperatures"] = torch.where(data["loss_mask"].bool(), 0.7 + 0.6 * (data["input_ids"] % 2), 0.0)
         metrics = engine.train_batch(data, SequenceLoss(), loss_token_count)
         numbers += [metrics["loss"], metrics["grad_norm"]]
     engine.save(out, format="hf")
@@ -149,7 +151,7 @@ def as_llama(folder: Path) -> Path:
 
 @pytest.mark.parametrize("layout", ["d2", "t2"])
 def test_mixed_precision_rounds_as_archons_own_parallelize_function(pool: Pool, tmp_path: Path, layout: str) -> None:
-    """FSDP's default casts loss weights to the compute dtype; the engine keeps them wide."""
+    """FSDP's default casts temperatures and loss weights to the compute dtype; the engine keeps them wide."""
     package = Package(tmp_path)
     folder, out = package.checkpoint(), str(tmp_path / "out")
     expected = pool.run(train, "llama", "", str(as_llama(folder)), layout, out + "-llama", "bfloat16")
