@@ -7,7 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data.mapping import sft_dataset
 from archon.data.sources import SourceRow
 from archon.models.base import BaseArchonModel
