@@ -77,7 +77,7 @@ class AnswerFormat:
     dropped: frozenset[int] = frozenset()
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
+    def of(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
         """Return the format implied by the chat template, with the tool-call format `tool_call_parser` if set.
 
         Raises:

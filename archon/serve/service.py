@@ -90,7 +90,7 @@ class Service:
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
         self.training, self.pushed, self.reader = training, pushed, reader
         self.log_requests = log_requests
-        self.format = AnswerFormat.from_tokenizer(tokenizer, tool_call_parser)
+        self.format = AnswerFormat.of(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
         self._token = token

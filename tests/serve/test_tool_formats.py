@@ -382,7 +382,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_are_left_out(name: st
     answer = {"content": "Look.", "tool_calls": calls_of(ARGUMENTS[0])}
     text = said(tokenizer, answer)
     tokens = [*tokenize(tokenizer, text, "answer")["input_ids"], tokenizer.pad_token_id, tokenizer.eos_token_id]
-    format, logprobs = AnswerFormat.from_tokenizer(tokenizer), [0.0] * len(tokens)
+    format, logprobs = AnswerFormat.of(tokenizer), [0.0] * len(tokens)
     whole = AnswerParser(tokenizer, [], [TOOL], format=format)
     whole.finish(tokens, logprobs)
     streamed = AnswerParser(tokenizer, [], [TOOL], format=format)
@@ -398,7 +398,7 @@ def test_thinking_marks_may_be_special_tokens(tools: list[Any]) -> None:
     tokenizer = family(families.QWEN3, ["<think>", "</think>", "<tool_call>", "</tool_call>"])
     text = f"<think>\nmaybe {CALL}\n</think>\n\nYes."
     tokens = tokenize(tokenizer, text, "answer")["input_ids"]
-    parser = AnswerParser(tokenizer, [], tools, format=AnswerFormat.from_tokenizer(tokenizer))
+    parser = AnswerParser(tokenizer, [], tools, format=AnswerFormat.of(tokenizer))
     parser.finish(tokens, [0.0] * len(tokens))
     assert parser.parts == [Reasoning(f"maybe {CALL}"), "Yes."]
 
