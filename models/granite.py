@@ -13,6 +13,7 @@ class GraniteModelArgs(BaseModelArgs):
 
     model_types = frozenset({"granite"})
     biases_all_projections = True
+    hf_fixed_values = {"mlp_bias": False}
     hf_examples = {"attention_multiplier": (0.1, 0.25)}
     hf_fields = dense_fields(HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048) | {
         "embedding_multiplier": Field("embedding_multiplier", float, 1.0),

@@ -13,6 +13,7 @@ class LlamaModelArgs(BaseModelArgs):
 
     model_types = frozenset({"llama"})
     biases_all_projections = True
+    hf_fixed_values = {"mlp_bias": False, "pretraining_tp": 1}
     hf_fields = dense_fields(NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048)
 
 

@@ -39,6 +39,7 @@ class SmolLM3ModelArgs(BaseModelArgs):
     hf_ropes = RopePolicy(
         theta=2_000_000.0, fields=("no_rope_layers", "no_rope_layer_interval"), positions=_rotated_layers
     )
+    hf_fixed_values = {"mlp_bias": False}
     hf_examples = {"no_rope_layer_interval": (2, 3)}
     hf_fields = (
         dense_fields(

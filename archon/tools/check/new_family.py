@@ -71,7 +71,15 @@ def coverages(config: Mapping[str, Any], shapes: Shapes) -> list[Coverage]:
     """Return the coverage of each registered family, nearest first."""
     specs = {get_model_spec(name).name: (get_model_spec(name), name) for name in get_supported_model_types()}
     unsorted = [_coverage(spec, model_type, config, shapes) for spec, model_type in specs.values()]
-    return sorted(unsorted, key=lambda coverage: (*coverage.gaps, coverage.spec.name))
+    return sorted(
+        unsorted, key=lambda coverage: (*coverage.gaps, -_n_declared(coverage.spec, config), coverage.spec.name)
+    )
+
+
+def _n_declared(spec: ModelSpec, config: Mapping[str, Any]) -> int:
+    """Return how many fields of a config a family declares; those that every family accepts do not count."""
+    args = spec.model_args_class
+    return len(config.keys() & {*args.hf_fields, *args.hf_fixed_values, *args.hf_windows.fields})
 
 
 def _coverage(spec: ModelSpec, model_type: str, config: Mapping[str, Any], shapes: Shapes) -> Coverage:

@@ -87,7 +87,7 @@ def test_what_no_layer_covers_is_said_and_stands_in_the_file(
 
 def test_a_field_of_another_family_is_taken_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Granite's config has no final_logit_softcapping, Gemma 3's has: the name is read as there."""
-    source = write_model(tmp_path / "model", "granite", final_logit_softcapping=None)
+    source = write_model(tmp_path / "model", "granite", final_logit_softcapping=30.0)
     said = new_model(source, tmp_path / "new.py", capsys)
     assert "from others   final_logit_softcapping: logits_soft_cap" in said and "not covered" not in said, said
     field = '"final_logit_softcapping": Field("logits_soft_cap", float, None, null=None),'
