@@ -62,7 +62,7 @@ class WithPaths(StrictModel):
     """A configuration with paths, and with text that is none."""
 
     folder: Annotated[str, EXPANDED] = "here"
-    beside_the_file: Annotated[str | None, RELATIVE_TO_CONFIG] = None
+    recipe: Annotated[str | None, RELATIVE_TO_CONFIG] = None
     file: Annotated[Path | None, EXPANDED] = None
     text: str = "~/$HOME"
 
@@ -70,11 +70,11 @@ class WithPaths(StrictModel):
 def test_home_and_environment_variables_are_replaced_in_paths_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NAME", "mein Modell")
-    file = write(tmp_path, "folder: ~/runs/$NAME\nbeside_the_file: ~/x.yaml\n")
+    file = write(tmp_path, "folder: ~/runs/$NAME\nrecipe: ~/x.yaml\n")
     config = load_config(WithPaths, file, ["file=$NAME.txt", "text=~/$NAME"])
     assert config.folder == f"{tmp_path}/runs/mein Modell"
     assert config.file == Path("mein Modell.txt")
-    assert config.beside_the_file == f"{tmp_path}/x.yaml"
+    assert config.recipe == f"{tmp_path}/x.yaml"
     assert config.text == "~/$NAME"
     for path, complaint in [("$NO_SUCH/x", r"variable \$NO_SUCH is not set"), ("~nobody-here/x", "no such user")]:
         with pytest.raises(ConfigError, match=complaint):
