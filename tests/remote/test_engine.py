@@ -140,6 +140,15 @@ def test_defaults_of_the_server_decide_nothing(engine: RemoteEngine, server: VLL
     assert (params["min_p"], params["repetition_penalty"], params["top_k"], params["top_p"]) == (0, 1, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "gconfig", [{"min_p": 0.1}, {"presence_penalty": 1}, {"logit_bias": {5: 1}}, {"top_logprobs": 2}]
+)
+def test_values_that_are_not_sent_to_servers_are_refused(engine: RemoteEngine, gconfig: dict[str, Any]) -> None:
+    (error,) = ask(engine, request(**gconfig))
+    with pytest.raises(RolloutError, match="need the in-process generator"):
+        raise error
+
+
 def test_values_whose_logprobs_the_server_cannot_give_are_refused(
     connected: Callable[..., RemoteEngine], twin: MakeTwin, engine: RemoteEngine
 ) -> None:

@@ -38,6 +38,20 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{ONLINE}::test_a_group_is_trained_once_all_its_sessions_are_rated",),
     ),
     Mutant(
+        "a call whose arguments have an unknown name is made without arguments",
+        "archon/serve/call_syntax.py",
+        "or (not arguments and not value.keys() <= _CALL_KEYS)",
+        "",
+        (f"{FORMATS}::test_what_is_no_valid_call_stays_the_text_that_it_is",),
+    ),
+    Mutant(
+        "72 thousand is 72",
+        "rl/rewards/numbers.py",
+        "else _NO_UNIT.fullmatch(word) is None",
+        "else True",
+        ("tests/rl/rewards/test_math_rewards.py::test_no_other_number_is_paid_for_its_digits",),
+    ),
+    Mutant(
         "an argument of text that looks like a number becomes one",
         "archon/serve/call_syntax.py",
         'if not types - {"string"}:',

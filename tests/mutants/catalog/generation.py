@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a repetition penalty does not count the prompt",
+        "archon/generation/sampler.py",
+        "sorted({*self.prompt, *self.output})",
+        "sorted({*self.output})",
+        ("tests/generation/test_sampler.py::test_penalties_and_bias_change_what_is_drawn_from",),
+    ),
+    Mutant(
+        "likely tokens have their logprobs at temperature 1",
+        "archon/generation/sampler.py",
+        "(wide / wide.new_tensor(temperature)[:, None])",
+        "wide",
+        ("tests/generation/test_sampler.py::test_the_most_likely_tokens_have_the_logprobs_of_sampling",),
+    ),
+    Mutant(
         "probabilities of a bfloat16 model are taken in bfloat16",
         "archon/generation/sampler.py",
         "scores = logits.to(torch.promote_types(logits.dtype, torch.float32))",
