@@ -17,7 +17,7 @@ from tests.warm import started_code
 
 
 def test_serve_answers_until_it_is_interrupted(checkpoint):
-    command = ["serve", str(checkpoint), "--port", "0", "max_new_tokens=4"]
+    command = ["serve", str(checkpoint), "--port", "0", "--log-requests", "max_new_tokens=4"]
     with started_code(f"from archon.cli import main; main({command})") as server:
         line = server.stdout.readline()
         assert line.startswith("serving checkpoint at http://127.0.0.1:"), server.stderr.read()
@@ -29,7 +29,15 @@ def test_serve_answers_until_it_is_interrupted(checkpoint):
         assert answer["model"] == "checkpoint" and 1 <= answer["usage"]["completion_tokens"] <= 4
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=20) == 0
-        assert "Traceback" not in server.stderr.read()
+        logged = server.stderr.read()
+        usage = answer["usage"]
+        counts = f"prompt_tokens={usage['prompt_tokens']} completion_tokens={usage['completion_tokens']}"
+        assert f" POST /v1/chat/completions 200 {counts} " in logged and "Traceback" not in logged
+
+
+def test_requests_of_a_trained_server_are_not_logged(archon, checkpoint, tmp_path):
+    run = archon("serve", checkpoint, "--log-requests", "--train", tmp_path / "run.yaml")
+    assert "--log-requests logs no requests of --train" in run.complaint
 
 
 def test_a_port_in_use_is_one_line(archon, checkpoint):
