@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
 from archon.rl.rewards.lookup import is_verifier
 from archon.rl.rewards.reward_model import RewardModel
+from archon.rl.rewards.trl import TRLReward, is_trl_reward
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.servers import open_servers
 from archon.rl.summary import StallMonitor, batch_metrics, newest_record, reward_gains, write_groups
@@ -56,6 +58,7 @@ from archon.training.loop import (
     timed,
 )
 from archon.training.metrics import IMAGES_FOLDER, read_jsonl
+from archon.training.python_rows import Rows, config_of_rows
 from archon.training.runner import Runner
 
 Result = TypeVar("Result")
@@ -64,9 +67,16 @@ Result = TypeVar("Result")
 class RLTrainer(BaseTrainer):
     """Trainer of one policy. `RLTrainer(config).train()` is a whole run.
 
+    Or without a configuration: `RLTrainer(model="path/to/model", reward=score, train_dataset=rows, run_dir="runs/x")`.
+
     Args:
         config: the run configuration.
         runner: run directory, logs and signals; None: `train` opens and closes one.
+        model: without `config`: checkpoint folder, or fields of the section `actor`.
+        reward: without `config`: a function in archon's or TRL's form, or a value of the field `reward`.
+        train_dataset: without `config`: a dataset path, or rows (list, `RowDataset`, Hugging Face dataset).
+        eval_dataset: without `config`: held-out rows, as `train_dataset`.
+        fields: without `config`: other fields of the configuration, such as `total_steps`.
     """
 
     mode = "both"
@@ -77,7 +87,24 @@ class RLTrainer(BaseTrainer):
     )
     config: RLConfig
 
-    def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
+    def __init__(
+        self,
+        config: RLConfig | None = None,
+        runner: Runner | None = None,
+        *,
+        model: str | Path | Mapping[str, Any] | None = None,
+        reward: Callable[..., Any] | str | Mapping[str, Any] | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        **fields: Any,
+    ) -> None:
+        self._reward_function = reward if callable(reward) else None
+        if callable(reward):
+            fields["reward"] = f"{reward.__module__}.{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+        elif reward is not None:
+            fields["reward"] = reward
+        datasets = {"train_data": train_dataset, "eval_data": eval_dataset}
+        config = config_of_rows(config, RLConfig, "actor", model, datasets, fields)
         if config.mode != self.mode:
             name = type(self).__name__
             raise ConfigError(f"{name} runs mode {self.mode!r}, got mode {config.mode!r}; use make_trainer(config)")
@@ -333,6 +360,9 @@ class RLTrainer(BaseTrainer):
 
     def _open_reward(self, workers: WorkersConfig) -> AbstractContextManager[AsyncRewardWrapper | None]:
         reward, rollout = self.config.reward, self.config.rollout
+        if (function := self._reward_function) is not None:
+            function = TRLReward(function) if is_trl_reward(function) else function
+            return AsyncRewardWrapper(function, rollout.reward_timeout, workers.rewards, workers=workers)
         if reward is None:
             return nullcontext()
         if isinstance(reward, RewardModelConfig):

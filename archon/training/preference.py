@@ -69,6 +69,7 @@ class PreferenceTrainer(SFTTrainer):
     title = "preference"
     columns = ("loss", "eval/loss", "accuracy", "eval/accuracy", "margin", "grad_norm", "lr")
     config: PreferenceConfig
+    config_type = PreferenceConfig
 
     def open(self) -> None:
         """Load the data, the model and the reference model."""

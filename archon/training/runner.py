@@ -39,8 +39,8 @@ class RunDirectory:
     """Folder of one run, locked by one process at a time.
 
     It contains `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`,
-    `export/`, `stacks/` after a stall, files of sinks, and `.lock`, which the operating system releases when the
-    process ends.
+    `export/`, `data/` of rows passed in Python, `stacks/` after a stall, files of sinks, and `.lock`, which the
+    operating system releases when the process ends.
     """
 
     def __init__(self, path: str | Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from archon.training.batch_sharding import require_documents, shard_indices
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.multi_lora import MultiLoRALoader, multi_lora, with_total_steps
+from archon.training.python_rows import Rows, config_of_rows
 from archon.training.runner import Runner
 
 
@@ -55,10 +57,16 @@ A reached target ends the run on all ranks."""
 class SFTTrainer(BaseTrainer):
     """Supervised fine-tuning of one model: `SFTTrainer(config).train()`.
 
+    Or without a configuration: `SFTTrainer(model="path/to/model", train_dataset=rows, run_dir="runs/x").train()`.
+
     Args:
         config: the run.
         runner: environment of the run; by default `train` creates and closes one.
         probe: measures extra metrics and can end the run early.
+        model: without `config`: checkpoint folder, or fields of the section `model`.
+        train_dataset: without `config`: a dataset path, or rows (list, `RowDataset`, Hugging Face dataset).
+        eval_dataset: without `config`: held-out rows, as `train_dataset`.
+        fields: without `config`: other fields of the configuration, such as `epochs`.
     """
 
     kind: DatasetKind = "sft"
@@ -72,8 +80,21 @@ class SFTTrainer(BaseTrainer):
     reader: ImageReader | None = None
     """Reader of images; None for a text model."""
 
-    def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
-        super().__init__(config, runner)
+    config_type: type[SFTConfig] = SFTConfig
+
+    def __init__(
+        self,
+        config: SFTConfig | None = None,
+        runner: Runner | None = None,
+        probe: Probe | None = None,
+        *,
+        model: str | Path | Mapping[str, Any] | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        **fields: Any,
+    ) -> None:
+        datasets = {"train_data": train_dataset, "eval_data": eval_dataset}
+        super().__init__(config_of_rows(config, self.config_type, "model", model, datasets, fields), runner)
         self.probe = probe
         self._target_reached = False
         self._loss = CrossEntropyLoss()

@@ -1,0 +1,82 @@
+"""Trainers in five lines of Python, on rows in memory, as users of TRL write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.checkpoint.hf_io import load_model
+from archon.rl import PreferenceTrainer, RLTrainer, SFTConfig, SFTTrainer
+from archon.schema.errors import ConfigError, DatasetError, RewardError
+from archon.training.metrics import read_jsonl
+from tests.rl.rewards_for_tests import count_digits
+
+SUMS = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(12)]
+
+
+@pytest.fixture
+def model(blank: Path) -> dict[str, Any]:
+    return {"path": str(blank), "init_from_scratch": True}
+
+
+def digits_of_lists(completions: list[str], prompts: list[str], level: list[int], **columns: Any) -> list[float]:
+    """A reward in TRL's form."""
+    assert len(completions) == len(prompts) == len(level) == 1
+    return [float(sum(map(str.isdigit, completion))) for completion in completions]
+
+
+def test_sft(model: dict[str, Any], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(SUMS)
+    trainer = SFTTrainer(model=model, train_dataset=rows, run_dir=str(tmp_path / "run"), epochs=2, batch_size=5)
+    trainer.train()
+    assert trainer.step == 6
+    load_model(tmp_path / "run" / "export")
+    run = {"model": model, "run_dir": str(tmp_path / "run"), "batch_size": 5, "resume": True}
+    again = SFTTrainer(train_dataset=SUMS, epochs=3, **run)
+    again.train()
+    assert again.step == 9
+    other = [*SUMS[:-1], {"prompt": "1+1=", "response": "2"}]
+    with pytest.raises(DatasetError, match="cannot resume the data order"):
+        SFTTrainer(train_dataset=other, epochs=4, **run).train()
+
+
+def test_preferences(model: dict[str, Any], tmp_path: Path) -> None:
+    pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "0"} for row in SUMS[1:]]
+    run = {"run_dir": str(tmp_path / "run"), "loss": "reward", "batch_size": 4}
+    metrics = PreferenceTrainer(model=model, train_dataset=pairs, eval_dataset=pairs[:3], **run).train()
+    assert "eval/accuracy" in metrics
+    assert load_model(tmp_path / "run" / "export", is_critic=True).score is not None
+
+
+@pytest.mark.parametrize("reward", [count_digits, digits_of_lists, "tests.rl.rewards_for_tests.count_digits"])
+def test_rl_with_a_function_as_reward(model: dict[str, Any], tmp_path: Path, reward: Any) -> None:
+    prompts = [{"prompt": row["prompt"], "level": 1} for row in SUMS]
+    run = {"run_dir": str(tmp_path / "run"), "total_steps": 1, "gconfig": {"n_samples": 4, "max_new_tokens": 3}}
+    RLTrainer(model=model, reward=reward, train_dataset=prompts, rollout={"dump_groups": 32}, **run).train()
+    samples = read_jsonl(tmp_path / "run" / "trajectories.jsonl")
+    assert len(samples) == 128
+    assert all(row["reward"] == sum(map(str.isdigit, row["completion"])) for row in samples)
+
+
+def test_arguments_that_do_not_make_a_run_are_refused(model: dict[str, Any], tmp_path: Path) -> None:
+    run = {"run_dir": str(tmp_path / "run")}
+    config = SFTConfig.parse(run | {"model": model, "train_data": {"path": "x"}})
+    for arguments in (
+        {},
+        {"model": model, **run},
+        {"config": config, "train_dataset": SUMS},
+        {"config": config, **run},
+    ):
+        with pytest.raises(ConfigError, match="pass either a SFTConfig, or model, train_dataset and run_dir"):
+            SFTTrainer(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown key 'epoch', did you mean 'epochs'"):
+        SFTTrainer(model=model, train_dataset=SUMS, epoch=2, **run)
+    with pytest.raises(DatasetError, match="row 0 of train_data cannot be written as JSON"):
+        SFTTrainer(model=model, train_dataset=[{"prompt": object()}], **run)
+    with pytest.raises(DatasetError, match="the dataset of train_data is empty"):
+        SFTTrainer(model=model, train_dataset=[], **run)
+    with pytest.raises(RewardError, match="define it at the top level of a module"):
+        RLTrainer(model=model, reward=lambda text: 1.0, train_dataset=[{"prompt": "1"}], **run).train()
