@@ -6,6 +6,41 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "FSDP averages gradients in a layout that a family's own function applied",
+        "parallel/fsdp.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "pass",
+        ("tests/rl/compat/areal/test_guide_family.py",),
+    ),
+    Mutant(
+        "FSDP casts the temperatures of a family that calls fully_shard",
+        "parallel/fsdp.py",
+        "            keep_input_dtypes(module)\n",
+        "",
+        ("tests/rl/compat/areal/test_guide_family.py",),
+    ),
+    Mutant(
+        "an overridden from_hf is ignored when files are loaded",
+        "archon/checkpoint/hf_reader.py",
+        'if "from_hf" in adapter.overrides:',
+        "if False:",
+        ("tests/rl/compat/areal/test_guide_family.py",),
+    ),
+    Mutant(
+        "an overridden init_weights is ignored when weights are fresh",
+        "models/base.py",
+        "if type(self).init_weights is BaseArchonModel.init_weights:",
+        "if True:",
+        ("tests/rl/compat/areal/test_guide_family.py",),
+    ),
+    Mutant(
+        "a conversion in place counts as a renaming",
+        "models/hf/state_dict.py",
+        "return is_same and not any(map(is_changed, native.values()))",
+        "return is_same",
+        ("tests/rl/compat/areal/test_guide_family.py",),
+    ),
+    Mutant(
         "a Trinity task says a temperature where answers are greedy",
         "rl/compat/trinity/adapter.py",
         "temperature=0.0 if rollout.greedy else rollout.temperature,",

@@ -162,9 +162,15 @@ def logits(model: torch.nn.Module) -> Tensor:
     return model(torch.arange(9), torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), 9)
 
 
-@pytest.mark.parametrize("read", [READ, READ_IN_PLACE], ids=["copy", "in place"])
-def test_files_go_through_the_conversions_that_a_family_overrides(tmp_path: Path, read: Change) -> None:
-    plain, scaled = Package(tmp_path), Package(tmp_path, read, WRITE)
+def test_a_conversion_in_place_is_no_renaming(tmp_path: Path) -> None:
+    package = Package(tmp_path, READ_IN_PLACE)
+    overrides = {"from_hf", "to_hf", "convert_single_to_hf"}
+    assert load_spec(package_config(package, tmp_path)).adapter.overrides == overrides
+    assert load_spec(package_config(Package(tmp_path), tmp_path)).adapter.overrides == set()
+
+
+def test_files_go_through_the_conversions_that_a_family_overrides(tmp_path: Path) -> None:
+    plain, scaled = Package(tmp_path), Package(tmp_path, READ, WRITE)
     source = plain.checkpoint()
     tensors = folder_tensors(source)
     shutil.copytree(source, tmp_path / "scaled")
