@@ -66,9 +66,8 @@ class RLVRWorkflow(SamplingWorkflow):
             for _ in range(self.gconfig.n_samples)
         ]
         responses = await answers(engine, requests)
-        prompt, *completions = self.tokenizer.batch_decode(
-            [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
-        )
+        texts = [prompt_ids, *(response.output_tokens for response in responses)]
+        prompt, *completions = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts)
         # 2. Score. An in-process reward needs no task: tasks would take longer than the reward.
         in_process = type(self.reward_fn) is AsyncRewardWrapper and self.reward_fn.in_process
 

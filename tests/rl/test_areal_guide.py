@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from archon.generation import InProcessEngine
 from archon.generation.record import TokenRecord
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
-from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
+from archon.rl import AsyncRewardWrapper, RLTrainer, RLVRWorkflow, RolloutWorkflow
 from archon.rl import InteractionWithTokenLogpReward as Interaction
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
@@ -375,3 +376,15 @@ def test_the_engine_tells_its_version_both_ways(
     workflow = guide.OneAnswer(GCONFIG, tokenizer, score)
     run(engine, workflow, 1)
     assert set(workflow.versions) == {engine.get_version()} == {5}
+
+
+def test_a_unit_test_of_the_guide_mocks_tokenizer_and_engine() -> None:
+    tokenizer = MagicMock(pad_token_id=0, eos_token_id=1)
+    tokenizer.apply_chat_template.return_value, tokenizer.decode.return_value = [1, 2, 3], "7"
+    engine = MagicMock(spec=InferenceEngine)
+    fields = {"output_logprobs": [-0.1, -0.2], "output_versions": [0, 0], "stop_reason": "stop"}
+    engine.agenerate = AsyncMock(return_value=ModelResponse(input_tokens=[1, 2, 3], output_tokens=[4, 1], **fields))
+    workflow = RLVRWorkflow(rewards.count_digits, GCONFIG.new(n_samples=2), tokenizer)
+    row = {"messages": [{"role": "user", "content": "3+4="}], "answer": "7"}
+    result = asyncio.run(workflow.arun_episode(engine, row))
+    assert result["input_ids"].tolist() == [[1, 2, 3, 4, 1]] * 2 and result["rewards"].tolist() == [1.0, 1.0]
