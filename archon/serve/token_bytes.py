@@ -6,10 +6,11 @@ import json
 import re
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTES_OF_CHARACTERS = {character: byte for byte, character in bytes_to_unicode().items()}
+# GPT-2's alphabet of bytes: a printable character of Latin-1 is its own byte, and characters from 256 on are the rest.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES_OF_CHARACTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class TokenBytes:

@@ -393,7 +393,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an adapter does not name its base",
         "archon/checkpoint/peft/config.py",
-        '"base_model_name_or_path": base if hub_id is None else hub_id.name,',
+        '"base_model_name_or_path": base,',
         '"base_model_name_or_path": "",',
         ("tests/lora/test_export.py::test_a_folder_of_pefts_is_merged_into_the_base_that_it_names",),
     ),
