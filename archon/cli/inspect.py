@@ -34,13 +34,16 @@ def command(
 ) -> None:
     """Print what a checkpoint holds; fail if archon refuses it."""
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.tokenizer import has_tokenizer
     from archon.schema.errors import ConfigError
     from archon.tools.planner.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(path, read_hf_config(path), seq_len)
-    print("\n".join([*describe(inspection), *describe_stops(path)]))
+    print("\n".join(describe(inspection)))
     if inspection.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
+    if has_tokenizer(path):
+        print(describe_stops(path))
     if lora is not None:
         print("\n".join(describe_lora(lora, path, inspection.parameters)))
     if blocks and inspection.args is not None:
@@ -49,17 +52,15 @@ def command(
         print("\n".join(["", *describe_blocks(inspection.args)]))
 
 
-def describe_stops(path: Path) -> list[str]:
-    """Return a line with the tokens at which an answer ends; none for a folder without a tokenizer."""
+def describe_stops(path: Path) -> str:
+    """Return a line with the tokens at which an answer ends."""
     from archon.checkpoint.chat_template import stop_token_ids
-    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer
 
-    if not has_tokenizer(path):
-        return []
     tokenizer = load_tokenizer(path)
     ids = stop_token_ids(tokenizer)
     stops = [f"{token} ({number})" for token, number in zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)]
-    return [f"  stops at     {', '.join(stops)}"]
+    return f"  stops at     {', '.join(stops)}"
 
 
 def describe(inspection: Inspection) -> list[str]:
