@@ -306,8 +306,8 @@ _TEMPLATES: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.We
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end an answer.
 
-    They are the tokenizer's end-of-text id, the ids of the checkpoint's generation config and model config (which
-    `load_tokenizer` reads), and the tokens with which the chat template ends an assistant turn.
+    They are the tokenizer's end-of-text id, the ids of the checkpoint's generation config (which `load_tokenizer`
+    reads), and the tokens with which the chat template ends an assistant turn.
     """
     ids = [getattr(tokenizer, "eos_token_id", None), *getattr(tokenizer, "checkpoint_stop_ids", ())]
     if has_chat_template(tokenizer):
@@ -315,6 +315,12 @@ def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
         ends = [token for token in (chat.end_of_answer, chat.end_of_calls) if token]
         ids += tokenizer.convert_tokens_to_ids(ends)
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def stop_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the text of each stop token of the vocabulary, by its id."""
+    ids = stop_token_ids(tokenizer)
+    return {number: token for number, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True) if token}
 
 
 def prompt_separator(tokenizer: Any) -> str:

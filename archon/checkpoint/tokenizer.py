@@ -51,8 +51,8 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
 
     Args:
         path: folder of the tokenizer.
-        model_path: folder of the model if it is another one. The generation config and the model config of both name
-            ids that end an answer; see `stop_token_ids`.
+        model_path: folder of the model if it is another one. The generation config of both, or else the model config,
+            names ids that end an answer; see `stop_token_ids`.
 
     Raises:
         TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
@@ -81,10 +81,10 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
 
 
 def _configured_stop_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` of the generation config, the model config and its text part, if the folder has them."""
+    """Return `eos_token_id` of the generation config, or else of the model config, as transformers generates."""
     ids: list[Any] = []
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        if not (folder / name).is_file():
+        if ids or not (folder / name).is_file():
             continue
         config = read_json(folder / name)
         for part in (config, config.get("text_config") or {}):

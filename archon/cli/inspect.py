@@ -54,12 +54,10 @@ def command(
 
 def describe_stops(path: Path) -> str:
     """Return a line with the tokens at which an answer ends."""
-    from archon.checkpoint.chat_template import stop_token_ids
+    from archon.checkpoint.chat_template import stop_tokens
     from archon.checkpoint.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(path)
-    ids = stop_token_ids(tokenizer)
-    stops = [f"{token} ({number})" for token, number in zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)]
+    stops = [f"{token} ({number})" for number, token in stop_tokens(load_tokenizer(path)).items()]
     return f"  stops at     {', '.join(stops)}"
 
 

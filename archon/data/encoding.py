@@ -28,6 +28,7 @@ from archon.checkpoint.chat_template import (
     render,
     render_calls,
     stop_token_ids,
+    stop_tokens,
 )
 from archon.schema.errors import DatasetError, TokenizerError
 
@@ -193,7 +194,7 @@ def _chat_text(
     rendering = chat.render(messages, where, tools)
     if tools and "tools" not in options.ignore_fields:
         _require_tool_template(chat, where)
-    stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer)))
+    stops = list(stop_tokens(tokenizer).values())
     text, spans = rendering.text, list[Span]()
     for index, message in enumerate(messages):
         complete = _check_fields(chat, rendering, index, message, where, options)

@@ -39,6 +39,8 @@ def test_the_stop_ids_come_from_configs_tokenizer_and_template(tmp_path: Path) -
     assert stops(save(tmp_path / "plain")) == [eos]
     assert stops(save(tmp_path / "list", generation_config={"eos_token_id": [7, 9]})) == [eos, 7, 9]
     assert stops(save(tmp_path / "one", config={"eos_token_id": 7, "text_config": {"eos_token_id": 8}})) == [eos, 7, 8]
+    both = {"generation_config": {"eos_token_id": 9}, "config": {"eos_token_id": 7}}
+    assert stops(save(tmp_path / "both", **both)) == [eos, 9]
     assert stops(save(tmp_path / "chat", OTHER, generation_config={"eos_token_id": None})) == [eos, end]
     assert stops(tmp_path / "chat", tmp_path / "list") == [eos, 7, 9, end]
     with pytest.raises(TokenizerError, match=r"eos_token_id is .* expected token ids"):
