@@ -34,6 +34,7 @@ def command(
 ) -> None:
     """Print what a checkpoint holds; fail if archon refuses it."""
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.hub import CONFIG_FILES, model_folder
     from archon.checkpoint.tokenizer import has_tokenizer
     from archon.schema.errors import ConfigError
     from archon.tools.planner.inspection import inspect_checkpoint
@@ -42,8 +43,8 @@ def command(
     print("\n".join(describe(inspection)))
     if inspection.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
-    if has_tokenizer(path):
-        print(describe_stops(path))
+    if has_tokenizer(folder := model_folder(path, CONFIG_FILES)):
+        print(describe_stops(folder))
     if lora is not None:
         print("\n".join(describe_lora(lora, path, inspection.parameters)))
     if blocks and inspection.args is not None:

@@ -118,24 +118,23 @@ def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequ
 
     Args:
         source: rows.
-        encode: returns the token rows of some source rows, a pickleable function.
+        encode: returns rows of token lists for some source rows; can be pickled.
         title: of the progress bar.
 
     Returns:
-        A list, or `TokenRows` for more than `CHUNK` rows that hold only tokens.
+        A list, or `TokenRows` for more than `CHUNK` rows.
     """
     if len(source) <= CHUNK:
         return encode(source)
     start = time.monotonic()
     first = encode(source[:CHUNK])
-    if not all(isinstance(value, list) and type(value[0]) is int for value in first[0].values() if value):
-        return first + encode(source[CHUNK:])  # rows with images
     expected = (time.monotonic() - start) * (len(source) / CHUNK - 1)
     chunks = [source[at : at + CHUNK] for at in range(CHUNK, len(source), CHUNK)]
     parts = [TokenRows.of(first)]
     with _progress(title, len(source), expected) as advance:
         advance(CHUNK)
-        if expected > _POOL_SECONDS and (cores := len(os.sched_getaffinity(0))) > 1 and parent_process() is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if expected > _POOL_SECONDS and cores > 1 and parent_process() is None:
             try:
                 # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
                 with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode,)) as pool:

@@ -170,13 +170,13 @@ class ModelResponse:
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
-    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     stop_reason: StopReason = "stop"
     latency: float = 0.0
     ttft: float = 0.0
     lora: str | None = None
     routed_experts: np.ndarray | None = None
     images: Sequence[ProcessedImage] = ()
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     @property
     def input_len(self) -> int:

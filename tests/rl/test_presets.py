@@ -11,6 +11,8 @@ from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
 from archon.schema.errors import ConfigError
 
+DAPO_OVERLONG = {"mask_truncated": False, "penalty": 1.0, "buffer": 0.2}
+
 GROUP = {
     "advantage": {"kind": "grpo", "eps": 1e-6},
     "aggregation": {"kind": "seq_mean_token_mean"},
@@ -61,7 +63,7 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
             | NO_KL
             | TOKEN_MEAN
             | {"policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}}
-            | {"zero_variance_groups": "resample", "overlong": {"penalty": 1.0, "buffer": 0.2}, "minibatches": 16},
+            | {"zero_variance_groups": "resample", "overlong": DAPO_OVERLONG, "minibatches": 16},
         ),
         (
             "gspo",

@@ -172,7 +172,7 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
         _put(config, "algorithm.entropy_coef", 0.0)
     for name, value in zip(("beta1", "beta2"), settings.get("algorithm.optimizer.betas") or (), strict=False):
         _put(config, f"actor.optimizer.{name}", value)
-    preset = config.get("algorithm", {}).get("preset", "grpo")
+    preset = config.setdefault("algorithm", {}).setdefault("preset", "grpo")
     if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
         _put(config, "critic.path", settings.get("model.critic_model_path") or config["actor"]["path"])
     if preset == "rec" and config["algorithm"].get("policy_loss", {}).get("sides", "none") == "none":

@@ -10,7 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/generation/sampler.py",
         "sorted({*self.prompt, *self.output})",
         "sorted({*self.output})",
-        ("tests/generation/test_sampler.py::test_penalties_and_bias_change_what_is_drawn_from",),
+        ("tests/generation/test_sampler.py::test_penalties_and_bias_change_the_logits_that_are_drawn_from",),
     ),
     Mutant(
         "likely tokens have their logprobs at temperature 1",
