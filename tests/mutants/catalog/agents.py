@@ -54,8 +54,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an argument of text that looks like a number becomes one",
         "archon/serve/call_syntax.py",
-        'if not types - {"string"}:',
-        "if not types:",
+        'return value if kind in types or (value is None and "string" not in types) else text',
+        "return value",
         (f"{FORMATS}::test_a_template_names_its_format_and_its_calls_are_read_back",),
     ),
     Mutant(

@@ -304,9 +304,9 @@ def test_some_settings_are_more_than_another_name(small: dict[str, Any]) -> None
     config = translate(put(small, "algorithm", {"kl_loss_fn": "none", "policy_loss_fn_args": {"clip_range": 0.3}}))
     clipped = {"policy_loss": {"clip_low": 0.3, "clip_high": 0.3}}
     assert config["algorithm"] == {"preset": "grpo", "kl": {"coef": 0.0}} | clipped
-    assert translate(put(small, "algorithm.kl_loss_fn", "low_var_kl"))["algorithm"] == {"kl": {"kind": "k3"}}
+    assert translate(put(small, "algorithm.kl_loss_fn", "low_var_kl"))["algorithm"]["kl"] == {"kind": "k3"}
     assert translate(put(small, "algorithm.algorithm_type", "ppo"))["critic"] == {"path": "model"}
-    assert translate(put(small, "buffer.train_batch_size", 8))["algorithm"] == {"minibatches": 4}
+    assert translate(put(small, "buffer.train_batch_size", 8))["algorithm"]["minibatches"] == 4
     assert translate(put(small, T + "rollout_args.top_k", -1))["total_steps"] == 5
     assert translate(put(small, "archon", {"total_steps": 7, "actor": {"layout": "d2"}}))["actor"]["layout"] == "d2"
 
