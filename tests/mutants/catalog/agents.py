@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/serve/call_syntax.py",
         'return value if kind in types or (value is None and "string" not in types) else text',
         "return value",
-        (f"{FORMATS}::test_a_template_names_its_format_and_its_calls_are_read_back",),
+        (f"{FORMATS}::test_bare_arguments_have_the_types_of_their_schema",),
     ),
     Mutant(
         "what is no valid call loses the marks around it",
