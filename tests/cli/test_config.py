@@ -69,11 +69,11 @@ class WithPaths(StrictModel):
 
 def test_home_and_environment_variables_are_replaced_in_paths_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NAME", "mein Modell")
+    monkeypatch.setenv("NAME", "mein Größe")
     file = write(tmp_path, "folder: ~/runs/$NAME\nrecipe: ~/x.yaml\n")
     config = load_config(WithPaths, file, ["file=$NAME.txt", "text=~/$NAME"])
-    assert config.folder == f"{tmp_path}/runs/mein Modell"
-    assert config.file == Path("mein Modell.txt")
+    assert config.folder == f"{tmp_path}/runs/mein Größe"
+    assert config.file == Path("mein Größe.txt")
     assert config.recipe == f"{tmp_path}/x.yaml"
     assert config.text == "~/$NAME"
     for path, complaint in [("$NO_SUCH/x", r"variable \$NO_SUCH is not set"), ("~nobody-here/x", "no such user")]:
