@@ -8,6 +8,7 @@ message. No text is searched, so repeated answers and templates that rewrite ear
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from archon.schema.errors import DatasetError
 
 Message = dict[str, Any]  # {"role": "user", "content": "…"}
 Span = tuple[int, int]
-Report = tuple[int | str, int]  # number of the message or name of the place, and the length of the text so far
+# Number of the message (-1: another item of a loop) or name of the place, and the length of the text so far.
+Report = tuple[int | str, int]
 
 SEPARATOR = "prompt_separator"  # key of tokenizer_config.json
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_TEXT = "a text that no template writes by itself"
-_PROBE = "archon_probe"
+_ITEM, _PLACE = "archon_item", "archon_place"  # functions that the instrumented template calls
 _CALLS = [
     {"type": "function", "id": f"call0000{index}", "function": {"name": name, "arguments": {"x": "y"}}}
     for index, name in enumerate(("first_tool", "second_tool"))
@@ -88,18 +90,20 @@ class Rendering:
         text: full text.
         segments: characters of every message; empty if the template drops the message.
         generated: characters inside `{% generation %}` marks; None if the template has none.
+        hidden_marks: whether a macro has such marks, which are not observed.
     """
 
     text: str
     segments: tuple[Span, ...]
     generated: tuple[Span, ...] | None
+    hidden_marks: bool = False
 
     def text_of(self, index: int) -> str:
         """Return the text of a message."""
         return self.text[slice(*self.segments[index])]
 
     def outside(self, role: str) -> str:
-        """Return the text that may hold a dropped message: a system message may be anywhere, others in no message."""
+        """Return where the text of a message without a segment may be: anywhere for a system message, else outside."""
         if role == "system":
             return self.text
         borders = [0, *chain.from_iterable(self.segments), len(self.text)]
@@ -132,12 +136,15 @@ class ChatTemplate:
             DatasetError: the template fails, or its text cannot be divided into messages; names `where`.
         """
         plain = [{**add_thinking_aliases(message)} for message in messages]  # one object each: the probe compares ids
+        calls = any(message.get("tool_calls") for message in plain)
+        if calls and self._wants_json:
+            plain = [{**message} for message in dump_arguments(plain)]
         try:
             return self._run(plain, where, tools, add_generation_prompt)
         except DatasetError:
-            if not any(message.get("tool_calls") for message in plain):
+            if not calls or self._wants_json:
                 raise
-            return self._run(dump_arguments(plain), where, tools, add_generation_prompt)
+            return self._run([{**message} for message in dump_arguments(plain)], where, tools, add_generation_prompt)
 
     def _run(
         self, messages: list[Message], where: str, tools: Sequence[Any] | None, add_generation_prompt: bool
@@ -147,14 +154,16 @@ class ChatTemplate:
         length = 0
         reports: list[Report] = []
 
-        def probe(item: object) -> str:
-            report = item if isinstance(item, str) else index_of.get(id(item))
-            if report is not None:
-                reports.append((report, length))
+        def report_item(item: object) -> str:
+            reports.append((index_of.get(id(item), -1), length))
+            return ""
+
+        def report_place(place: str) -> str:
+            reports.append((place, length))
             return ""
 
         try:
-            template, marks = _instrumented(self.tokenizer.get_chat_template(tools=tools))
+            template, marks, hidden_marks = _instrumented(self.tokenizer.get_chat_template(tools=tools))
             variables = {
                 **self.tokenizer.special_tokens_map,
                 **self.options,
@@ -162,7 +171,8 @@ class ChatTemplate:
                 "tools": tools,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
-                _PROBE: probe,
+                _ITEM: report_item,
+                _PLACE: report_place,
             }
             for chunk in template.generate(**variables):
                 chunks.append(chunk)
@@ -171,9 +181,12 @@ class ChatTemplate:
             raise _template_error(messages, where, error) from error
         text = "".join(chunks)
         segments = _message_spans(reports, len(messages))
-        if segments is None:
+        if segments is None or any(
+            start == end and message["role"] == "assistant"
+            for message, (start, end) in zip(messages, segments, strict=True)
+        ):  # the template loops over numbers, or over copies of messages
             segments = self._by_prefixes(messages, text, where, tools)
-        return Rendering(text, segments, _marked_spans(reports) if marks else None)
+        return Rendering(text, segments, _marked_spans(reports) if marks else None, hidden_marks)
 
     def _by_prefixes(
         self, messages: list[Message], text: str, where: str, tools: Sequence[Any] | None
@@ -198,10 +211,21 @@ class ChatTemplate:
     def header(self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None) -> str:
         """Return the generation prompt after `messages`: the text that starts the assistant's turn."""
         key = (messages[-1]["role"], bool(tools))
-        if key not in self._headers:
-            rendering = self.render(messages, where, tools, add_generation_prompt=True)
-            self._headers[key] = rendering.text[max(end for _, end in rendering.segments) :]
+        if key in self._headers and not self._header_follows_text:
+            return self._headers[key]
+        rendering = self.render(messages, where, tools, add_generation_prompt=True)
+        self._headers[key] = rendering.text[max(end for _, end in rendering.segments) :]
         return self._headers[key]
+
+    @cached_property
+    def _header_follows_text(self) -> bool:
+        """Whether the generation prompt depends on the conversation: some templates obey a user's /no_think."""
+        headers = set()
+        for suffix in ("", " /no_think", " /nothink"):
+            question = {"role": "user", "content": f"question{suffix}"}
+            rendering = self.render([question], "a probe", add_generation_prompt=True)
+            headers.add(rendering.text[rendering.segments[0][1] :])
+        return len(headers) > 1
 
     def header_length(self, header: str, turn: str) -> int:
         """Return how many characters of an assistant turn belong to its header, the generation prompt.
@@ -223,6 +247,15 @@ class ChatTemplate:
         except DatasetError:
             return False
         return PROBE_TEXT in rendering.text
+
+    @cached_property
+    def _wants_json(self) -> bool:
+        """Whether the template writes arguments as text: objects would become `{'x': 'y'}`."""
+        message = {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}
+        try:
+            return "{'x'" in self._run([{**QUESTION}, message], "a probe", None, False).text
+        except DatasetError:
+            return False
 
     @cached_property
     def renders_calls(self) -> bool:
@@ -254,6 +287,8 @@ class ChatTemplate:
     @cached_property
     def end_of_calls(self) -> str | None:
         """Special token that ends an assistant turn with tool calls; None if the template writes none."""
+        if not self.renders_calls:
+            return None
         result = {"role": "tool", "content": "result", "tool_call_id": _CALLS[0]["id"], "name": "first_tool"}
         for calls in (_CALLS, _CALLS[:1]):  # a template may refuse two calls
             if token := self._end_token({"role": "assistant", "content": "", "tool_calls": calls}, result):
@@ -295,11 +330,17 @@ def chat_template(tokenizer: Any, **options: Any) -> ChatTemplate:
     templates = _TEMPLATES.setdefault(tokenizer, {})
     key = json.dumps([tokenizer.chat_template, options], sort_keys=True, default=repr)
     if key not in templates:
+        source = json.dumps(tokenizer.chat_template)
+        for name in options:
+            if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", source):
+                raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
         # A proxy, since a strong reference would keep the key of the weak dictionary alive.
         templates[key] = ChatTemplate(weakref.proxy(tokenizer), options)
     return templates[key]
 
 
+# Variables that every chat template receives.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 _TEMPLATES: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
 
 
@@ -366,8 +407,8 @@ def _template_error(messages: Sequence[Message], where: str, error: Exception) -
 
 
 @lru_cache(maxsize=16)
-def _instrumented(source: str) -> tuple[Any, bool]:
-    """Return a compiled template with probes, and whether it has `{% generation %}` marks.
+def _instrumented(source: str) -> tuple[Any, bool, bool]:
+    """Return a compiled template with probes, and whether it has `{% generation %}` marks, outside and inside macros.
 
     A probe at the start of a loop's body reports the loop's item; the one after a loop reports its end. Loops inside
     macros and other blocks whose text is collected before it is emitted have no probe. A `{% generation %}` block
@@ -380,28 +421,32 @@ def _instrumented(source: str) -> tuple[Any, bool]:
     environment = _compile_jinja_template(source).environment
     tree = environment.parse(source)
     collected = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-    marks = False
+    marks = hidden_marks = False
 
-    def report(item: nodes.Expr) -> nodes.Node:
-        return nodes.Output([nodes.Call(nodes.Name(_PROBE, "load"), [item], [], None, None)])
+    def report(function: str, item: nodes.Expr) -> nodes.Node:
+        return nodes.Output([nodes.Call(nodes.Name(function, "load"), [item], [], None, None)])
+
+    def place(name: str) -> nodes.Node:
+        return report(_PLACE, nodes.Const(name))
 
     def instrument(body: list[nodes.Node]) -> list[nodes.Node]:
-        nonlocal marks
+        nonlocal marks, hidden_marks
         result: list[nodes.Node] = []
         for node in body:
             if isinstance(node, nodes.CallBlock) and _is_generation(node):
                 marks = True
-                result += [report(nodes.Const("generation")), *instrument(node.body), report(nodes.Const("end"))]
+                result += [place("generation"), *instrument(node.body), place("end")]
                 continue
             result.append(node)
             if isinstance(node, collected):
+                hidden_marks |= any(map(_is_generation, node.find_all(nodes.CallBlock)))
                 continue
             for name in ("body", "elif_", "else_"):
                 if isinstance(getattr(node, name, None), list):
                     setattr(node, name, instrument(getattr(node, name)))
             if isinstance(node, nodes.For) and isinstance(node.target, nodes.Name):
-                node.body.insert(0, report(nodes.Name(node.target.name, "load")))
-                result[-1:] = [report(nodes.Const("loop")), node, report(nodes.Const("end of loop"))]
+                node.body.insert(0, report(_ITEM, nodes.Name(node.target.name, "load")))
+                result[-1:] = [place("loop"), node, place("end of loop")]
         return result
 
     tree.body = instrument(tree.body)
@@ -411,7 +456,7 @@ def _instrumented(source: str) -> tuple[Any, bool]:
         if node.environment is None:
             node.set_environment(environment)
     code = environment.compile(tree)
-    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), marks
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), marks, hidden_marks
 
 
 def _is_generation(node: Any) -> bool:
@@ -439,7 +484,7 @@ def _message_spans(reports: Sequence[Report], count: int) -> tuple[Span, ...] | 
         elif item == "end of loop":
             current.pop()
         elif isinstance(item, int):
-            current[-1] = item
+            current[-1] = None if item < 0 else item
     if not any(spans):
         return None
     result, position = [], 0

@@ -77,7 +77,12 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     folders = dict.fromkeys([folder, folder if model_path is None else model_folder(model_path, CONFIG_FILES)])
     tokenizer.checkpoint_stop_ids = [token_id for source in folders for token_id in _configured_stop_ids(source)]
+    tokenizer.state_on_disk = _state(tokenizer)
     return tokenizer
+
+
+def _state(tokenizer: Any) -> tuple[Any, ...]:
+    return tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map)
 
 
 def _configured_stop_ids(folder: Path) -> list[int]:
@@ -109,7 +114,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
     source = assets
     if isinstance(tokenizer, str | os.PathLike):
         source = checkpoint_folder(tokenizer)
-    elif hasattr(tokenizer, "checkpoint_stop_ids"):  # of load_tokenizer
+    elif getattr(tokenizer, "state_on_disk", None) == _state(tokenizer):  # of load_tokenizer, unchanged
         source = Path(tokenizer.name_or_path)
     elif tokenizer is not None:
         tokenizer.save_pretrained(folder)

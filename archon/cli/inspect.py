@@ -57,8 +57,13 @@ def describe_stops(path: Path) -> str:
     """Return a line with the tokens at which an answer ends."""
     from archon.checkpoint.chat_template import stop_tokens
     from archon.checkpoint.tokenizer import load_tokenizer
+    from archon.schema.errors import TokenizerError
 
-    stops = [f"{token} ({number})" for number, token in stop_tokens(load_tokenizer(path)).items()]
+    try:
+        tokenizer = load_tokenizer(path)
+    except TokenizerError as error:
+        return f"  stops at     unknown: {error}"
+    stops = [f"{token} ({number})" for number, token in stop_tokens(tokenizer).items()]
     return f"  stops at     {', '.join(stops)}"
 
 

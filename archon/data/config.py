@@ -31,12 +31,12 @@ class DatasetConfig(StrictModel):
     )
     response_key: str | None = Field(
         "response",
-        description="column of the answer, which RL rows may lack; null: conversations in prompt_key",
+        description="column of the answer; null: RL rows have none, others hold conversations",
     )
     separator: str | None = Field(
         None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
     )
-    system_prompt: str | None = Field(None, description="system message prepended to every prompt")
+    system_prompt: str | None = Field(None, description="system message of rows that have none")
     instruction: str | None = Field(
         None, description="text appended to the last user message; null: the default of the named set"
     )

@@ -94,6 +94,11 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str = "this row
             _require_tool_template(chat_template(tokenizer), where)
             options["tools"] = tools
         text = render_calls(tokenizer, messages, where, add_generation_prompt=True, **options)
+        if isinstance(tokenizer.chat_template, str):
+            chat = chat_template(tokenizer)
+            rendering = chat.render(messages, where, tools, add_generation_prompt=True)
+            for index, message in enumerate(messages):
+                _check_fields(chat, rendering, index, message, where)
         return list(tokenize(tokenizer, text, where)["input_ids"])
     if "prompt" not in row and "messages" not in row:
         raise DatasetError(f"the RL row has the keys {sorted(row)}; expected `messages` or `prompt` among them")
@@ -116,6 +121,8 @@ def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> li
     rendering = chat.render(turns, "the next turn", add_generation_prompt=True)
     closing = rendering.text_of(1).rpartition(PROBE_TEXT)[2]
     following = rendering.text[rendering.segments[1][1] :]
+    if message["content"].strip() not in following:
+        raise DatasetError(f"the next turn: the chat template renders no message of the role {message['role']!r}")
     if stopped and (token := chat.special_suffix(closing)):
         closing = closing.partition(token)[2]
     ids = list(tokenize(tokenizer, closing + following, "the next turn")["input_ids"])
@@ -194,10 +201,12 @@ def _chat_text(
     rendering = chat.render(messages, where, tools)
     if tools and "tools" not in options.ignore_fields:
         _require_tool_template(chat, where)
+    if rendering.hidden_marks:
+        raise DatasetError(f"{where}: the chat template has {{% generation %}} marks in a macro; move them out of it")
     stops = list(stop_tokens(tokenizer).values())
     text, spans = rendering.text, list[Span]()
     for index, message in enumerate(messages):
-        complete = _check_fields(chat, rendering, index, message, where, options)
+        complete = _check_fields(chat, rendering, index, message, where, options.ignore_fields)
         if message["role"] != "assistant" or not trained[index]:
             continue
         if options.train_turns == "last" and index != turns[-1]:
@@ -254,35 +263,45 @@ def _require_tool_template(chat: ChatTemplate, where: str) -> None:
 
 
 def _check_fields(
-    chat: ChatTemplate, rendering: Rendering, index: int, message: Message, where: str, options: TurnOptions
+    chat: ChatTemplate,
+    rendering: Rendering,
+    index: int,
+    message: Message,
+    where: str,
+    ignore_fields: Sequence[str] = (),
 ) -> bool:
     """Check that the template renders every field of a message; return whether it renders the turn's thinking.
 
     Raises:
         DatasetError: a field is lost; names it.
     """
-    turn, ignored = rendering.text_of(index), options.ignore_fields
-    content = message["content"] if isinstance(message["content"], str) else ""
+    turn, content = rendering.text_of(index), message["content"]
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    answer = content.rpartition("</think>")[2].strip()
     lost = None
     calls = Counter(call["function"]["name"] for call in message.get("tool_calls") or ())
     if calls and (not chat.renders_calls or any(turn.count(name) < count for name, count in calls.items())):
         lost = "tool_calls"
     elif message.get("name") and message["role"] != "tool" and str(message["name"]) not in rendering.text:
         lost = "name"
-    elif message["role"] != "assistant" and not turn and content.strip() not in rendering.outside(message["role"]):
+    elif message["role"] == "assistant":
+        lost = None if answer in turn else "content"
+    elif not turn and content.strip() not in rendering.outside(message["role"]):
         lost = "content"
     thinking = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
     thinking_field = "reasoning_content"
     if thinking is None and message["role"] == "assistant" and "</think>" in content:
         thinking, thinking_field = content.partition("</think>")[0].rpartition("<think>")[2], "content"
-    complete = thinking is None or thinking.strip() in turn
+    before = turn.rpartition(answer)[0] if answer else turn
+    complete = thinking is None or thinking.strip() in before
     if not complete and lost is None:
         probes = {"content": {"content": f"<think>\n{PROBE_TEXT}\n</think>\n\nanswer"}}
         fields = probes.get(thinking_field, dict.fromkeys(THINKING_FIELDS, PROBE_TEXT))
         if chat.renders(**fields):
             return False
         lost = "reasoning_content" if thinking_field != "content" else "thinking"
-    if lost is not None and lost not in ignored:
+    if lost is not None and lost not in ignore_fields:
         raise DatasetError(
             f"{where}: the chat template does not render {lost!r} of message {index} ({message['role']}), so it would "
             f"be lost; use a template that renders it, or set ignore_fields=[{lost}]"
@@ -302,7 +321,9 @@ def prepare_message(message: Message, where: str) -> Message:
     """Return a message as chat templates expect it: arguments of tool calls as objects, and no field for training."""
     prepared = {name: value for name, value in message.items() if name not in ("weight", "train") and value is not None}
     prepared.setdefault("content", "")
-    expected = dict.fromkeys([*THINKING_FIELDS, "name"], str) | {"tool_calls": list}
+    expected: dict[str, Any] = dict.fromkeys([*THINKING_FIELDS, "name"], str) | {"tool_calls": list}
+    if not isinstance(prepared["content"], list):
+        expected["content"] = str
     for name, kind in expected.items():
         if not isinstance(prepared.get(name, kind()), kind):
             raise DatasetError(f"{where}: {name!r} of a message is {prepared[name]!s:.80}; expected a {kind.__name__}")

@@ -37,6 +37,7 @@ _SHAREGPT_ROLES = {
 }
 _QUESTIONS = ("prompt", "question", "problem", "instruction")
 _ANSWERS = ("answer", "solution", "ground_truth", "completion", "output")
+_RESPONSES = ("solution", "completion", "output", "answer", "ground_truth")  # SFT prefers a worked solution
 
 
 def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str | None) -> Recognized:
@@ -61,7 +62,12 @@ def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str
         return source, prompt_key, response_key, ""
     read = {"sft": _sft_rows, "rl": _rl_rows}.get(kind, _pair_rows)
     rows, prompt_key, response_key, description = read(source, row.data.keys())
-    return rows, prompt_key, response_key, description and f"{len(source):,} {description}"
+    if not description:
+        return rows, prompt_key, response_key, ""
+    used = {prompt_key, response_key, PROMPT_KEY, "chosen", "rejected", "completion", "input", "tools", "system"}
+    unused = [] if kind == "rl" else sorted(row.data.keys() - used - {*_CONVERSATIONS, *ENCODED, "images", "image"})
+    ignored = f"; not used: {', '.join(unused)}" if unused else ""
+    return rows, prompt_key, response_key, f"{len(source):,} {description}{ignored}"
 
 
 def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
@@ -76,13 +82,12 @@ def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
         rows = [SourceRow(row.where, {**row.data, "messages": _prompt_completion(row)}) for row in source]
         return rows, "messages", None, "prompts with completions; training the completions"
     if {"instruction", "output"} <= names:
-        rows = [SourceRow(row.where, {**row.data, "instruction": _instruction(row)}) for row in source]
-        return rows, "instruction", "output", "instructions with outputs"
+        return _join_input(source, "instruction"), "instruction", "output", "instructions with outputs"
     if "text" in names:
         return source, "text", None, "plain texts; training every token"
-    for question, answer in product(_QUESTIONS, _ANSWERS):
+    for question, answer in product(_QUESTIONS, _RESPONSES):
         if {question, answer} <= names:
-            return source, question, answer, f"rows with {question!r} and {answer!r}"
+            return _join_input(source, question), question, answer, f"rows with {question!r} and {answer!r}"
     formats = (
         "prompt and response | messages | conversations (ShareGPT) | prompt and completion | instruction and output"
     )
@@ -98,7 +103,8 @@ def _rl_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     if question is None:
         raise _unknown(source[0], "a prompt (a text or a list of messages), and an answer if the reward needs one")
     answer = _answer_column(source[0].data)
-    return source, question, answer, "prompts without answers" if answer is None else f"prompts with {answer!r}"
+    description = "prompts without answers" if answer is None else f"prompts with {answer!r}"
+    return _join_input(source, question), question, answer, description
 
 
 def _pair_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
@@ -183,17 +189,34 @@ def _pair_conversations(row: SourceRow) -> dict[str, list[Message] | str]:
             pair[name] = row.data[name]  # a transcript of hh_rlhf
             continue
         turns = _messages_of(row, name, "assistant")
-        if PROMPT_KEY in row.data and all(turn.get("role") == "assistant" for turn in turns):
-            turns = [*_messages_of(row, PROMPT_KEY, "user"), *turns]
+        if PROMPT_KEY in row.data:
+            prompt = _messages_of(row, PROMPT_KEY, "user")
+            asked = [(turn.get("role"), turn.get("content")) for turn in turns]
+            if (prompt[-1].get("role"), prompt[-1].get("content")) not in asked:
+                turns = [*prompt, *turns]
+            elif prompt[0].get("role") == "system" != turns[0].get("role"):
+                turns = [prompt[0], *turns]
         pair[name] = turns
     return pair
 
 
-def _instruction(row: SourceRow) -> str:
-    instruction, extra = row.data.get("instruction"), row.data.get("input")
-    if not isinstance(instruction, str):
-        raise DatasetError(f"{row.where}: 'instruction' is a {type(instruction).__name__}; expected a string")
-    return f"{instruction}\n\n{extra}" if extra else instruction
+def _join_input(source: Rows, question: str) -> Rows:
+    """Return Alpaca rows with the column `input` after the instruction; other rows unchanged."""
+    if question != "instruction":
+        return source
+    rows = []
+    for row in source:
+        instruction, extra = row.data.get("instruction"), row.data.get("input")
+        if not isinstance(instruction, str) or row.data.get("history"):
+            name = "history" if isinstance(instruction, str) else "instruction"
+            raise DatasetError(
+                f"{row.where}: {name!r} is {row.data.get(name)!s:.80}; expected an instruction in one string, without "
+                "history: write the turns into a column messages"
+            )
+        rows.append(
+            SourceRow(row.where, {**row.data, "instruction": f"{instruction}\n\n{extra}" if extra else instruction})
+        )
+    return rows
 
 
 def _rl_conversation(row: SourceRow, name: str) -> dict[str, Any]:

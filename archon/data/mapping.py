@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from archon.checkpoint.chat_template import Message
+from archon.checkpoint.chat_template import Message, stop_token_ids
 from archon.data.encoding import SFTText, TurnOptions, encode_prompt, encode_sft, plain_prompt, sft_text
 from archon.data.formats import ENCODED, recognize
 from archon.data.image_rows import (
+    IMAGE,
     SFTExpander,
     encode_image_prompt,
     image_sources,
@@ -80,7 +81,7 @@ def rl_dataset(
         prompt = plain_prompt(messages)
         if reader is not None and (sources := image_sources(row.data)):
             messages = insert_image_parts(messages, len(sources), row.where)
-        extra = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
+        extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}
         rows.append({**extra, "messages": messages, "prompt": prompt, **gold})
     if max_length is None:
         return RowDataset(name, rows)
@@ -177,7 +178,8 @@ def _sft_rows(
             expander = SFTExpander(reader)
             rows = [expander.expand(row, images, origin.where) for row, images, origin in candidates]
     if max_length is not None and turns is not None and turns.long_rows == "truncate":
-        rows = [_truncate_turns(row, max_length) for row in rows]
+        stops = frozenset(stop_token_ids(tokenizer))
+        rows = [_truncate_turns(row, max_length, stops) for row in rows]
     return rows
 
 
@@ -198,12 +200,13 @@ def _text(row: SourceRow) -> str:
     return text
 
 
-def _truncate_turns(row: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """Cut a row after its last run of trained tokens that ends within `max_length`; unchanged if none does."""
+def _truncate_turns(row: dict[str, Any], max_length: int, stops: Collection[int]) -> dict[str, Any]:
+    """Cut a row after its last trained stop token within `max_length`, which ends a turn; unchanged if none is."""
     ids, mask = row["input_ids"], row["loss_mask"]
     if len(ids) <= max_length or "images" in row:
         return row
-    end = next((end for end in range(max_length, 0, -1) if mask[end - 1] == 1 and mask[end] == 0), None)
+    ends = (end for end in range(max_length, 0, -1) if mask[end - 1] == 1 and mask[end] == 0 and ids[end - 1] in stops)
+    end = next(ends, None)
     return row if end is None else {"input_ids": ids[:end], "loss_mask": mask[:end]}
 
 
@@ -312,7 +315,9 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
             raise DatasetError(
                 f"{row.where}: {prompt_key!r} must be a string or a list of messages {{'role': …, 'content': …}}"
             )
-        messages = [{**message, "content": _content(message)} for message in prompt]
+        messages = [{**message, "content": _content(message, row.where)} for message in prompt]
+    system = row.data.get("system")
+    system_prompt = system if isinstance(system, str) and prompt_key != "system" else system_prompt
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     asked = [message for message in messages if message["role"] == "user"]
@@ -331,9 +336,24 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and message["role"] == "assistant")
 
 
-def _content(message: Message) -> str | list[Any]:
-    """Return the content of a message: parts that are all text as one string, None as an empty one."""
+def _content(message: Message, where: str) -> str:
+    """Return the content of a message as text, with `<image>` for image parts without data; None as an empty text.
+
+    Raises:
+        DatasetError: another part, whose content would be lost.
+    """
     content = message.get("content") or ""
-    if isinstance(content, list) and all(part["type"] == "text" for part in content):
-        return "".join(str(part.get("text") or "") for part in content)
-    return content
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part["type"] == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif part["type"] == "image" and part.keys() <= {"type", "text"}:
+            texts.append(IMAGE)
+        else:
+            raise DatasetError(
+                f"{where}: a message has the content part {part!r:.80}; expected {{'type': 'text', 'text': …}}, or "
+                "{'type': 'image'} with the image in the column 'images'"
+            )
+    return "".join(texts)

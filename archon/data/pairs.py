@@ -91,9 +91,13 @@ def _pair_rows(
     examples = []
     for row in source:
         require_no_intent(row)
-        for key in answer_keys:
-            messages = _conversation(row, prompt_key, key, system_prompt, instruction)
-            examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns))
+        pair = [_conversation(row, prompt_key, key, system_prompt, instruction) for key in answer_keys]
+        if pair[0][:-1] != pair[1][:-1]:
+            raise DatasetError(
+                f"{row.where}: {answer_keys[0]!r} and {answer_keys[1]!r} differ before their last turns; expected two "
+                "answers to one conversation"
+            )
+        examples += [sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns) for messages in pair]
     encoded = encode_sft(tokenizer, examples)
     return [
         {

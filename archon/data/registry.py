@@ -102,8 +102,8 @@ def load_rows(
         return replace(dataset, rows=dataset.rows[: config.limit])
     # A file may move between a run and its resume; everything else that changes encoded rows counts.
     recipe = [config.model_dump(exclude={"path", "data_dir", "limit"}), getattr(tokenizer, "chat_template", None)]
-    files = [] if reader is not None or _NAMED.find(config.path) else local_files(config.path)
-    if sum(file.stat().st_size for file in files) < CACHED_BYTES:
+    files = {} if reader is not None or _NAMED.find(config.path) else local_files(config.path)
+    if sum(file.stat().st_size for file in files.values()) < CACHED_BYTES:
         dataset = load()
     else:
 

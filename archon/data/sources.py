@@ -308,14 +308,15 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> list[So
     return _read_files(files)
 
 
-def local_files(path: str | Path) -> list[Path]:
-    """Return the files that `read_rows` may read for a file, a folder or a pattern; none for another source."""
+def local_files(path: str | Path) -> dict[str, Path]:
+    """Return the files that `read_rows` may read, by name; none for a source other than files."""
     location = Path(path).expanduser()
     if location.is_file():  # its name may have the characters of a pattern
-        return [location]
+        return {location.suffix: location}
     if location.is_dir():
-        return sorted(file for file in location.rglob("*") if file.is_file())
-    return [Path(file) for file in sorted(glob.glob(str(location), recursive=True))]
+        found = [Path(root, name) for root, _, names in os.walk(location, followlinks=True) for name in names]
+        return {str(file.relative_to(location)): file for file in sorted(found)}
+    return {Path(file).name: Path(file) for file in sorted(glob.glob(str(location), recursive=True))}
 
 
 def has_subsets(path: str | Path) -> bool:

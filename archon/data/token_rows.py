@@ -8,20 +8,24 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from archon.data.sources import SourceRow
+from archon.schema.errors import DatasetError
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Encode = Callable[[Sequence[SourceRow]], list[Row]]
@@ -126,6 +130,7 @@ def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequ
     """
     if len(source) <= CHUNK:
         return encode(source)
+    _require_main()
     start = time.monotonic()
     first = encode(source[:CHUNK])
     expected = (time.monotonic() - start) * (len(source) / CHUNK - 1)
@@ -147,6 +152,12 @@ def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequ
             parts.append(TokenRows.of(encode(chunk)))
             advance(len(chunk))
     return TokenRows.concatenate(parts)
+
+
+def _require_main() -> None:
+    """Raise in a worker process that is importing the user's script, which would start the work a second time."""
+    if getattr(current_process(), "_inheriting", False):
+        raise DatasetError("a worker process imports this script: put its work under `if __name__ == '__main__':`")
 
 
 _encoder: Encode | None = None
@@ -175,40 +186,66 @@ def _progress(title: str, total: int, seconds: float) -> Iterator[Callable[[int]
 
 
 def cached_rows(
-    files: Sequence[Path], recipe: Any, prepare: Callable[[], tuple[Sequence[Row], Row]]
+    files: Mapping[str, Path], recipe: Any, prepare: Callable[[], tuple[Sequence[Row], Row]]
 ) -> tuple[Sequence[Row], Row]:
     """Return the rows of source files from the cache; prepare and keep them if they are not there.
 
     One process prepares them while others, such as the other ranks, wait. The cache is `$ARCHON_CACHE`, by default
-    `~/.cache/archon`, in the folder `rows`; deleting it costs time alone.
+    `~/.cache/archon`, in the folder `rows`; deleting it costs only time. A cache that cannot be written or read costs a
+    warning.
 
     Args:
-        files: source files. Their content is part of the key, their names and places are not.
+        files: source files by their names in the data set. Names and contents are part of the key.
         recipe: everything else that decides the rows, JSON-compatible.
         prepare: returns the rows, and facts about them that are JSON-compatible.
     """
-    digest = hashlib.blake2b(json.dumps([_FORMAT, recipe], sort_keys=True, default=repr).encode(), digest_size=16)
-    for file in files:
+    _require_main()
+    digest = hashlib.blake2b(json.dumps([_FORMAT, recipe, [*files]], sort_keys=True, default=repr).encode())
+    for file in files.values():
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
-    cache = Path(os.environ.get("ARCHON_CACHE") or "~/.cache/archon").expanduser() / "rows"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / digest.hexdigest()
-    with (cache / f"{folder.name}.lock").open("w") as lock:
+    folder = Path(os.environ.get("ARCHON_CACHE") or "~/.cache/archon").expanduser() / "rows" / digest.hexdigest()[:32]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_suffix(".lock").open("w")
+    except OSError as error:
+        logger.warning("the rows are not cached: %s (set ARCHON_CACHE to a folder that can be written)", error)
+        return prepare()
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
-            facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-            names = facts.pop("columns")
-            load = lambda name: np.load(folder / name, mmap_mode="r")  # noqa: E731
-            return TokenRows({name: (load(f"{name}.npy"), load(f"{name}.starts.npy")) for name in names}), facts
+        try:
+            if folder.is_dir():
+                return _load(folder)
+        except (OSError, ValueError, EOFError, KeyError) as error:
+            logger.warning("the cached rows in %s are damaged and are prepared again: %s", folder, error)
+            shutil.rmtree(folder)
         rows, facts = prepare()
         if isinstance(rows, TokenRows):
-            rows = rows.compact()
-            staged = Path(tempfile.mkdtemp(dir=cache, prefix="partial-"))
-            for name, (tokens, starts) in rows.columns.items():
-                np.save(staged / f"{name}.npy", tokens)
-                np.save(staged / f"{name}.starts.npy", starts)
-            stored = {"columns": [*rows.columns], **facts}
-            (staged / "facts.json").write_text(json.dumps(stored), encoding="utf-8")
-            staged.rename(folder)
+            staged = folder.with_suffix(".partial")
+            try:
+                shutil.rmtree(staged, ignore_errors=True)
+                _save(staged, rows.compact(), facts)
+                staged.rename(folder)
+            except OSError as error:
+                logger.warning("the rows are not cached in %s: %s", folder.parent, error)
+                shutil.rmtree(staged, ignore_errors=True)
         return rows, facts
+
+
+def _save(folder: Path, rows: TokenRows, facts: Row) -> None:
+    folder.mkdir()
+    for name, (tokens, starts) in rows.columns.items():
+        np.save(folder / f"{name}.npy", tokens)
+        np.save(folder / f"{name}.starts.npy", starts)
+    (folder / "facts.json").write_text(json.dumps({"columns": [*rows.columns], **facts}), encoding="utf-8")
+
+
+def _load(folder: Path) -> tuple[TokenRows, Row]:
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    columns = {}
+    for name in facts.pop("columns"):
+        tokens, starts = (np.load(folder / f"{name}{suffix}.npy", mmap_mode="r") for suffix in ("", ".starts"))
+        if len(tokens) != starts[-1]:
+            raise ValueError(f"{name} has {len(tokens)} tokens, expected {starts[-1]}")
+        columns[name] = tokens, starts
+    return TokenRows(columns), facts

@@ -10,6 +10,7 @@ import pytest
 
 from archon.checkpoint.chat_template import chat_template, render, stop_token_ids
 from archon.data.encoding import TurnOptions, encode_prompt, encode_sft, next_turn_ids, sft_text
+from archon.schema.errors import DatasetError
 from tests.data.test_encoding import trained_text
 from tests.data.toy_tokenizers import CHATML, THINKING, toy_tokenizer
 
@@ -51,7 +52,7 @@ KINDS = {
     "no end": Kind(
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        {"<|im_end|>", "<|user|>", "<|tool|>"},
+        {"<|im_end|>", "<|user|>"},
         lambda content, last: f"{content}<|user|>",
     ),
     # The end of text follows the whole conversation, as well as an end token after every turn.
@@ -89,6 +90,24 @@ KINDS = {
         "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ m.content }}"
         f"{{% endgeneration %}}<|im_end|>\n{{% else %}}{HEAD}{{{{ m.content }}}}<|im_end|>\n{{% endif %}}{{% endfor %}}"
         + PROMPT,
+        {"<|im_end|>"},
+        ended,
+    ),
+    # A copy replaces every message that is not an assistant's.
+    "copies": Kind(
+        "{% set ns = namespace(turns=[]) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set ns.turns = ns.turns + [m] %}{% else %}{% set ns.turns = ns.turns + "
+        "[{'role': m.role, 'content': m.content}] %}{% endif %}{% endfor %}{% for m in ns.turns %}"
+        + HEAD
+        + "{{ m.content }}<|im_end|>\n{% endfor %}"
+        + PROMPT,
+        {"<|im_end|>"},
+        ended,
+    ),
+    # A nested loop has items with the names of places in the template.
+    "words": Kind(
+        "{% for m in messages %}" + HEAD + "{% for word in ['end', 'loop', 'generation', 'end of loop'] %}"
+        "{% if false %}{{ word }}{% endif %}{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
         {"<|im_end|>"},
         ended,
     ),
@@ -189,3 +208,47 @@ def test_the_text_is_that_of_the_tokenizer_with_its_options() -> None:
     options = TurnOptions(chat_template_kwargs={"enable_thinking": True})
     (row,) = encode_sft(tokenizer, [sft_text(tokenizer, messages, "here", options=options)])
     assert tokenizer.decode(row["input_ids"]) == rendering.text
+
+
+def test_a_prompt_that_obeys_the_user_is_not_trained() -> None:
+    unthinking = "<think></think>"
+    template = CHATML.replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if '/no_think' in messages[-1].content %}" + unthinking + "{% endif %}{% endif %}",
+    ).replace(
+        "{{ message.content }}",
+        "{% if message.role == 'assistant' and '/no_think' in messages[loop.index0 - 1].content %}"
+        + unthinking
+        + "{% endif %}{{ message.content }}",
+    )
+    tokenizer = toy_tokenizer(template)
+    stop_token_ids(tokenizer)  # caches the prompt of another question
+    for question in ("12", "12 /no_think"):
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "30"}]
+        assert trained_text(tokenizer, talk) == ["30<|im_end|>"]
+
+
+def test_a_template_whose_marks_are_in_a_macro_is_refused() -> None:
+    template = (
+        "{% macro turn(m) %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    with pytest.raises(DatasetError, match="marks in a macro; move them out"):
+        trained_text(toy_tokenizer(template), [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+
+
+def test_a_variable_that_the_template_does_not_have_is_refused() -> None:
+    for name in ("enable_thinkin", "tools"):
+        with pytest.raises(DatasetError, match=f"the chat template has no variable '{name}'"):
+            chat_template(toy_tokenizer("{% if enable_thinking %}{% endif %}" + CHATML), **{name: False})
+
+
+def test_arguments_that_a_template_concatenates_are_json() -> None:
+    template = CHATML.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name ~ call.function.arguments }}{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": true}'}}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained_text(toy_tokenizer(template), talk) == ['add{"a": true}<|im_end|>']

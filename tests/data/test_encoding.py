@@ -13,6 +13,7 @@ from archon.rl.bootstrap import CHAT_TEMPLATES
 from archon.schema.errors import DatasetError, TokenizerError
 from tests.data.toy_tokenizers import (
     BY_NUMBER,
+    CALLS_ALONE,
     CHATML,
     NO_END,
     NO_SYSTEM,
@@ -174,6 +175,7 @@ def test_many_rows_are_as_one_by_one() -> None:
             [USER, answer("12") | {"reasoning_content": "hm"}],
             "does not render 'reasoning_content' of message 1",
         ),
+        (CALLS_ALONE, [USER, answer("I add.") | {"tool_calls": [CALL]}], "does not render 'content' of message 1"),
         (CHATML, [USER | {"name": "Ada"}, answer("12")], "does not render 'name' of message 0"),
         (USERS_ALONE, [USER, answer("12"), {"role": "tool", "content": "9"}, answer("9")], "'content' of message 2"),
         (CHATML, [USER, answer("") | {"function_call": {"name": "add"}}], "'function_call', which tool_calls replaced"),
@@ -196,6 +198,23 @@ def test_a_tokenizer_that_cannot_do_it_is_refused() -> None:
     slow.__class__ = type("Slow", (type(slow),), {"is_fast": property(lambda self: False)})
     with pytest.raises(TokenizerError, match="needs a fast tokenizer"):
         sft_dataset(source, "f", tokenizer=slow, prompt_key="q", response_key="a")
+
+
+def test_thinking_that_the_answer_repeats_is_still_missed() -> None:
+    conversation = [USER, answer("<think>\n12\n</think>\n\n12 apples"), USER, answer("30")]
+    assert trained_text(toy_tokenizer(THINKING), conversation) == ["<think>\n\n</think>\n\n30<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        (CHATML, [USER, answer("") | {"tool_calls": [CALL]}, {"role": "tool", "content": "3"}], "tool_calls"),
+        (USERS_ALONE, [USER, answer("12"), {"role": "tool", "content": "9"}, USER], "content"),
+    ],
+)
+def test_a_prompt_of_rl_loses_nothing_either(template: str, messages: list[Any], lost: str) -> None:
+    with pytest.raises(DatasetError, match=f"does not render '{lost}'"):
+        encode_prompt(toy_tokenizer(template), {"messages": messages})
 
 
 def test_a_row_without_prompt_is_an_error() -> None:

@@ -56,6 +56,26 @@ def test_the_turns_of_a_prompt_are_not_trained_and_a_system_column_is_used(tmp_p
     assert tokenizer.decode(rows[0]["input_ids"]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
+def test_the_input_of_an_instruction_and_a_system_column_are_read_in_every_kind(tmp_path: Path, caplog: Any) -> None:
+    row = {"system": "Be brief.", "instruction": "Add.", "input": "1+2", "output": "3", "source": "x"}
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add.\n\n1+2"}]
+    _, (read_row,) = read(tmp_path, "rl", row)
+    assert (read_row["messages"], read_row["answer"], read_row["output"]) == (asked, "3", "3")
+    tokenizer, (encoded,) = read(tmp_path, "sft", row)
+    assert "Be brief.<|im_end|>\n<|im_start|>user\nAdd.\n\n1+2<|im_end|>" in tokenizer.decode(encoded["input_ids"])
+    assert "1 instructions with outputs; not used: source" in caplog.text
+    _, (pair,) = read(tmp_path, "dpo", {"system": "Be brief.", "prompt": "a", "chosen": "b", "rejected": "c"})
+    assert tokenizer.decode(pair["chosen_ids"]).startswith("<|im_start|>system\nBe brief.")
+
+
+def test_a_worked_solution_is_trained_and_an_answer_is_the_gold_of_rl(tmp_path: Path) -> None:
+    row = {"problem": "1+2", "solution": "It is 3.", "answer": "3"}
+    tokenizer, (encoded,) = read(tmp_path, "sft", row)
+    assert trained_text_of(tokenizer, encoded) == "It is 3.<|im_end|>"
+    _, (read_row,) = read(tmp_path, "rl", row)
+    assert (read_row["answer"], read_row["solution"]) == ("3", "It is 3.")
+
+
 def test_plain_text_trains_every_token(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(None, bos="<s>")
     _, rows = read(tmp_path, "sft", {"text": "There are 12."}, tokenizer=tokenizer)
@@ -71,6 +91,7 @@ def test_plain_text_trains_every_token(tmp_path: Path) -> None:
         {"prompt": "How many?", "chosen": [ANSWER], "rejected": [WORSE]},
         {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
         {"prompt": "How many?", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
         {"chosen": "\n\nHuman: How many?\n\nAssistant: 12", "rejected": "\n\nHuman: How many?\n\nAssistant: 30"},
     ],
 )
@@ -111,7 +132,11 @@ def test_rl_rows_of_every_format_have_a_prompt_and_perhaps_an_answer(tmp_path: P
         ("sft", {"messages": []}, "'messages' is .*; expected a list of messages"),
         ("sft", {"conversations": [{"from": "narrator", "value": "x"}]}, "a turn is from 'narrator'; expected one of"),
         ("sft", {"messages": [USER, {"role": "assistant", "content": 5}]}, "must be a string or a list of messages"),
-        ("sft", {"instruction": 5, "output": "x"}, "'instruction' is a int; expected a string"),
+        ("sft", {"instruction": 5, "output": "x"}, "'instruction' is 5; expected an instruction in one"),
+        ("sft", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "'history' is"),
+        ("sft", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "has the content part"),
+        ("rl", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has the content part"),
+        ("dpo", {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, WORSE]}, "differ before their last turns"),
     ],
 )
 def test_a_row_of_no_format_is_an_error(tmp_path: Path, kind: str, row: Any, message: str) -> None:

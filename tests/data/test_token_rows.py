@@ -91,3 +91,27 @@ def test_a_preparation_that_failed_leaves_nothing(file: Path) -> None:
             load(file)
     assert time.monotonic() - start < 60
     assert not [entry for entry in Path(os.environ["ARCHON_CACHE"], "rows").iterdir() if entry.is_dir()]
+
+
+def test_files_that_exchange_their_names_are_another_data_set(file: Path) -> None:
+    folder = file.parent / "folder"
+    folder.mkdir()
+    for name, text in (("train.jsonl", "old"), ("train_v2.jsonl", "new")):
+        talks = [{"prompt": text, "response": f"{text} {number}"} for number in range(ROWS)]
+        (folder / name).write_text("\n".join(map(json.dumps, talks)))
+    before = list(load(folder).rows[:3])
+    (folder / "train.jsonl").rename(folder / "other.jsonl")
+    (folder / "train_v2.jsonl").rename(folder / "train.jsonl")
+    assert list(load(folder).rows[:3]) != before
+
+
+def test_a_damaged_or_unwritable_cache_costs_a_warning(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = list(load(file).rows)
+    (cached,) = Path(os.environ["ARCHON_CACHE"], "rows").glob("*/input_ids.npy")
+    cached.write_bytes(cached.read_bytes()[:-64])
+    assert list(load(file).rows) == rows and caplog.text.count("are damaged and are prepared again") == 1
+    assert list(load(file).rows) == rows and caplog.text.count("are damaged and are prepared again") == 1
+    monkeypatch.setenv("ARCHON_CACHE", str(file))
+    assert list(load(file).rows) == rows and "set ARCHON_CACHE to a folder that can be written" in caplog.text

@@ -34,6 +34,12 @@ BY_NUMBER = (
 )
 # Ends no turn with a token.
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+# Drops the text next to tool calls.
+CALLS_ALONE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for call in m.tool_calls or [] %}{{ call.function | tojson }}"
+    "{% else %}{{ m.content }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Drops the results of tools.
 USERS_ALONE = (
     "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"

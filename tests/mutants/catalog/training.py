@@ -32,8 +32,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a field that the template drops is lost without a word",
         "archon/data/encoding.py",
-        "if lost is not None and lost not in ignored:",
-        "if lost is not None and lost not in ignored and False:",
+        "if lost is not None and lost not in ignore_fields:",
+        "if lost is not None and lost not in ignore_fields and False:",
         ("tests/data/test_encoding.py",),
     ),
     Mutant(
