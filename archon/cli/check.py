@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +30,7 @@ def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
         print(to_yaml(config, getattr(config, "resolve", lambda: None)()), flush=True)
     lines = check(config)
     if main:
-        print("\n".join(f"# {line}" for line in lines))
+        print("\n".join(f"# {line}" for text in lines for line in text.splitlines()))
 
 
 def check_rl(config: RLConfig) -> list[str]:
@@ -222,4 +223,23 @@ def check_data(
     rows = load_rows(config, kind, tokenizer)
     if max_tokens is not None and name == "train_data":
         require_row_lengths(rows, max_tokens)
-    return [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]
+    lines = [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]
+    if name == "train_data" and kind != "rl":
+        lines.append(
+            f"{name}: the first row, with the trained text between « and »:\n{mark_trained(tokenizer, rows[0])}"
+        )
+    return lines
+
+
+def mark_trained(tokenizer: Any, row: Mapping[str, Any], most: int = 3000) -> str:
+    """Return the text of an encoded row, or of a pair's chosen answer, with trained text between « and ».
+
+    A text of more than `most` characters is cut in the middle.
+    """
+    names = ("input_ids", "loss_mask") if "input_ids" in row else ("chosen_ids", "chosen_loss_mask")
+    ids, mask = row[names[0]], row[names[1]]
+    text = ""
+    for trained, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
+        piece = tokenizer.decode([token for _, token in run])
+        text += f"«{piece}»" if trained else piece
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.multi_lora import MultiLoRALoader, multi_lora, with_total_steps
 from archon.training.python_rows import Rows, config_of_rows
 from archon.training.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = None) -> dict[str, Any]:
@@ -128,6 +131,8 @@ class SFTTrainer(BaseTrainer):
         rows = self.section_rows("train_data", tokenizer)
         assert rows is not None  # the configuration requires it
         self.held_out = self.section_rows("eval_data", tokenizer)
+        if config.eval_data is not None and config.eval_data == config.train_data:
+            logger.warning("eval_data reads the same rows as train_data; set eval_data.split, such as test")
         for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
             if loaded is not None:
                 require_same_rows(loaded, section.path if section else "the held-out rows")

@@ -177,6 +177,7 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
     assert done.code == 0, done.err
     assert yaml.safe_load(done.out)["seed"] == 5
     assert "qwen3, 16,064 parameters" in done.out and "# train_data: 64 rows" in done.out
+    assert ("«" in done.out.split("trained text between « and »:")[-1]) == (command == "sft")
     assert not (tmp_path / "run").exists()
 
 
