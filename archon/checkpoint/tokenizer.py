@@ -114,7 +114,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
     source = assets
     if isinstance(tokenizer, str | os.PathLike):
         source = checkpoint_folder(tokenizer)
-    elif getattr(tokenizer, "state_on_disk", None) == _state(tokenizer):  # of load_tokenizer, unchanged
+    elif hasattr(tokenizer, "state_on_disk") and tokenizer.state_on_disk == _state(tokenizer):  # of load_tokenizer
         source = Path(tokenizer.name_or_path)
     elif tokenizer is not None:
         tokenizer.save_pretrained(folder)

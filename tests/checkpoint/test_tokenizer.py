@@ -75,3 +75,10 @@ def test_generation_stops_at_each_of_them(tmp_path: Path) -> None:
     free = answer([])
     stop = next(token for token in free[3:] if token not in free[:3])
     assert answer([stop]) == free[: free.index(stop) + 1]
+
+
+def test_a_tokenizer_that_was_changed_is_exported_as_it_is(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(tmp_path / "model", CHATML))
+    tokenizer.chat_template = OTHER
+    write_tokenizer(tmp_path, tokenizer, None)
+    assert load_tokenizer(tmp_path).chat_template == OTHER
