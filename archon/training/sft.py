@@ -31,6 +31,8 @@ from archon.training.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
+
 
 def padded_batch(rows: Sequence[dict[str, Any]], reader: ImageReader | None = None) -> dict[str, Any]:
     """Return SFT rows as a padded batch [B, S] for the engine.
@@ -149,6 +151,12 @@ class SFTTrainer(BaseTrainer):
             config = self._open_loras(names, rows, tokenizer, ranks, tail)
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
+        limit = self.engine.args.max_seq_len
+        if beyond := sum(length > limit for length in row_lengths(rows, TOKEN_COLUMNS)):
+            logger.warning(
+                "%d of %d rows are longer than the model's %d positions; set train_data.max_length=%d to drop them",
+                *(beyond, len(rows), limit, limit),
+            )
         assert self.runner is not None
         self.engine.stall_watch.folder = self.runner.directory.stacks
         self.resume()
@@ -263,7 +271,7 @@ class SFTTrainer(BaseTrainer):
 
 def require_row_lengths(rows: Sequence[dict[str, Any]], max_tokens: int) -> None:
     """Raise ConfigError if a training row has more than `max_tokens` tokens, the size of a micro-batch."""
-    longest = max(row_lengths(rows, ["input_ids", "chosen_ids", "rejected_ids"]))
+    longest = max(row_lengths(rows, TOKEN_COLUMNS))
     if longest > max_tokens:
         raise ConfigError(
             f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {max_tokens}; raise it, "

@@ -257,3 +257,15 @@ def test_resumed_run_whose_target_was_reached_takes_no_further_step(sft_config: 
     resumed = SFTTrainer(sft_config(resume=True), probe=reached_after_two)
     resumed.train()
     assert resumed.step == 2
+
+
+def test_rows_beyond_the_models_positions_and_evaluation_on_training_rows_are_warned_of(
+    sft_config: MakeConfig, blank: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    positions = json.loads((blank / "config.json").read_text())["max_position_embeddings"]
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "1" * positions, "response": "1"}) + "\n")
+    config = sft_config(total_steps=1, eval_data={"path": str(tmp_path)})
+    SFTTrainer(config).train()
+    assert f"1 of 97 rows are longer than the model's {positions} positions" in caplog.text
+    assert "eval_data reads the same rows as train_data" in caplog.text
