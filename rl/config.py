@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.data.environments import parse_environment
@@ -156,6 +156,16 @@ class ResolvedRL(StrictModel):
     algorithm: AlgorithmConfig = Field(description="the objective")
 
 
+_GROUP_SIZE = 8
+
+
+def _set_group_size(gconfig: Any) -> Any:
+    """Set `n_samples` to the default of RL, which is not that of a single request, unless it is set."""
+    if isinstance(gconfig, GenerationHyperparameters) and "n_samples" not in gconfig.model_fields_set:
+        return gconfig.new(n_samples=_GROUP_SIZE)
+    return {"n_samples": _GROUP_SIZE, **gconfig} if isinstance(gconfig, Mapping) else gconfig
+
+
 class RLConfig(StrictModel):
     """Reinforcement learning of one policy."""
 
@@ -187,8 +197,9 @@ class RLConfig(StrictModel):
     )
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
-    gconfig: GenerationHyperparameters = Field(
-        default_factory=lambda: GenerationHyperparameters(n_samples=8), description="sampling of training answers"
+    gconfig: Annotated[GenerationHyperparameters, BeforeValidator(_set_group_size)] = Field(
+        default_factory=lambda: GenerationHyperparameters(n_samples=_GROUP_SIZE),
+        description="sampling of training answers",
     )
     generator: GeneratorConfig | None = Field(None, description="the in-process generator; null: its defaults")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation of a batch")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.native import load_latest
-from archon.generation.types import InferenceEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
@@ -153,6 +153,13 @@ def test_sampling_values_that_cannot_be_trained_on_are_refused_by_the_configurat
 ) -> None:
     with pytest.raises(ConfigError, match=f"gconfig.{next(iter(gconfig))}"):
         rl_config(gconfig={"n_samples": 4, "max_new_tokens": 4} | gconfig)
+
+
+@pytest.mark.parametrize("gconfig", [{"max_new_tokens": 4}, GenerationHyperparameters(max_new_tokens=4)])
+def test_a_group_keeps_its_size_when_another_sampling_value_is_set(rl_config: MakeConfig, gconfig: Any) -> None:
+    config = rl_config(gconfig=gconfig, algorithm={"preset": "reinforce_pp"})
+    assert config.gconfig == GenerationHyperparameters(n_samples=8, max_new_tokens=4)
+    assert rl_config(gconfig=config.gconfig.new(n_samples=2)).gconfig.n_samples == 2
 
 
 def test_an_export_that_cannot_be_verified_is_refused_before_the_run(rl_config: MakeConfig) -> None:
