@@ -247,10 +247,10 @@ def _table_rows(path: Path, table: Any) -> list[SourceRow]:
     table.validate(full=True)  # reading damaged offsets would crash the process
     if len({*table.column_names}) != len(table.column_names):
         raise DatasetError(f"{path}: a column name is repeated: {', '.join(table.column_names)}; rename one")
-    return [SourceRow(f"{path} row {number}", _without_nulls(row)) for number, row in enumerate(table.to_pylist())]
+    return [SourceRow(f"{path} row {number}", without_nulls(row)) for number, row in enumerate(table.to_pylist())]
 
 
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of an Arrow table without null fields inside its columns.
 
     Arrow gives every object of a column the fields of all rows: the arguments of one tool get those of the others, as
@@ -389,7 +389,7 @@ def _from_hugging_face(loaded: Any, name: str, split: str) -> list[SourceRow]:
         if split not in loaded:
             raise DatasetError(f"no split {split!r} in {name}: expected one of {', '.join(loaded)}")
         loaded = loaded[split]
-    return [SourceRow(f"{name}[{split}] row {number}", _without_nulls(row)) for number, row in enumerate(loaded)]
+    return [SourceRow(f"{name}[{split}] row {number}", without_nulls(row)) for number, row in enumerate(loaded)]
 
 
 def _import_datasets(source: object) -> Any:

@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from archon.checkpoint.atomic import write_synced
-from archon.schema.config import StrictModel
+from archon.data.sources import without_nulls
+from archon.schema.config import StrictModel, expand_path
 from archon.schema.errors import ConfigError, DatasetError
 
 Config = TypeVar("Config", bound=StrictModel)
 Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
 """A dataset path, or rows: a list, a `RowDataset` or a Hugging Face dataset."""
+
+_TRL_NAMES = {
+    "args": "the fields of the configuration as arguments, such as batch_size=8",
+    "learning_rate": "model.optimizer.lr: model={'path': 'path/to/model', 'optimizer': {'lr': 1e-5}}",
+    "output_dir": "run_dir='runs/x'",
+    "processing_class": "tokenizer='path/to/tokenizer'",
+    "reward_funcs": "reward=function",
+}
 
 
 def config_of_rows(
@@ -36,6 +45,8 @@ def config_of_rows(
         datasets: dataset by section, `train_data` and `eval_data`.
         fields: other fields of the configuration.
     """
+    for name in sorted(fields.keys() & _TRL_NAMES.keys()):
+        raise ConfigError(f"unknown argument {name!r}; pass {_TRL_NAMES[name]}")
     is_empty = model is None and not fields and all(rows is None for rows in datasets.values())
     if config is not None and is_empty:
         return config
@@ -44,7 +55,15 @@ def config_of_rows(
             f"pass either a {config_type.__name__}, or model, train_dataset and run_dir: model='path/to/model', "
             "train_dataset=rows, run_dir='runs/x'"
         )
-    values = dict(fields)
+    paths = {"model": model, "tokenizer": fields.get("tokenizer")}
+    for name, path in paths.items():
+        if not isinstance(path, str | Path | Mapping | None):
+            raise ConfigError(
+                f"{name} is an object of type {type(path).__name__}; expected a folder: save it with save_pretrained, "
+                f"and pass {name}='path/to/folder'"
+            )
+    # Rows are written before the configuration is validated, which also expands this path.
+    values = {**fields, "run_dir": expand_path(fields["run_dir"])}
     values[section] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     for name, rows in datasets.items():
         if rows is None:
@@ -55,10 +74,16 @@ def config_of_rows(
 
 
 def _write(run_dir: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    if isinstance(rows, Mapping):
+        raise DatasetError(
+            f"{name} is a {type(rows).__name__} with keys {', '.join(map(str, rows))}; expected rows: pass one split, "
+            f"such as dataset[{next(iter(rows), 'train')!r}]"
+        )
+    is_arrow = type(rows).__module__.partition(".")[0] == "datasets"
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False))
+            lines.append(json.dumps(without_nulls(row) if is_arrow else dict(row), ensure_ascii=False))
         except (TypeError, ValueError) as error:
             raise DatasetError(
                 f"row {number} of {name} cannot be written as JSON: {error}; expected strings, numbers, lists and "

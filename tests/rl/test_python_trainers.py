@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from archon.checkpoint.hf_io import load_model
 from archon.rl import PreferenceTrainer, RLTrainer, SFTConfig, SFTTrainer
@@ -59,6 +61,38 @@ def test_rl_with_a_function_as_reward(model: dict[str, Any], tmp_path: Path, rew
     samples = read_jsonl(tmp_path / "run" / "trajectories.jsonl")
     assert len(samples) == 128
     assert all(row["reward"] == sum(map(str.isdigit, row["completion"])) for row in samples)
+
+
+def test_rows_of_a_hugging_face_dataset_have_no_fields_of_other_rows(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    calls = [{"city": "Rome"}, {"sum": 2}]
+    rows = [{**row, "calls": [{"name": "f", "arguments": call}]} for row, call in zip(SUMS, calls, strict=False)]
+    dataset = datasets.Dataset.from_list(rows)
+    assert dataset[0]["calls"][0]["arguments"] == {"city": "Rome", "sum": None}
+    trainer = SFTTrainer(model=model, train_dataset=dataset, run_dir="~/run")
+    assert trainer.config.run_dir == str(tmp_path / "run")
+    assert Path(trainer.config.train_data.path).parent == tmp_path / "run" / "data"
+    lines = Path(trainer.config.train_data.path).read_text().splitlines()
+    assert [json.loads(line)["calls"][0]["arguments"] for line in lines] == calls
+
+
+def test_arguments_of_trl_are_refused_with_those_of_archon(model: dict[str, Any], tmp_path: Path) -> None:
+    run = {"model": model, "train_dataset": SUMS, "run_dir": str(tmp_path / "run")}
+    for arguments, message in (
+        ({"model": torch.nn.Linear(1, 1)}, "model is an object of type Linear; expected a folder"),
+        ({"tokenizer": object()}, "tokenizer is an object of type object; expected a folder"),
+        ({"learning_rate": 1e-5}, "unknown argument 'learning_rate'; pass model.optimizer.lr"),
+        ({"processing_class": object()}, "unknown argument 'processing_class'; pass tokenizer="),
+        ({"output_dir": "x"}, "unknown argument 'output_dir'; pass run_dir="),
+        ({"args": object()}, "unknown argument 'args'; pass the fields of the configuration"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SFTTrainer(**run | arguments)  # type: ignore[arg-type]
+    with pytest.raises(DatasetError, match=r"train_data is a dict with keys train, test; .* such as dataset.'train'."):
+        SFTTrainer(**run | {"train_dataset": {"train": SUMS, "test": SUMS}})  # type: ignore[arg-type]
 
 
 def test_arguments_that_do_not_make_a_run_are_refused(model: dict[str, Any], tmp_path: Path) -> None:
