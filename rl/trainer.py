@@ -39,7 +39,7 @@ from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
 from archon.rl.rewards.lookup import is_verifier
 from archon.rl.rewards.reward_model import RewardModel
-from archon.rl.rewards.trl import TRLReward, is_trl_reward
+from archon.rl.rewards.trl import per_answer
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.servers import open_servers
 from archon.rl.summary import StallMonitor, batch_metrics, newest_record, reward_gains, write_groups
@@ -361,8 +361,7 @@ class RLTrainer(BaseTrainer):
     def _open_reward(self, workers: WorkersConfig) -> AbstractContextManager[AsyncRewardWrapper | None]:
         reward, rollout = self.config.reward, self.config.rollout
         if (function := self._reward_function) is not None:
-            function = TRLReward(function) if is_trl_reward(function) else function
-            return AsyncRewardWrapper(function, rollout.reward_timeout, workers.rewards, workers=workers)
+            return AsyncRewardWrapper(per_answer(function), rollout.reward_timeout, workers.rewards, workers=workers)
         if reward is None:
             return nullcontext()
         if isinstance(reward, RewardModelConfig):

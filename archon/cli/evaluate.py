@@ -78,6 +78,7 @@ def evaluate(
 
     started = time.monotonic()
     with AsyncRewardWrapper(config.reward, config.reward_timeout, config.reward_workers) as reward:
+        reward.require_documented_form()
         answerer: Answerer
         if checkpoint is not None:
             answerer, tokenizer = load_answerer(checkpoint, config, lora)

@@ -16,6 +16,7 @@ from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import WorkerPool
 from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward, is_in_process
+from archon.rl.rewards.trl import TRLReward
 from archon.schema.errors import RewardError
 
 if TYPE_CHECKING:
@@ -168,6 +169,11 @@ class AsyncRewardWrapper:
 
     def require_documented_form(self) -> None:
         """Raise `RewardError` unless the function takes the four documented arguments by position."""
+        if {"solution_str", "ground_truth"} <= set(self._parameters):
+            raise RewardError(
+                f"reward function {self.name} takes veRL's arguments ({', '.join(self._parameters)}); wrap it as shown "
+                "in rl/README.md, section Write a reward"
+            )
         try:
             if self._signature is not None:  # else the first call fails
                 self._signature.bind_partial(*ARGUMENTS)
@@ -199,7 +205,8 @@ class AsyncRewardWrapper:
 
 
 def _inspect_function(function: Callable[..., Any]) -> tuple[str, bool]:
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = function.function if isinstance(function, TRLReward) else function
+    inner = inner.func if isinstance(inner, functools.partial) else inner
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     return f"{named.__module__}.{named.__qualname__}", is_async

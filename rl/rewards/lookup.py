@@ -12,6 +12,7 @@ from typing import Any
 
 from archon.data.environments import environment_function, parse_environment
 from archon.rl.hooks import translate_path
+from archon.rl.rewards.trl import per_answer
 from archon.schema.errors import RewardError
 from archon.schema.registry import NamedObjects
 
@@ -37,6 +38,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
     """Return the reward function of a name in `VALID_REWARD_FN`, a dotted path, or an environment.
 
     A name may end in `_reward_fn` or `_reward`: `gsm8k_reward_fn` is `gsm8k`.
+    A function in TRL's form is wrapped in a `TRLReward`.
 
     Raises:
         RewardError: unknown name, module or function, or a missing package of a built-in reward.
@@ -55,7 +57,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
     function: Any = _import_object(name, entry) if isinstance(entry, str) else entry
     if not callable(function):
         raise RewardError(f"the reward {name!r} is a {type(function).__name__}, not a function")
-    return function
+    return per_answer(function)
 
 
 def is_verifier(name: str) -> bool:

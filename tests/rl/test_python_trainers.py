@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from archon.checkpoint.hf_io import load_model
 from archon.rl import PreferenceTrainer, RLTrainer, SFTConfig, SFTTrainer
+from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError, DatasetError, RewardError
 from archon.training.metrics import read_jsonl
 from tests.rl.rewards_for_tests import count_digits
@@ -61,6 +63,9 @@ def test_rl_with_a_function_as_reward(model: dict[str, Any], tmp_path: Path, rew
     samples = read_jsonl(tmp_path / "run" / "trajectories.jsonl")
     assert len(samples) == 128
     assert all(row["reward"] == sum(map(str.isdigit, row["completion"])) for row in samples)
+    config = RLConfig.parse(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    RLTrainer(config.model_copy(update={"resume": True, "total_steps": 2})).train()
+    assert len(read_jsonl(tmp_path / "run" / "trajectories.jsonl")) == 256
 
 
 def test_rows_of_a_hugging_face_dataset_have_no_fields_of_other_rows(

@@ -116,3 +116,21 @@ def told(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **
 def keyword_prompt(result: str, gold: str, *, prompt: str) -> float:
     """The length of an argument that bears a documented name and is elsewhere."""
     return float(len(prompt))
+
+
+def listed(completions: list[str], prompts: list[str], **columns: Any) -> list[float | None]:
+    """A reward in TRL's form; an empty answer has none."""
+    return [float(len(completion)) if completion else None for completion in completions]
+
+
+async def listed_async(prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
+    return [float(text == right) if text else None for text, right in zip(completions, answer, strict=True)]
+
+
+def unlisted(completions: list[str], **columns: Any) -> float:
+    return 1.0
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """A reward in veRL's form."""
+    return float(data_source == "sums" and solution_str == ground_truth)

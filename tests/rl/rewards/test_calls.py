@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archon.rl.rewards import AsyncRewardWrapper, RewardCrashed, RewardFailure, RewardRaised, RewardTimeout
+from archon.rl.rewards import (
+    AsyncRewardWrapper,
+    RewardCrashed,
+    RewardFailure,
+    RewardInvalid,
+    RewardRaised,
+    RewardTimeout,
+)
 from archon.rl.workflows.base import wrap_reward
 from archon.schema.errors import RewardError
 from tests.rl.rewards import faulty
+from tests.test_readme import shown
 from tests.tolerances import REWARD_TIMEOUT_SECONDS
+
+GUIDE = Path(__file__).parents[3] / "rl" / "README.md"
 
 
 @pytest.fixture
@@ -107,3 +118,31 @@ async def test_a_wrapper_of_a_class_of_ones_own_wraps_another() -> None:
 def test_a_workflow_that_calls_by_position_refuses_such_a_function() -> None:
     with pytest.raises(RewardError, match=r"same must take \(prompt, completions, prompt_ids, completion_ids, "):
         wrap_reward(faulty.same)
+
+
+# -- functions in the forms of TRL and veRL ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["listed", "listed_async"])
+async def test_a_reward_in_the_form_of_trl_is_called_by_its_name(name: str) -> None:
+    with AsyncRewardWrapper(f"tests.rl.rewards.faulty.{name}", max_workers=1) as wrapper:
+        wrapper.require_documented_form()
+        assert wrapper.name == f"tests.rl.rewards.faulty.{name}"
+        assert await wrapper("1+1=", "2", [1], [2], answer="2") == 1.0
+        with pytest.raises(RewardInvalid, match=f"faulty.{name} returned an object of type NoneType"):
+            await wrapper("1+1=", "", [1], [2], answer="2")
+
+
+async def test_a_reward_in_the_form_of_trl_returns_a_list_of_one_reward() -> None:
+    with AsyncRewardWrapper("tests.rl.rewards.faulty.unlisted", max_workers=1) as wrapper:
+        (outcome,) = await asyncio.gather(wrapper("1+1=", "2", [1], [2]), return_exceptions=True)
+    assert isinstance(outcome, RewardRaised) and "it returned 1.0; expected a list of one reward" in str(outcome)
+
+
+def test_a_reward_in_the_form_of_verl_is_refused_and_the_wrapper_of_the_guide_calls_it() -> None:
+    with pytest.raises(RewardError, match=r"compute_score takes veRL's arguments .data_source, solution_str, .*README"):
+        wrap_reward("tests.rl.rewards.faulty.compute_score")
+    names: dict[str, Any] = {"compute_score": faulty.compute_score}
+    exec(compile(shown("verl-reward", GUIDE), "rl/README.md", "exec"), names)
+    row = {"data_source": "sums", "extra_info": {"index": 3}}
+    assert [names["score"]("1+1=", text, [1], [2], answer="2", **row) for text in ("2", "3")] == [1.0, 0.0]
