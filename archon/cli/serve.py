@@ -19,6 +19,7 @@ from archon.schema.config import expand_path
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
+    from archon.checkpoint.peft.export import LoRAWeights
     from archon.cli.serve_config import ServeConfig
     from archon.serve.server import AgentServer
 
@@ -143,13 +144,13 @@ def make_server(
     from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.peft.export import read_lora_weights
-    from archon.checkpoint.tokenizer import load_tokenizer
+    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
     from archon.data.image_rows import open_reader
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
     from archon.models import get_model_spec
-    from archon.serve.lora_folders import LoRAFolders
+    from archon.serve.lora_folders import LoRAFolders, require_same_prompts
     from archon.serve.pushed_weights import NO_VERSION, PushedWeights
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
@@ -157,7 +158,11 @@ def make_server(
     # Read the config first: its error for a folder that is not a checkpoint is clearer than the tokenizer's.
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
-    tokenizer = load_tokenizer(config.tokenizer or path, path)
+    folders = list((loras or {}).values())
+    trained = folders[0] if len(folders) == 1 and has_tokenizer(folders[0]) else path
+    tokenizer = load_tokenizer(config.tokenizer or trained, path)
+    for folder in folders:
+        require_same_prompts(folder, tokenizer)
     read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         read(path),
@@ -173,6 +178,11 @@ def make_server(
         if name == model_name:
             raise ConfigError(f"--lora has the name of the base model, {name!r}; choose another, or set model_name")
         engine.load_lora(name, read_lora_weights(folder, names, path))
+
+    def read_lora(folder: Path) -> LoRAWeights:
+        require_same_prompts(folder, tokenizer)
+        return read_lora_weights(folder, names)
+
     return AgentServer(
         tokenizer,
         engine,
@@ -182,9 +192,7 @@ def make_server(
         tool_call_parser=config.tool_call_parser,
         reader=open_reader(path),
         log_requests=log_requests,
-        lora_folders=(
-            None if lora_root is None else LoRAFolders(lora_root, lambda folder: read_lora_weights(folder, names))
-        ),
+        lora_folders=None if lora_root is None else LoRAFolders(lora_root, read_lora),
         pushed=(
             None
             if push_root is None

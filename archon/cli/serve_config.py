@@ -13,7 +13,9 @@ class ServeConfig(StrictModel):
     """Model and limits of the server."""
 
     model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
-    tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the checkpoint's")
+    tokenizer: Annotated[str | None, EXPANDED] = Field(
+        None, description="tokenizer folder; null: that of a single --lora if it has one, else the checkpoint's"
+    )
     tool_call_parser: str | None = Field(
         None,
         description="tool-call format: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | mistral | lfm2 | "

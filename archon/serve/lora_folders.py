@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from archon.checkpoint.chat_template import prompt_separator
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.checkpoint.peft.reader import WEIGHTS_FILE
+from archon.checkpoint.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from archon.schema.errors import ConfigError
 
 
@@ -30,7 +33,7 @@ class LoRAFolders:
         folder = self._inside(root, root / path)
         if not folder.is_dir():
             raise ConfigError(f"lora_path: {path!r:.200} is no folder in {root}")
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
+        for name in (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES):
             file = self._inside(root, folder / name)
             if file.exists() and not file.is_file():
                 raise ConfigError(f"lora_path: {name} in {path!r:.200} is no regular file")
@@ -43,6 +46,22 @@ class LoRAFolders:
         if resolved is None:
             raise ConfigError(f"lora_path: {str(path)!r:.200} is outside of {root}, the only directory for LoRAs")
         return resolved
+
+
+def require_same_prompts(folder: Path, tokenizer: Any) -> None:
+    """Raise ConfigError if the LoRA's tokenizer, if it has one, formats prompts differently from the served one."""
+    if not has_tokenizer(folder):
+        return
+    trained = load_tokenizer(folder)
+    for name, expected, served in (
+        ("chat template", trained.chat_template, tokenizer.chat_template),
+        ("prompt separator", prompt_separator(trained), prompt_separator(tokenizer)),
+    ):
+        if expected != served:
+            raise ConfigError(
+                f"the LoRA {folder} was trained with another {name} than that of the served tokenizer; serve it with "
+                f"tokenizer={folder}, and LoRAs with other prompts on another server"
+            )
 
 
 def inside(root: Path, path: Path) -> Path | None:

@@ -21,8 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from archon.checkpoint.tokenizer import load_tokenizer
 from archon.cli.serve import make_server
 from archon.cli.serve_config import ServeConfig
+from archon.schema.errors import ConfigError
 from tests.tolerances import GENERATED_LOGPROB_FP32
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +164,33 @@ async def test_a_prompt_is_scored_with_its_adapter(client: httpx.AsyncClient, ba
     body = {"model": "red", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
     answer = (await client.post("/completions", json=body)).json()["choices"][0]["logprobs"]["token_logprobs"]
     torch.testing.assert_close(torch.tensor(answer[1:]), expected, rtol=0, atol=10 * GENERATED_LOGPROB_FP32)
+
+
+def with_template(lora: Path, base: Path, folder: Path, template: str) -> Path:
+    """A copy of a LoRA with the checkpoint's tokenizer and another chat template."""
+    shutil.copytree(lora, folder)
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def test_prompts_are_those_that_the_lora_was_trained_with(base: Path, root: Path, tmp_path: Path) -> None:
+    config = ServeConfig(device="cpu", model_name="tiny")
+    twice = "{% for message in messages %}{{ message['content'] * 2 }}{% endfor %}"
+    red = with_template(root / "red", base, tmp_path / "red", twice)
+    green = with_template(root / "green", base, tmp_path / "green", twice + "=")
+    server = make_server(base, config, "secret", {"red": red}, tmp_path)
+    url = await server.start()
+    async with httpx.AsyncClient(base_url=url, headers=TOKEN, trust_env=False, timeout=60) as client:
+        answer = await client.post("/chat/completions", json={"model": "red", "messages": USER, "max_tokens": 1})
+        assert answer.json()["usage"]["prompt_tokens"] == 2 * len("1+1=")
+        assert "another chat template" in complaint(await load(client, "green", green), 400)
+        assert (await load(client, "again", red)).status_code == 200
+    await server.close()
+    with pytest.raises(ConfigError, match=f"the LoRA {red} was trained with another chat template"):
+        make_server(base, config, None, {"red": red, "blue": root / "blue"})
+    make_server(base, config.model_copy(update={"tokenizer": str(red)}), None, {"red": red, "blue": root / "blue"})
 
 
 async def test_adapters_are_loaded_replaced_and_unloaded_while_others_answer(
