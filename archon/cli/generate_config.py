@@ -19,7 +19,7 @@ class GenerateConfig(GenerationHyperparameters):
     greedy: bool = Field(
         True,
         description="choose the most likely token; false by default if n_samples, temperature, top_p, top_k or seed is "
-        "set",
+        "set; temperature=0 is greedy too",
     )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="random stream of all answers; null: a new one each time"
@@ -34,8 +34,11 @@ class GenerateConfig(GenerationHyperparameters):
 
     @model_validator(mode="before")
     @classmethod
-    def _sample_if_asked(cls, data: Any) -> Any:
-        """Sample if a sampling parameter is set, and `greedy` is not."""
-        if isinstance(data, dict) and "greedy" not in data and _SAMPLING & data.keys():
-            return {**data, "greedy": False}
-        return data
+    def _set_greedy(cls, data: Any) -> Any:
+        """Set `greedy`, unless it is set: true for temperature 0, and false if a sampling parameter is set."""
+        if not isinstance(data, dict):
+            return data
+        temperature = data.get("temperature")
+        if type(temperature) in (int, float) and temperature == 0 and data.get("greedy", True) is True:
+            return {name: value for name, value in data.items() if name != "temperature"} | {"greedy": True}
+        return {"greedy": False, **data} if _SAMPLING & data.keys() else data

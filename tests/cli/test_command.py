@@ -125,6 +125,7 @@ def test_generate_is_greedy_unless_sampling_is_asked_for(archon, checkpoint):
 
     greedy = answers()
     assert greedy == answers() == answers("greedy=true", "temperature=5.0")
+    assert greedy == answers("temperature=0") == answers("temperature=0.0", "greedy=true", "seed=1")
     assert answers("temperature=5.0") != answers("temperature=5.0"), "each call has a new stream"
     assert len(set(answers("n_samples=3"))) > 1
 
