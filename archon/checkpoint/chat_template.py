@@ -351,7 +351,7 @@ def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
     reads), and the tokens with which the chat template ends an assistant turn.
     """
     ids = [getattr(tokenizer, "eos_token_id", None), *getattr(tokenizer, "checkpoint_stop_ids", ())]
-    if has_chat_template(tokenizer):
+    if has_chat_template(tokenizer) and isinstance(tokenizer.chat_template, str | dict):
         chat = chat_template(tokenizer)
         ends = [token for token in (chat.end_of_answer, chat.end_of_calls) if token]
         ids += tokenizer.convert_tokens_to_ids(ends)

@@ -155,8 +155,11 @@ def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequ
 
 
 def _require_main() -> None:
-    """Raise in a worker process that is importing the user's script, which would start the work a second time."""
-    if getattr(current_process(), "_inheriting", False):
+    """Raise in a worker process that is importing the user's script, which would start the work a second time.
+
+    Such a process has its name, but not yet its parent.
+    """
+    if parent_process() is None and current_process().name != "MainProcess":
         raise DatasetError("a worker process imports this script: put its work under `if __name__ == '__main__':`")
 
 
