@@ -56,11 +56,13 @@ async def gold_scores(
     none.
 
     Raises:
-        RewardError: the reward fails on a gold answer.
+        RewardError: the reward fails on a gold answer, or takes other arguments.
     """
     count = len(rows) if n is None else min(n, len(rows))
     indices = [index * len(rows) // count for index in range(count)]
     checked = [index for index in indices if rows[index].get("answer") is not None]
+    if checked:
+        reward.require_documented_form()
     scores = await asyncio.gather(*(_score(reward, index, rows[index]) for index in checked))
     return dict(zip(checked, scores, strict=True))
 
@@ -72,7 +74,10 @@ async def _score(reward: AsyncRewardWrapper, index: int, row: Mapping[str, Any])
         try:
             best = max(best, float(await reward(row.get("prompt", ""), completion, [], [], **row)))
         except RewardFailure as failure:
-            message = f"the reward fails on the gold answer of row {index} ({answer[-80:]!r}): {failure}"
+            message = (
+                f"the reward fails on the gold answer of row {index} ({answer[-80:]!r}): {failure}; fix it, or set "
+                "rollout.n_gold_checks=0 for a reward that may fail on gold answers"
+            )
             raise RewardError(message) from failure
         if best >= 1.0:
             break

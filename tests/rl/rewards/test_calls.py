@@ -17,6 +17,7 @@ from archon.rl.rewards import (
     RewardInvalid,
     RewardRaised,
     RewardTimeout,
+    verify_gold,
 )
 from archon.rl.workflows.base import wrap_reward
 from archon.schema.errors import RewardError
@@ -142,6 +143,8 @@ async def test_a_reward_in_the_form_of_trl_returns_a_list_of_one_reward() -> Non
 def test_a_reward_in_the_form_of_verl_is_refused_and_the_wrapper_of_the_guide_calls_it() -> None:
     with pytest.raises(RewardError, match=r"compute_score takes veRL's arguments .data_source, solution_str, .*README"):
         wrap_reward("tests.rl.rewards.faulty.compute_score")
+    with pytest.raises(RewardError, match="takes veRL's arguments"):
+        verify_gold("tests.rl.rewards.faulty.compute_score", [{"prompt": "1+1=", "answer": "2"}])
     names: dict[str, Any] = {"compute_score": faulty.compute_score}
     exec(compile(shown("verl-reward", GUIDE), "rl/README.md", "exec"), names)
     row = {"data_source": "sums", "extra_info": {"index": 3}}
