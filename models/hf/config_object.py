@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from archon.models.hf.checks import reject_field
-from archon.models.hf.config import DENSE_FIELDS, FIXED_VALUES, NO_EFFECT, as_dict, read_field
+from archon.models.hf.config import DENSE_FIELDS, DROPOUTS, FIXED_VALUES, NO_EFFECT, as_dict, read_field
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.schema.errors import ConfigError, FamilyError
 
@@ -101,7 +101,7 @@ def _complete(args: Any, config: HFConfig, is_critic: bool) -> Any:
         sizes = {"max_seq_len": args.max_seq_len, "n_layers": args.n_layers, "head_dim": args.head_dim}
         rope = family.hf_ropes.read(dict(config), sizes | {"layer_windows": args.layer_windows})
         changes |= {name: rope[name] for name in ("rope_theta", "rope_scaling") if name in rope}
-    known = {*DENSE_FIELDS, *_ROPE_FIELDS, *NO_EFFECT, QUANTIZATION_FIELD}
+    known = {*DENSE_FIELDS, *_ROPE_FIELDS, *NO_EFFECT, *DROPOUTS, QUANTIZATION_FIELD}
     fixed = FIXED_VALUES | _DISABLED | family.hf_fixed_values
     windows = () if config.get("use_sliding_window", True) else ("sliding_window", "max_window_layers")
     for name, value in unread.items():
