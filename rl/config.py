@@ -160,7 +160,7 @@ _GROUP_SIZE = 8
 
 
 def _set_group_size(gconfig: Any) -> Any:
-    """Set `n_samples` to the default of RL, which is not that of a single request, unless it is set."""
+    """Set `n_samples` to the RL default (a single request has another default), unless it is set."""
     if isinstance(gconfig, GenerationHyperparameters) and "n_samples" not in gconfig.model_fields_set:
         return gconfig.new(n_samples=_GROUP_SIZE)
     return {"n_samples": _GROUP_SIZE, **gconfig} if isinstance(gconfig, Mapping) else gconfig

@@ -219,7 +219,7 @@ class ChatTemplate:
 
     @cached_property
     def _header_follows_text(self) -> bool:
-        """Whether the generation prompt depends on the conversation: some templates obey a user's /no_think."""
+        """Whether the generation prompt depends on the user message (some templates obey /no_think)."""
         headers = set()
         for suffix in ("", " /no_think", " /nothink"):
             question = {"role": "user", "content": f"question{suffix}"}
@@ -250,7 +250,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_json(self) -> bool:
-        """Whether the template writes arguments as text: objects would become `{'x': 'y'}`."""
+        """Whether tool arguments must be JSON strings; the template would print an object as `{'x': 'y'}`."""
         message = {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}
         try:
             return "{'x'" in self._run([{**QUESTION}, message], "a probe", None, False).text
@@ -265,7 +265,7 @@ class ChatTemplate:
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether the template renders the functions that a conversation may call."""
+        """Whether the template renders tool definitions."""
         function = {"name": PROBE_TEXT, "description": "", "parameters": {"type": "object", "properties": {}}}
         try:
             rendering = self.render([QUESTION], "a probe", [{"type": "function", "function": function}])
@@ -411,7 +411,7 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
     """Return a compiled template with probes, and whether it has `{% generation %}` marks, outside and inside macros.
 
     A probe at the start of a loop's body reports the loop's item; the one after a loop reports its end. Loops inside
-    macros and other blocks whose text is collected before it is emitted have no probe. A `{% generation %}` block
+    macros and other buffered blocks have no probe. A `{% generation %}` block
     becomes two probes around its content.
     """
     import jinja2

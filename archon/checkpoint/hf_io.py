@@ -92,7 +92,7 @@ def load_model(
 
     Args:
         path: a checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`, or with a revision `Qwen/Qwen3-0.6B@main`), or a
-            transformers model in memory, whose weights are copied.
+            transformers model in memory; its weights are copied.
         device: the device of the weights.
         dtype: parameter dtype; by default the config's `dtype` or `torch_dtype`, else float32. The default for a model
             in memory is the dtype of its weights.

@@ -14,7 +14,7 @@ class ServeConfig(StrictModel):
 
     model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
     tokenizer: Annotated[str | None, EXPANDED] = Field(
-        None, description="tokenizer folder; null: that of a single --lora if it has one, else the checkpoint's"
+        None, description="tokenizer folder; null: the single --lora folder if it has a tokenizer, else the checkpoint"
     )
     tool_call_parser: str | None = Field(
         None,

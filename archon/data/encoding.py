@@ -60,8 +60,8 @@ class TurnOptions:
 
     Attributes:
         train_turns: all assistant turns, or the last one.
-        stripped_thinking: what happens to an assistant turn whose thinking the template leaves out, as most templates
-            do in earlier turns: "mask" it, or "train" what is left.
+        stripped_thinking: "mask" or "train" assistant turns without their thinking. Most templates remove the
+            thinking of earlier turns.
         ignore_fields: fields of messages that may be lost because the template does not render them.
         chat_template_kwargs: variables of the chat template, such as enable_thinking.
         long_rows: "drop" a conversation with too many tokens, or "truncate" it after its last trained turn that fits.
@@ -429,7 +429,7 @@ def _splits_freely(tokenizer: Any) -> bool:
 
 
 def _encode_pieces(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:
-    """Return rows whose texts are split at the ends of trained spans, which needs no offsets and is faster."""
+    """Tokenize each text in pieces, split at the borders of trained spans. This is faster than token offsets."""
     texts, owners = [], []
     for number, example in enumerate(examples):
         borders = [0, *chain.from_iterable(example.spans), len(example.text)]

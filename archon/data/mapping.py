@@ -327,7 +327,7 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
 
 
 def _is_message(message: Any) -> bool:
-    """Return whether it is a message: a role, and a content that is a text, parts, or None beside other fields."""
+    """Return whether it is a message: a role, and a text, content parts, or (assistant only) None."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -340,7 +340,7 @@ def _content(message: Message, where: str) -> str:
     """Return the content of a message as text, with `<image>` for image parts without data; None as an empty text.
 
     Raises:
-        DatasetError: another part, whose content would be lost.
+        DatasetError: a part is neither text nor an image placeholder.
     """
     content = message.get("content") or ""
     if isinstance(content, str):

@@ -191,7 +191,7 @@ def _parse_json(text: bytes, path: Path, first_line: int) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError for a repeated key, of which Python would keep only the last value."""
+    """Return a JSON object; raise ValueError for a repeated key (Python would keep only its last value)."""
     values = dict(pairs)
     if len(values) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -206,7 +206,7 @@ def _json_row(row: Any, where: str) -> SourceRow:
 
 
 def _read_csv(path: Path, stream: BinaryIO) -> list[SourceRow]:
-    """Read a table whose first line names the columns; every value is text."""
+    """Read a table with column names in its first line; every value is text."""
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
     rows = []
@@ -253,8 +253,8 @@ def _table_rows(path: Path, table: Any) -> list[SourceRow]:
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of an Arrow table without null fields inside its columns.
 
-    Arrow gives every object of a column the fields of all rows: the arguments of one tool get those of the others, as
-    nulls. An explicit null is lost with them.
+    Arrow gives every object of a column the fields of all rows. The arguments of one tool then hold the names of all
+    other arguments, as nulls. An explicit null is lost with them.
     """
 
     def clean(value: Any) -> Any:
@@ -266,7 +266,7 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) -> Callable[..., list[SourceRow]]:
-    """Return a reader whose errors, or whose missing package, are one line."""
+    """Wrap a reader so that its errors and a missing package are reported in one line."""
 
     def read_table(path: Path, stream: BinaryIO) -> list[SourceRow]:
         try:
@@ -320,7 +320,7 @@ def local_files(path: str | Path) -> dict[str, Path]:
 
 
 def has_subsets(path: str | Path) -> bool:
-    """Return whether a source may have several configurations: a hub dataset, or a folder whose README lists them."""
+    """Return whether a source may have several configurations: a hub dataset, or a folder with them in its README."""
     location = Path(path).expanduser()
     readme = location / "README.md"
     return not location.exists() or (readme.is_file() and b"config_name:" in readme.read_bytes())

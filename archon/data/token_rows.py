@@ -66,7 +66,7 @@ class TokenRows(Sequence[Row]):
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenRows]) -> TokenRows:
-        """Return the rows of all parts, whose rows are not selected."""
+        """Return the rows of all parts; no part may be a selection."""
         columns = {}
         for name in parts[0].columns:
             tokens = np.concatenate([part.columns[name][0] for part in parts])

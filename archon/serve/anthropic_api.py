@@ -154,7 +154,7 @@ class ThinkingOptions(protocol.RequestModel):
 
 
 class ContextManagement(protocol.RequestModel):
-    """Edits of the conversation, none of which is supported."""
+    """Edits of the conversation; none is supported."""
 
     edits: list[Any] = Field([], max_length=0)
 

@@ -188,7 +188,7 @@ def parse_argument(text: str, schema: Any) -> Any:
     kind = _json_type(value)
     if kind == "integer" and types & {"integer", "number"}:
         return int(value) if "integer" in types else value
-    # Models write null for an optional argument, whose schema often does not allow it.
+    # Models write null for an optional argument, although its schema often does not allow it.
     return value if kind in types or (value is None and "string" not in types) else text
 
 

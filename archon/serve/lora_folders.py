@@ -59,7 +59,7 @@ def require_same_prompts(folder: Path, tokenizer: Any) -> None:
     ):
         if expected != served:
             raise ConfigError(
-                f"the LoRA {folder} was trained with another {name} than that of the served tokenizer; serve it with "
+                f"the LoRA {folder} was trained with another {name} than the served tokenizer has; serve it with "
                 f"tokenizer={folder}, and LoRAs with other prompts on another server"
             )
 

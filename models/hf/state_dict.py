@@ -101,8 +101,8 @@ _CONVERSIONS = ("from_hf", "to_hf", "convert_single_to_hf")
 class BaseStateDictAdapter:
     """Map between the tensors of a Hugging Face checkpoint and the parameters of a model; holds no tensors.
 
-    A family whose tensors the map cannot describe overrides `from_hf`, and `to_hf` or `convert_single_to_hf`. Files are
-    then read and written through these methods, with the whole model in memory.
+    If the map cannot describe the tensors, a family overrides `from_hf`, and `to_hf` or `convert_single_to_hf`. Files
+    are then read and written through these methods, with the whole model in memory.
 
     Subclasses set `model_class`, and `from_hf_map` unless it is the dense map. `passthrough` lists key patterns of
     tensors that the model does not use, such as multi-token-prediction layers or the vision encoder. In a pattern

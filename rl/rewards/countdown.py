@@ -31,8 +31,8 @@ def countdown_reward(
     r"""Return 1.0 for a right equation, 0.1 for another equation, and 0.0 without one.
 
     The equation is in the last `<answer>…</answer>`, else in the last `\boxed{…}`; text after `=` is ignored. The
-    scores are those of TinyZero (Pan et al. 2025). The gold `answer` is `{"target": 24, "numbers": [1, 3, 4, 6]}`, a
-    dictionary or JSON.
+    scores are the same as in TinyZero (Pan et al. 2025). The gold `answer` is a dictionary or JSON, such as
+    `{"target": 24, "numbers": [1, 3, 4, 6]}`.
 
     Raises:
         RewardError: `answer` has another form; a defect of the data is not a reward of 0.
