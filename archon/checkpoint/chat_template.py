@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
@@ -330,18 +330,24 @@ def chat_template(tokenizer: Any, **options: Any) -> ChatTemplate:
     templates = _TEMPLATES.setdefault(tokenizer, {})
     key = json.dumps([tokenizer.chat_template, options], sort_keys=True, default=repr)
     if key not in templates:
-        source = json.dumps(tokenizer.chat_template)
-        for name in options:
-            if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", source):
-                raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
+        if (name := unknown_variable(json.dumps(tokenizer.chat_template), options)) is not None:
+            raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
         # A proxy, since a strong reference would keep the key of the weak dictionary alive.
         templates[key] = ChatTemplate(weakref.proxy(tokenizer), options)
     return templates[key]
 
 
+_TEMPLATES: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
+
+
 # Variables that every chat template receives.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-_TEMPLATES: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
+
+
+def unknown_variable(source: str, names: Iterable[str]) -> str | None:
+    """Return the first name that is no variable of a chat template, or that archon sets; None if all may be set."""
+    unknown = (name for name in names if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", source))
+    return next(unknown, None)
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:

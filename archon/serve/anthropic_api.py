@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from archon.checkpoint.chat_template import add_thinking_aliases
 from archon.serve import protocol
 from archon.serve.answer_text import Delta
 from archon.serve.call_syntax import ToolCall
@@ -117,7 +118,7 @@ class AnthropicMessage(protocol.RequestModel):
         if shown or calls or thoughts:
             message: dict[str, Any] = {"role": self.role, "content": template_content(shown)}
             if thoughts:
-                message |= protocol.add_reasoning_alias({"reasoning_content": "".join(thoughts)})
+                message |= add_thinking_aliases({"reasoning_content": "".join(thoughts)})
             messages.append(message | {"tool_calls": calls} if calls else message)
         return messages
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from archon.checkpoint.chat_template import add_thinking_aliases
 from archon.data.images import ImageReader
 from archon.generation.types import TopLogprobs
 from archon.serve import protocol
@@ -97,7 +98,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     kept = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if isinstance(message, AssistantMessage) and message.reasoning is not None:
         kept.setdefault("reasoning_content", message.reasoning)
-    return converted | protocol.add_reasoning_alias(kept)
+    return converted | add_thinking_aliases(kept)
 
 
 class ChatTool(protocol.RequestModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
-from archon.checkpoint.chat_template import has_chat_template, render_calls
+from archon.checkpoint.chat_template import has_chat_template, render_calls, unknown_variable
 from archon.data.encoding import tokenize
 from archon.data.images import ImageReader
 from archon.generation.seeds import derive_seed
@@ -47,8 +46,6 @@ def _float_to_int(value: Any) -> Any:
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Thinking = bool | Effort
 """Whether, or how much, a model is to think."""
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-"""Variables that every chat template receives, in addition to `chat_template_kwargs` of a request."""
 
 Integer = Annotated[int, BeforeValidator(_float_to_int)]
 Positive = Annotated[Integer, Field(ge=1)]
@@ -209,9 +206,8 @@ class Conversation(RequestModel):
         """Return the variables that the request sets; raises `RolloutError` for one that the template does not use."""
         template = template_text(tokenizer)
         options = dict(self.chat_template_kwargs or {})
-        for name in options:
-            if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
-                raise RolloutError(f"chat_template_kwargs: the model's chat template has no variable {name!r:.80}")
+        if (name := unknown_variable(template, options)) is not None:
+            raise RolloutError(f"chat_template_kwargs: the model's chat template has no variable {name!r:.80}")
         thinking = self.thinking_mode()
         if thinking is None:
             return options
@@ -303,13 +299,6 @@ def template_call(call_id: str, name: str, arguments: str | dict[str, Any], wher
         if not isinstance(arguments, dict):
             raise RolloutError(f"{where}: the arguments of {name!r:.80} are not a JSON object")
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-
-
-def add_reasoning_alias(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its thinking also under the name that gpt-oss' template has for it."""
-    if "reasoning_content" not in message:
-        return message
-    return {**message, "thinking": message["reasoning_content"]}
 
 
 @dataclass

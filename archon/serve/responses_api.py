@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from archon.checkpoint.chat_template import add_thinking_aliases
 from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
@@ -139,7 +140,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         for number, item in enumerate(self.input):
             if isinstance(item, ReasoningInput):
                 texts = item.content or item.summary
-                thought = protocol.add_reasoning_alias({"reasoning_content": "".join(text.text for text in texts)})
+                thought = add_thinking_aliases({"reasoning_content": "".join(text.text for text in texts)})
                 messages.append({"role": "assistant", "content": "", **thought})
             elif isinstance(item, CallItem):
                 if not messages or messages[-1]["role"] != "assistant":
