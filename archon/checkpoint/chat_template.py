@@ -12,9 +12,11 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from archon.schema.errors import DatasetError
 
@@ -27,7 +29,7 @@ SEPARATOR = "prompt_separator"  # key of tokenizer_config.json
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_TEXT = "a text that no template writes by itself"
-_ITEM, _PLACE = "archon_item", "archon_place"  # functions that the instrumented template calls
+_ITEM, _PLACE = "archon_item", "archon_place"  # probes: filters of the instrumented template
 _CALLS = [
     {"type": "function", "id": f"call0000{index}", "function": {"name": name, "arguments": {"x": "y"}}}
     for index, name in enumerate(("first_tool", "second_tool"))
@@ -412,6 +414,29 @@ def _template_error(messages: Sequence[Message], where: str, error: Exception) -
     return DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {reason}")
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Sandbox that reads fields of messages directly: three quarters of the time of a long conversation go there."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        key = type(obj), attr  # the only things that decide
+        if key not in _SAFE:
+            _SAFE[key] = super().is_safe_attribute(obj, attr, value)
+        return _SAFE[key]
+
+
+def _call_variable(name: str, context: Any, value: object) -> object:
+    return context[name](value)
+
+
+_SAFE: dict[tuple[type, str], bool] = {}
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 @lru_cache(maxsize=16)
 def _instrumented(source: str) -> tuple[Any, bool, bool]:
     """Return a compiled template with probes, and whether it has `{% generation %}` marks, outside and inside macros.
@@ -424,13 +449,16 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    environment = _compile_jinja_template(source).environment
+    environment = _compile_jinja_template(source).environment.overlay()
+    environment.__class__ = _Sandbox
+    for name in (_ITEM, _PLACE):
+        environment.filters[name] = jinja2.pass_context(partial(_call_variable, name))
     tree = environment.parse(source)
     collected = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
     marks = hidden_marks = False
 
     def report(function: str, item: nodes.Expr) -> nodes.Node:
-        return nodes.Output([nodes.Call(nodes.Name(function, "load"), [item], [], None, None)])
+        return nodes.Output([nodes.Filter(item, function, [], [], None, None)])
 
     def place(name: str) -> nodes.Node:
         return report(_PLACE, nodes.Const(name))
