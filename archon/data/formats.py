@@ -7,13 +7,14 @@ row does not have these columns. Every row must have the same format.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from itertools import product
 from typing import Any
 
 from archon.checkpoint.chat_template import Message
-from archon.data.sources import SourceRow
+from archon.data.sources import ConvertedRows, SourceRow
 from archon.schema.errors import DatasetError
 
 Rows = Sequence[SourceRow]
@@ -74,12 +75,12 @@ def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     if all(name in names for name in ENCODED):
         return source, PROMPT_KEY, RESPONSE_KEY, "tokenized rows"
     if name := next((name for name in _CONVERSATIONS if name in names), None):
-        rows = [SourceRow(row.where, {**row.data, "messages": _conversation(row, name)}) for row in source]
+        rows = ConvertedRows(source, partial(_messages_column, convert=partial(_conversation, name=name)))
         return rows, "messages", None, "conversations"
     if {PROMPT_KEY, "completion"} <= names:
         if isinstance(source[0].data["completion"], str):
             return source, PROMPT_KEY, "completion", "prompts with completions"
-        rows = [SourceRow(row.where, {**row.data, "messages": _prompt_completion(row)}) for row in source]
+        rows = ConvertedRows(source, partial(_messages_column, convert=_prompt_completion))
         return rows, "messages", None, "prompts with completions; training the completions"
     if {"instruction", "output"} <= names:
         return _join_input(source, "instruction"), "instruction", "output", "instructions with outputs"
@@ -97,7 +98,7 @@ def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
 def _rl_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
     name = next((name for name in _CONVERSATIONS if name in names), None)
     if name is not None and PROMPT_KEY not in names:
-        rows = [SourceRow(row.where, {**row.data, **_rl_conversation(row, name)}) for row in source]
+        rows = ConvertedRows(source, partial(_rl_conversation, name=name))
         return rows, "messages", _answer_column(rows[0].data), "conversations; sampling the next assistant turn"
     question = next((name for name in _QUESTIONS if name in names), None)
     if question is None:
@@ -112,7 +113,7 @@ def _pair_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
         raise _unknown(source[0], "the columns chosen and rejected, each an answer or a conversation")
     if PROMPT_KEY in names and isinstance(source[0].data["chosen"], str):
         return source, PROMPT_KEY, RESPONSE_KEY, ""
-    rows = [SourceRow(row.where, {**row.data, **_pair_conversations(row)}) for row in source]
+    rows = ConvertedRows(source, _pair_conversations)
     return rows, None, None, "pairs of conversations; comparing their last turns"
 
 
@@ -170,6 +171,10 @@ def _sharegpt_call(row: SourceRow, value: Any) -> dict[str, Any]:
         raise DatasetError(f"{row.where}: a function_call is {value!r:.80}; expected JSON with a name") from None
 
 
+def _messages_column(row: SourceRow, convert: Callable[[SourceRow], list[Message]]) -> dict[str, Any]:
+    return {**row.data, "messages": convert(row)}
+
+
 def _messages_of(row: SourceRow, name: str, role: str) -> list[Message]:
     """Return a column that holds a text or messages, as messages; a text has the role `role`."""
     value = row.data.get(name)
@@ -181,9 +186,9 @@ def _prompt_completion(row: SourceRow) -> list[Message]:
     return [*({**message, "weight": 0} for message in prompt), *_messages_of(row, "completion", "assistant")]
 
 
-def _pair_conversations(row: SourceRow) -> dict[str, list[Message] | str]:
-    """Return `chosen` and `rejected` as full conversations, with the column `prompt` if they hold only answers."""
-    pair: dict[str, list[Message] | str] = {}
+def _pair_conversations(row: SourceRow) -> dict[str, Any]:
+    """Return a row with full conversations in `chosen` and `rejected`; answers are put after the column `prompt`."""
+    pair = dict(row.data)
     for name in ("chosen", "rejected"):
         if isinstance(row.data.get(name), str) and PROMPT_KEY not in row.data:
             pair[name] = row.data[name]  # a transcript of hh_rlhf
@@ -202,27 +207,24 @@ def _pair_conversations(row: SourceRow) -> dict[str, list[Message] | str]:
 
 def _join_input(source: Rows, question: str) -> Rows:
     """Return Alpaca rows with the column `input` after the instruction; other rows unchanged."""
-    if question != "instruction":
-        return source
-    rows = []
-    for row in source:
-        instruction, extra = row.data.get("instruction"), row.data.get("input")
-        if not isinstance(instruction, str) or row.data.get("history"):
-            name = "history" if isinstance(instruction, str) else "instruction"
-            raise DatasetError(
-                f"{row.where}: {name!r} is {row.data.get(name)!s:.80}; expected an instruction in one string, without "
-                "history: write the turns into a column messages"
-            )
-        rows.append(
-            SourceRow(row.where, {**row.data, "instruction": f"{instruction}\n\n{extra}" if extra else instruction})
+    return ConvertedRows(source, _alpaca_row) if question == "instruction" else source
+
+
+def _alpaca_row(row: SourceRow) -> dict[str, Any]:
+    instruction, extra = row.data.get("instruction"), row.data.get("input")
+    if not isinstance(instruction, str) or row.data.get("history"):
+        name = "history" if isinstance(instruction, str) else "instruction"
+        raise DatasetError(
+            f"{row.where}: {name!r} is {row.data.get(name)!s:.80}; expected an instruction in one string, without "
+            "history: write the turns into a column messages"
         )
-    return rows
+    return {**row.data, "instruction": f"{instruction}\n\n{extra}" if extra else instruction}
 
 
 def _rl_conversation(row: SourceRow, name: str) -> dict[str, Any]:
-    """Return the prompt of a conversation; a last assistant turn becomes the answer, unless the row has one."""
+    """Return a row with a prompt; a last assistant turn becomes the answer, unless the row has one."""
     messages = _conversation(row, name)
     if messages[-1].get("role") != "assistant":
-        return {"messages": messages}
-    prompt: dict[str, Any] = {"messages": messages[:-1]}
+        return {**row.data, "messages": messages}
+    prompt = {**row.data, "messages": messages[:-1]}
     return prompt if _answer_column(row.data) else prompt | {"answer": messages[-1].get("content")}

@@ -8,6 +8,7 @@ otherwise they are text only, and a warning counts the rows with images.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _reader_options(processor: Any, tokenizer: Any, options: dict[str, Any]) -> 
     return {"tokenizer": getattr(source, "tokenizer", source), "reader": options.get("reader")}
 
 
-def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageReader | None) -> list[SourceRow]:
+def _load_rows(name: str, path: str | Path | None, split: str, reader: ImageReader | None) -> Sequence[SourceRow]:
     """Return the rows of a dataset with images; without a reader also without these, and their places in the text."""
     source = named_rows(name, path, split)
     if reader is not None:

@@ -62,11 +62,12 @@ def rl_dataset(
     """
     rows = []
     configured = response_key
+    source = list(source)
     column = next((column for column in ("images", "image") if any(row.data.get(column) for row in source)), None)
     if reader is None and column is not None:
         logger.warning("%s: the model reads no images; column %r goes to the reward alone", name, column)
-    source, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
-    for row in source:
+    recognized, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
+    for row in recognized:
         messages = conversation(row, prompt_key, system_prompt, instruction)
         gold = {}
         if response_key is not None:

@@ -8,13 +8,13 @@ files, a file, or a name on the hub; by default the directory of `data_folder`. 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from archon.data.mapping import require_column, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset
-from archon.data.sources import SourceRow, data_folder, read_rows
+from archon.data.sources import SourceRow, data_folder, open_rows
 from archon.schema.errors import DatasetError, TokenizerError
 
 N_HELD_OUT = 1000
@@ -123,9 +123,9 @@ def get_torl_data_sft_dataset(
     return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
 
 
-def named_rows(name: str, path: str | Path | None, split: str, subset: str | None = None) -> list[SourceRow]:
+def named_rows(name: str, path: str | Path | None, split: str, subset: str | None = None) -> Sequence[SourceRow]:
     """Return the rows of a named dataset's files, by default in `data_folder`; `subset` is for the hub."""
-    return read_rows(data_folder(name) if path is None else path, split, subset)
+    return open_rows(data_folder(name) if path is None else path, split, subset)
 
 
 def require_tokenizer(tokenizer: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ from archon.data.formats import RESPONSE_KEY, recognize
 from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column, require_no_intent
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
-from archon.data.sources import SourceRow, read_rows
+from archon.data.sources import SourceRow, open_rows
 from archon.data.token_rows import encode_rows, row_lengths
 from archon.schema.errors import DatasetError
 
@@ -145,7 +145,7 @@ def get_hh_rlhf_rw_dataset(
 
     `options` are passed to `pair_dataset`: system_prompt, instruction.
     """
-    source = read_rows(path or "Anthropic/hh-rlhf", split)
+    source = open_rows(path or "Anthropic/hh-rlhf", split)
     options |= {"tokenizer": require_tokenizer(tokenizer, "hh_rlhf"), "max_length": max_length}
     return pair_dataset(source, f"hh_rlhf[{split}]", prompt_key=None, **options)
 

@@ -21,7 +21,7 @@ from archon.data.environments import EnvironmentName, environment_function, pars
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset, row_fingerprint
-from archon.data.sources import SourceRow, has_column, has_subsets, local_files, read_rows
+from archon.data.sources import SourceRow, has_column, has_subsets, local_files, open_rows
 from archon.data.token_rows import CACHED_BYTES, cached_rows
 from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
@@ -147,7 +147,7 @@ def get_custom_dataset(
     """Return rows of a named dataset (`VALID_DATASETS`), a JSONL, parquet or Hugging Face dataset, or an environment.
 
     Args:
-        path: a name of `VALID_DATASETS`, or a source of `read_rows`: a file, a pattern of files, a folder, a hub id, a
+        path: a name of `VALID_DATASETS`, or a source of `open_rows`: a file, a pattern of files, a folder, a hub id, a
             function; or an environment's name, for example `reasoning_gym:leg_counting`.
         kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
             ids and masks of a chosen and a rejected answer.
@@ -201,7 +201,7 @@ def get_custom_dataset(
         loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, "subset": subset, **shared}, reader)
         return replace(loaded, rows=[{**row, "raw_task": row} for row in loaded]) if raw else loaded
     name = f"{path}[{split}]"
-    source = read_rows(path, split, subset) if environment is None else _generated(environment, name, split, seed)
+    source = open_rows(path, split, subset) if environment is None else _generated(environment, name, split, seed)
     if environment is not None and "prompt" not in source[0].data:
         return _episodes(source, name, kind, {**shared, "raw": raw or None})
     if kind in ("rl", "sft"):
@@ -213,10 +213,10 @@ def get_custom_dataset(
     if kind in ("dpo", "rw"):
         key = None if response_key is None else prompt_key
         encoded = pairs.pair_dataset(source, name, prompt_key=key, **shared)
-        return replace(encoded, source_fingerprint=row_fingerprint([row.data for row in source]))
+        return replace(encoded, source_fingerprint=row_fingerprint(source, key=lambda row: row.data))
     if kind == "sft":
         encoded = sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
-        return replace(encoded, source_fingerprint=row_fingerprint([row.data for row in source]))
+        return replace(encoded, source_fingerprint=row_fingerprint(source, key=lambda row: row.data))
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
 
 

@@ -12,9 +12,9 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast, overload
 
 from archon.checkpoint.hub import hub_snapshot, is_reachable, parse_hub_id
 from archon.schema.errors import DatasetError
@@ -32,8 +32,65 @@ class SourceRow(NamedTuple):
     data: dict[str, Any]
 
 
+class JsonLines(Sequence[SourceRow]):
+    """Rows of JSON Lines files, parsed when they are read: a parsed conversation takes several times the memory.
+
+    Args:
+        lines: file, number and text of each line.
+    """
+
+    def __init__(self, lines: Sequence[tuple[Path, int, bytes]]) -> None:
+        self.lines = lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @overload
+    def __getitem__(self, index: int) -> SourceRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> JsonLines: ...
+    def __getitem__(self, index: int | slice) -> SourceRow | JsonLines:
+        """Return a row, or some rows that are not parsed yet."""
+        if isinstance(index, slice):
+            return JsonLines(self.lines[index])
+        path, number, line = self.lines[index]
+        return _json_row(_parse_json(line.rstrip(), path, number), f"{path}:{number}")
+
+
+class ConvertedRows(Sequence[SourceRow]):
+    """Rows whose data `convert` computes when they are read.
+
+    Args:
+        source: rows.
+        convert: returns the new data of a row; can be pickled.
+    """
+
+    def __init__(self, source: Sequence[SourceRow], convert: Callable[[SourceRow], dict[str, Any]]) -> None:
+        self.source = source
+        self.convert = convert
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @overload
+    def __getitem__(self, index: int) -> SourceRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> ConvertedRows: ...
+    def __getitem__(self, index: int | slice) -> SourceRow | ConvertedRows:
+        """Return a row, or some rows that are not converted yet."""
+        if isinstance(index, slice):
+            return ConvertedRows(self.source[index], self.convert)
+        row = self.source[index]
+        return SourceRow(row.where, self.convert(row))
+
+
 def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[SourceRow]:
-    """Return all rows of one split.
+    """Return all rows of one split, see `open_rows`."""
+    return list(open_rows(path, split, subset))
+
+
+def open_rows(path: str | Path, split: str = "train", subset: str | None = None) -> Sequence[SourceRow]:
+    """Return the rows of one split. Lines of JSON are parsed when a row is read, and their errors are raised then.
 
     Args:
         path: a file (`.jsonl`, `.json`, `.csv`, all three also with `.gz`, `.parquet`, `.arrow`); a pattern of files
@@ -49,7 +106,7 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
     location = Path(path).expanduser()
     hub_id = parse_hub_id(path)
     if str(path).startswith(_FUNCTION):
-        rows = _call_function(str(path), split)
+        rows: Sequence[SourceRow] = _call_function(str(path), split)
     elif location.is_file():
         rows = _read_file(location)
     elif location.is_dir():
@@ -137,11 +194,14 @@ def _suffix(path: Path) -> str:
     return "".join(Path(name).suffixes[-2:]) if name.endswith(".gz") else Path(name).suffix
 
 
-def _read_files(files: Iterable[Path]) -> list[SourceRow]:
-    return [row for file in files for row in _read_file(file)]
+def _read_files(files: Iterable[Path]) -> Sequence[SourceRow]:
+    parts = [_read_file(file) for file in files]
+    if all(isinstance(part, JsonLines) for part in parts):
+        return JsonLines([line for part in cast(list[JsonLines], parts) for line in part.lines])
+    return [row for part in parts for row in part]
 
 
-def _read_file(path: Path) -> list[SourceRow]:
+def _read_file(path: Path) -> Sequence[SourceRow]:
     suffix = _suffix(path)
     if path.is_dir() or suffix not in _READERS:
         kind = "a folder" if path.is_dir() else f"suffix {suffix!r}"
@@ -158,17 +218,14 @@ def _read_file(path: Path) -> list[SourceRow]:
         raise DatasetError(f"{path}: damaged or not gzip: {error}; copy it again") from error
 
 
-def _read_json(path: Path, stream: BinaryIO) -> list[SourceRow]:
+def _read_json(path: Path, stream: BinaryIO) -> Sequence[SourceRow]:
     """Read one object a line, or one list of objects."""
-    rows: list[SourceRow] = []
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        if not rows and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            objects = _parse_json(line + stream.read(), path, number)
-            return [_json_row(row, f"{path} row {index}") for index, row in enumerate(objects)]
-        rows.append(_json_row(_parse_json(line.rstrip(), path, number), f"{path}:{number}"))
-    return rows
+    lines = [(path, number, line) for number, line in enumerate(stream, start=1) if line.strip()]
+    if not lines or not lines[0][2].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return JsonLines(lines)
+    stream.seek(0)
+    objects = _parse_json(stream.read(), path, 1)
+    return [_json_row(row, f"{path} row {index}") for index, row in enumerate(objects)]
 
 
 def _parse_json(text: bytes, path: Path, first_line: int) -> Any:
@@ -281,7 +338,7 @@ def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) 
     return read_table
 
 
-_READERS: dict[str, Callable[[Path, BinaryIO], list[SourceRow]]] = {
+_READERS: dict[str, Callable[[Path, BinaryIO], Sequence[SourceRow]]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -293,7 +350,7 @@ _READERS: dict[str, Callable[[Path, BinaryIO], list[SourceRow]]] = {
 }
 
 
-def _read_folder(folder: Path, split: str, subset: str | None = None) -> list[SourceRow]:
+def _read_folder(folder: Path, split: str, subset: str | None = None) -> Sequence[SourceRow]:
     """Return the rows of `<split>.jsonl` or another file of that name, else of the layouts that `datasets` knows."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _from_hugging_face(_import_datasets(folder).load_from_disk(str(folder)), str(folder), split)
@@ -309,7 +366,7 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> list[So
 
 
 def local_files(path: str | Path) -> dict[str, Path]:
-    """Return the files that `read_rows` may read, by name; none for a source other than files."""
+    """Return the files that `open_rows` may read, by name; none for a source other than files."""
     location = Path(path).expanduser()
     if location.is_file():  # its name may have the characters of a pattern
         return {location.suffix: location}
@@ -369,7 +426,7 @@ def _require_all_shards(files: Iterable[Path]) -> None:
             )
 
 
-def _read_hub(path: str, split: str, subset: str | None) -> list[SourceRow]:
+def _read_hub(path: str, split: str, subset: str | None) -> Sequence[SourceRow]:
     library, hub_id = _import_datasets(path), parse_hub_id(path)
     assert hub_id is not None
     if not is_reachable(hub_id, "dataset"):  # load_dataset would try for a minute, and not look into the hub's cache
