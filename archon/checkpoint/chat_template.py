@@ -332,8 +332,6 @@ def chat_template(tokenizer: Any, **options: Any) -> ChatTemplate:
     templates = _TEMPLATES.setdefault(tokenizer, {})
     key = json.dumps([tokenizer.chat_template, options], sort_keys=True, default=repr)
     if key not in templates:
-        if (name := unknown_variable(json.dumps(tokenizer.chat_template), options)) is not None:
-            raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
         # A proxy, since a strong reference would keep the key of the weak dictionary alive.
         templates[key] = ChatTemplate(weakref.proxy(tokenizer), options)
     return templates[key]

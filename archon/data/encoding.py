@@ -28,6 +28,7 @@ from archon.checkpoint.chat_template import (
     render_calls,
     stop_token_ids,
     stop_tokens,
+    unknown_variable,
 )
 from archon.schema.errors import DatasetError, TokenizerError
 
@@ -89,15 +90,16 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str = "this row
     if has_chat_template(tokenizer) and "messages" in row:
         tools = parse_tools(row.get("tools"), where)
         messages = [prepare_message(message, where) for message in row["messages"]]
+        if not isinstance(tokenizer.chat_template, str | dict):  # a tokenizer of another kind
+            text = render_calls(tokenizer, messages, where, add_generation_prompt=True, tools=tools, **options)
+            return list(tokenize(tokenizer, text, where)["input_ids"])
+        chat = chat_template(tokenizer, **options)
         if tools:
-            _require_tool_template(chat_template(tokenizer), where)
-            options["tools"] = tools
-        text = render_calls(tokenizer, messages, where, add_generation_prompt=True, **options)
-        if isinstance(tokenizer.chat_template, str):
-            chat = chat_template(tokenizer)
-            rendering = chat.render(messages, where, tools, add_generation_prompt=True)
-            for index, message in enumerate(messages):
-                _check_fields(chat, rendering, index, message, where)
+            _require_tool_template(chat, where)
+        rendering = chat.render(messages, where, tools, add_generation_prompt=True)
+        for index, message in enumerate(messages):
+            _check_fields(chat, rendering, index, message, where)
+        text = rendering.text
         return list(tokenize(tokenizer, text, where)["input_ids"])
     if "prompt" not in row and "messages" not in row:
         raise DatasetError(f"the RL row has the keys {sorted(row)}; expected `messages` or `prompt` among them")
@@ -196,7 +198,10 @@ def _chat_text(
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
     if turns[0] == 0:
         raise DatasetError(f"{where}: the conversation starts with an assistant turn; expected a user turn before it")
-    chat = chat_template(tokenizer, **options.chat_template_kwargs)
+    variables = options.chat_template_kwargs
+    if variables and (name := unknown_variable(json.dumps(tokenizer.chat_template), variables)):
+        raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
+    chat = chat_template(tokenizer, **variables)
     rendering = chat.render(messages, where, tools)
     if tools and "tools" not in options.ignore_fields:
         _require_tool_template(chat, where)

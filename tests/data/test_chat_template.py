@@ -14,6 +14,7 @@ from archon.schema.errors import DatasetError
 from tests.data.test_encoding import trained_text
 from tests.data.toy_tokenizers import CHATML, THINKING, toy_tokenizer
 
+QUESTION_AND_ANSWER = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEAD = "<|im_start|>{{ m.role }}\n"
 
@@ -234,13 +235,14 @@ def test_a_template_whose_marks_are_in_a_macro_is_refused() -> None:
         "{% for m in messages %}{{ turn(m) }}{% endfor %}"
     )
     with pytest.raises(DatasetError, match="marks in a macro; move them out"):
-        trained_text(toy_tokenizer(template), [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+        trained_text(toy_tokenizer(template), QUESTION_AND_ANSWER)
 
 
 def test_a_variable_that_the_template_does_not_have_is_refused() -> None:
+    tokenizer = toy_tokenizer("{% if enable_thinking %}{% endif %}" + CHATML)
     for name in ("enable_thinkin", "tools"):
         with pytest.raises(DatasetError, match=f"the chat template has no variable '{name}'"):
-            chat_template(toy_tokenizer("{% if enable_thinking %}{% endif %}" + CHATML), **{name: False})
+            trained_text(tokenizer, QUESTION_AND_ANSWER, TurnOptions(chat_template_kwargs={name: False}))
 
 
 def test_arguments_that_a_template_concatenates_are_json() -> None:
