@@ -323,9 +323,9 @@ class EngineConfig(StrictModel):
     )
     fp8: Fp8Choice = Field(
         "none",
-        description="FP8 matmuls of blocks, with the recipes of torchao: tensorwise, or rowwise with weight gradients "
-        "in dtype; *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA stay in "
-        "dtype. Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
+        description="FP8 matmuls of blocks, as in torchao: tensorwise, or rowwise (rowwise_with_gw_hp: weight "
+        "gradients in dtype); *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA "
+        "stay in dtype. Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(

@@ -1,14 +1,16 @@
 """FP8 matmuls (Micikevicius et al. 2022, arXiv:2209.05433), forward and backward.
 
-An operand is quantized with a scale, x ≈ scale · q, with scale = max |x| / (largest value of the format):
+An operand is quantized with a scale, q = scale · x rounded, with scale = (largest value of the format) / max |x|:
 
-- `tensorwise`, as torchao's recipe of that name: one scale for each operand of a linear layer's three matmuls,
+- `tensorwise` equals torchao's recipe of that name: one scale for each operand of a linear layer's three matmuls,
   e4m3 for inputs and weights, e5m2 for gradients.
-- `rowwise`, as torchao's `rowwise_with_gw_hp`: e4m3 everywhere, one scale for each row of inputs, weights and
-  gradients. The input gradient uses one scale for the whole weight; the weight gradient stays in the compute dtype.
+- `rowwise` equals torchao's `rowwise_with_gw_hp`: e4m3 everywhere, one scale for each row of inputs, weights and
+  gradients, rounded down to a power of two. The input gradient uses one scale for the whole weight; the weight gradient
+  stays in the compute dtype.
 
 Experts, multiplied by `scaled_grouped_mm`, use e4m3 and one scale for each row of inputs and gradients in both recipes,
-and weight gradients in the compute dtype. `tensorwise` uses one scale for each expert's matrix instead of one per row.
+rounded down to a power of two, and weight gradients in the compute dtype. `tensorwise` uses one scale for each expert's
+matrix instead of one per row.
 
 CUDA uses `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`; other devices emulate them with the same rounding and
 matmuls in at least float32. `make test-gpu` compares the two.
@@ -30,8 +32,12 @@ from archon.parallel.fp8 import MULTIPLE, Fp8Scaling
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group], power_of_two: bool) -> Quantized:
+    return quantize_with_scale(x, compute_scale(x, dtype, by_row, groups, power_of_two), dtype, by_row)
+
+
 class Quantized(NamedTuple):
-    """FP8 `values` of a matrix [m, k], or a stack [E, m, k], times `scale` in at least float32.
+    """FP8 `values` of a matrix [m, k], or a stack [E, m, k], that was multiplied by `scale` in at least float32.
 
     The scale is [1, 1], or [m, 1] if `by_row`; for a stack [E, 1, 1] or [E, m, 1].
     """
@@ -41,8 +47,8 @@ class Quantized(NamedTuple):
     by_row: bool
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return scale · values in `dtype`."""
-        return self.values.to(dtype) * self.scale.to(dtype)
+        """Return values / scale in `dtype`."""
+        return self.values.to(dtype) / self.scale.to(dtype)
 
     def transposed(self) -> Quantized:
         """Return the transpose of each matrix; each must have one scale."""
@@ -50,31 +56,28 @@ class Quantized(NamedTuple):
         return Quantized(self.values.transpose(-2, -1), self.scale, by_row=False)
 
 
-def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Tensor:
+def compute_scale(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group], power_of_two: bool) -> Tensor:
     """Return the scale that fits x [m, k] or [E, m, k] into the FP8 `dtype`, shaped as in `Quantized`.
 
-    `groups` are the ranks with other parts of the scaled matrix or row. Zeros get the smallest normal scale.
+    `groups` are the ranks with other parts of the scaled matrix or row. A maximum is at least 1e-12, as in torchao.
     """
     dims = (-1,) if by_row or x.dim() == 2 else (-2, -1)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    amax = x.abs().amax(dims, keepdim=True).to(wide)
+    amax = x.abs().amax(dims, keepdim=True).double()
     if not by_row and x.dim() == 2:
         amax = amax.amax(0, keepdim=True)
     for group in groups:
         amax = all_reduce(amax, group, "max")
-    # Divide by a tensor: for a Python number a GPU multiplies by its reciprocal, which rounds ties differently.
-    largest = amax.new_full((), torch.finfo(dtype).max)
-    return (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    # In float64, so that compiled code and GPUs, which divide differently in float32, have the same scale.
+    scale = torch.finfo(dtype).max / amax.clamp(min=1e-12)
+    if power_of_two:
+        scale = scale.log2().floor().exp2()
+    return scale.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Quantized:
-    """Return x / scale, rounded to the nearest value of `dtype` and clamped to its range."""
+    """Return x · scale, rounded to the nearest value of `dtype` and clamped to its range."""
     largest = torch.finfo(dtype).max
-    return Quantized((x.to(scale.dtype) / scale).clamp(-largest, largest).to(dtype), scale, by_row)
-
-
-def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group]) -> Quantized:
-    return quantize_with_scale(x, compute_scale(x, dtype, by_row, groups), dtype, by_row)
+    return Quantized((x.to(scale.dtype) * scale).clamp(-largest, largest).to(dtype), scale, by_row)
 
 
 def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
@@ -92,13 +95,17 @@ def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fas
     """Compute `fp8_matmul` by the CUDA kernel, which needs operands contiguous along k."""
     by_row = left.by_row or right.by_row
     recipe = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
-    scales = [x.scale.expand(x.values.shape[0], 1).contiguous() if by_row else x.scale for x in (left, right)]
+    factors = [x.scale.reciprocal() for x in (left, right)]
+    if by_row:
+        factors = [
+            factor.expand(x.values.shape[0], 1).contiguous() for factor, x in zip(factors, (left, right), strict=True)
+        ]
     return F.scaled_mm(
         _contiguous(left.values),
         _contiguous(right.values).t(),
-        scales[0],
+        factors[0],
         recipe,
-        scales[1].t(),
+        factors[1].t(),
         recipe,
         output_dtype=dtype,
         use_fast_accum=use_fast_accum,
@@ -120,8 +127,8 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
         by_row, columns = scaling.by_row, (scaling.in_features,)
-        inputs = _quantize(x, E4M3, by_row, columns if by_row else (*scaling.tokens, *columns))
-        matrix = _quantize(weight, E4M3, by_row, columns if by_row else (*columns, scaling.out_features))
+        inputs = _quantize(x, E4M3, by_row, columns if by_row else (*scaling.tokens, *columns), by_row)
+        matrix = _quantize(weight, E4M3, by_row, columns if by_row else (*columns, scaling.out_features), by_row)
         # Save the input itself, which other layers save too, instead of its FP8 copy.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, inputs.scale, matrix.scale)
         ctx.scaling = scaling
@@ -138,11 +145,11 @@ class _Fp8Linear(torch.autograd.Function):
         if needs_x or not scaling.by_row:
             row_groups = (scaling.out_features,)
             groups = row_groups if scaling.by_row else (*scaling.tokens, *row_groups)
-            grads = _quantize(grad, E4M3 if scaling.by_row else E5M2, scaling.by_row, groups)
+            grads = _quantize(grad, E4M3 if scaling.by_row else E5M2, scaling.by_row, groups, scaling.by_row)
         if needs_x:
             assert grads is not None
             if scaling.by_row:
-                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
+                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features), True)
             matrix = quantize_with_scale(weight, scale, E4M3, by_row=False)
             x_grad = fp8_matmul(grads, matrix.transposed(), grad.dtype, use_fast_accum=scaling.by_row)
         if needs_weight and scaling.by_row:
@@ -170,9 +177,9 @@ def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dty
     return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # missing in the stubs
         _contiguous(left.values),
         _contiguous(right.values).transpose(-2, -1),
-        left.scale.flatten(),
+        left.scale.reciprocal().flatten(),
         F.ScalingType.RowWise,
-        right.scale.expand(experts, n, 1).flatten(1).contiguous(),
+        right.scale.reciprocal().expand(experts, n, 1).flatten(1).contiguous(),
         F.ScalingType.RowWise,
         offs=counts.cumsum(0).to(torch.int32),
         output_dtype=dtype,
@@ -184,9 +191,9 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, scaling: Fp8Scaling) -> Tensor:
         column_groups = (scaling.in_features,)
-        inputs = _quantize(x, E4M3, True, column_groups)
+        inputs = _quantize(x, E4M3, True, column_groups, True)
         groups = column_groups if scaling.by_row else (*column_groups, scaling.out_features)
-        matrices = _quantize(weight, E4M3, scaling.by_row, groups)
+        matrices = _quantize(weight, E4M3, scaling.by_row, groups, True)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts, matrices.scale)
         ctx.scaling = scaling
         return _grouped(inputs, matrices, counts, x.dtype)
@@ -199,9 +206,9 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         x_grad = None
         if needs_x:
             if scaling.by_row:
-                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))
+                scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features), True)
             matrices = quantize_with_scale(weight, scale, E4M3, by_row=False)
-            grads = _quantize(grad, E4M3, True, (scaling.out_features,))
+            grads = _quantize(grad, E4M3, True, (scaling.out_features,), True)
             x_grad = _grouped(grads, matrices.transposed(), counts, grad.dtype)
         return x_grad, grouped_weight_gradient(grad, x, counts) if needs_weight else None, None, None
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_utils import tensor_to_scale
 
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.layers.fp8 import (
@@ -50,10 +55,12 @@ class Format:
         step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=self.smallest) - self.bits)
         return (torch.round(x / step) * step).clamp(-self.largest, self.largest)
 
-    def of_whole(self, x: Tensor) -> Tensor:
+    def of_whole(self, x: Tensor, power_of_two: bool = True) -> Tensor:
         """x with one scale, rounded and scaled back."""
-        scale = max(x.abs().max().item() / self.largest, 1e-30)
-        return self.rounded(x / scale) * scale
+        scale = self.largest / max(x.abs().max().item(), 1e-12)
+        if power_of_two:
+            scale = 2.0 ** math.floor(math.log2(scale))
+        return self.rounded(x * scale) / scale
 
     def from_features(self, x: Tensor) -> Tensor:
         """x with a scale for each row, rounded and scaled back."""
@@ -72,8 +79,9 @@ def plain_linear(
         out = NARROW.from_features(x) @ NARROW.from_features(weight).t()
         grads = NARROW.from_features(grad) @ NARROW.of_whole(weight), grad.t() @ x
     else:
-        out = NARROW.of_whole(x) @ NARROW.of_whole(weight).t()
-        grads = WIDE.of_whole(grad) @ NARROW.of_whole(weight), WIDE.of_whole(grad).t() @ NARROW.of_whole(x)
+        inputs, matrix = NARROW.of_whole(x, False), NARROW.of_whole(weight, False)
+        out = inputs @ matrix.t()
+        grads = WIDE.of_whole(grad, False) @ matrix, WIDE.of_whole(grad, False).t() @ inputs
     return out if bias is None else out + bias.double(), *grads
 
 
@@ -123,6 +131,37 @@ def test_a_linear_layer_computes_what_plain_steps_do(recipe: str, dtype: torch.d
         assert relative_error(own.double(), plain) <= FP8_PLAIN
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_equal_those_of_torchao(power_of_two: bool) -> None:
+    x = drawn(4096, 16, dtype=torch.float32, seed=1)
+    rows = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    expected = tensor_to_scale(x, E4M3, **rows, round_scales_to_power_of_2=power_of_two)
+    assert compute_scale(x, E4M3, True, (), power_of_two).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("recipe", "name"), [("tensorwise", "tensorwise"), ("rowwise", "rowwise_with_gw_hp")])
+def test_a_linear_layer_equals_the_recipe_of_torchao(recipe: str, name: str, dtype: torch.dtype) -> None:
+    x, weight, grad = (
+        drawn(96, 256, dtype=dtype, seed=2),
+        drawn(160, 256, dtype=dtype, seed=3),
+        drawn(96, 160, dtype=dtype, seed=5),
+    )
+    layer = nn.Sequential(nn.Linear(256, 160, bias=False, dtype=dtype))
+    layer[0].weight.data.copy_(weight)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    layer = convert_to_float8_training(layer, config=config)
+    inputs = x.clone().requires_grad_()
+    layer(inputs).backward(grad)
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    out = fp8_linear(*leaves, None, Fp8Scaling(recipe == "rowwise"))
+    out.backward(grad)
+    expected = layer(inputs).detach(), inputs.grad, layer[0].weight.grad
+    tolerance = FP8_PLAIN if dtype == torch.float32 else 2**-8  # sums in another order, rounded to bfloat16
+    for result, reference in zip((out.detach(), leaves[0].grad, leaves[1].grad), expected, strict=True):
+        assert relative_error(result.double(), reference.double()) <= tolerance
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_compute_what_plain_steps_do(recipe: str, dtype: torch.dtype) -> None:
@@ -143,10 +182,10 @@ def test_the_kernel_is_given_what_is_emulated(by_row: bool) -> None:
     """`scaled_mm` runs on a CPU too: operands, their transposes, scales, and tokens that are no multiple of 16."""
     x, weight, grad = (drawn(*shape, dtype=torch.bfloat16, seed=9) for shape in ((37, 48), (32, 48), (37, 32)))
     left, right, own = (
-        quantize_with_scale(each, compute_scale(each, form, rows, ()), form, rows)
+        quantize_with_scale(each, compute_scale(each, form, rows, (), by_row), form, rows)
         for each, form, rows in ((x, E4M3, by_row), (weight, E4M3, by_row), (grad, E4M3 if by_row else E5M2, by_row))
     )
-    whole = quantize_with_scale(weight, compute_scale(weight, E4M3, False, ()), E4M3, by_row=False)
+    whole = quantize_with_scale(weight, compute_scale(weight, E4M3, False, (), by_row), E4M3, by_row=False)
     products = [(left, right), (own, whole.transposed())]
     if not by_row:
         products.append((own.transposed(), left.transposed()))

@@ -18,11 +18,25 @@ EXPERTS = f"{MATRIX}[fp8_moe-(attn:t2|ffn:t2)-float64-fp8=tensorwise]"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "a scale is one ulp away, as a GPU divides by a number, so that ties round the other way",
+        "a scale is rounded twice, so that ties round the other way",
         "models/layers/fp8.py",
-        "(amax / largest).clamp(",
-        "(amax * (1 / largest)).clamp(",
-        (f"{LAYERS}::test_bfloat16_compute_rounds_the_masters_first",),
+        "torch.finfo(dtype).max / amax.clamp(min=1e-12)",
+        "1 / (amax.clamp(min=1e-12) / torch.finfo(dtype).max).float()",
+        (f"{LAYERS}::test_scales_equal_those_of_torchao[False]",),
+    ),
+    Mutant(
+        "the scales of rows are not rounded to powers of two, as torchao's are",
+        "models/layers/fp8.py",
+        "columns if by_row else (*scaling.tokens, *columns), by_row)",
+        "columns if by_row else (*scaling.tokens, *columns), False)",
+        (f"{LAYERS}::test_a_linear_layer_equals_the_recipe_of_torchao[rowwise-rowwise_with_gw_hp-dtype0]",),
+    ),
+    Mutant(
+        "the scale of the whole weight is not rounded to a power of two in the backward of rowwise",
+        "models/layers/fp8.py",
+        "scaling.out_features), True)\n            matrix = quantize_with_scale",
+        "scaling.out_features), False)\n            matrix = quantize_with_scale",
+        (f"{LAYERS}::test_a_linear_layer_equals_the_recipe_of_torchao[rowwise-rowwise_with_gw_hp-dtype0]",),
     ),
     Mutant(
         "compiled blocks hold experts whose products torch's compiler refuses",
@@ -55,8 +69,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the scale of a weight is that of a tensor-parallel rank's rows",
         "models/layers/fp8.py",
-        "columns if by_row else (*columns, scaling.out_features))",
-        "columns)",
+        "columns if by_row else (*columns, scaling.out_features), by_row)",
+        "columns, by_row)",
         (TENSOR_PARALLEL,),
     ),
     Mutant(
@@ -90,8 +104,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a scale multiplies where it divides",
         "models/layers/fp8.py",
-        "(x.to(scale.dtype) / scale)",
         "(x.to(scale.dtype) * scale)",
+        "(x.to(scale.dtype) / scale)",
         (LINEAR,),
     ),
     Mutant(
@@ -111,16 +125,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the scale of a row of an expert's gradient is that of a rank's features",
         "models/layers/fp8.py",
-        "grads = _quantize(grad, E4M3, True, (scaling.out_features,))",
-        "grads = _quantize(grad, E4M3, True, ())",
+        "grads = _quantize(grad, E4M3, True, (scaling.out_features,), True)",
+        "grads = _quantize(grad, E4M3, True, (), True)",
         (EXPERTS,),
     ),
     Mutant(
         "the scale of a whole weight is that of a rank's columns where gradients meet it by rows",
         "models/layers/fp8.py",
-        "scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features))\n"
+        "scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features), True)\n"
         "            matrix = quantize_with_scale",
-        "scale = compute_scale(weight, E4M3, False, ())\n            matrix = quantize_with_scale",
+        "scale = compute_scale(weight, E4M3, False, (), True)\n            matrix = quantize_with_scale",
         (ROWS_TENSOR_PARALLEL,),
     ),
     Mutant(
