@@ -7,13 +7,31 @@ from pathlib import Path
 
 import torch
 
+from archon.checkpoint.hf_export import stored_dtypes
+from archon.checkpoint.hf_io import load_spec
+from archon.checkpoint.hf_reader import checkpoint_folder
 from archon.models.base import BaseArchonModel
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
 
 LOGIT_TOLERANCE = 1e-5
 """Largest accepted `export_difference`, relative and in float32."""
 
 
 @torch.no_grad()
+def require_exact_export(config: EngineConfig) -> None:
+    """Raise ConfigError if the model's export rounds weights, which `export_difference` would take for an error."""
+    adapter = load_spec(config.path).adapter
+    stored = stored_dtypes(checkpoint_folder(config.path), adapter)
+    dtypes = {str(stored[name]).removeprefix("torch.") for name in adapter.hf_shapes()}
+    narrow = sorted((dtypes if config.export_dtype == "checkpoint" else {config.export_dtype}) - {"float32", "float64"})
+    if narrow and config.lora is None:
+        raise ConfigError(
+            f"verify_export compares float32 logits, and the export is {narrow[0]}, whose rounding exceeds its "
+            "tolerance; set actor.export_dtype=float32, or verify_export=false"
+        )
+
+
 def export_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
     """Return max|a − b| / max|b| for the float32 logits a of `model` and b of transformers.
 

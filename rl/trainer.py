@@ -32,7 +32,7 @@ from archon.rl.config import RewardModelConfig, RLConfig
 from archon.rl.controller import Controller
 from archon.rl.demonstrations import Demonstrations
 from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
-from archon.rl.export import LOGIT_TOLERANCE, export_difference
+from archon.rl.export import LOGIT_TOLERANCE, export_difference, require_exact_export
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.monitor import Monitor
 from archon.rl.prompts import Prompt, PromptStream
@@ -314,6 +314,8 @@ class RLTrainer(BaseTrainer):
         """Open everything a run needs, from rows to generator, and resume it if configured."""
         config, rollout = self.config, self.config.rollout
         require_exportable(config.actor, "actor")
+        if config.verify_export:
+            require_exact_export(config.actor)
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         workers = rollout.workers or WorkersConfig()
         with asyncio.Runner() as loop, self._open_reward(workers) as reward:

@@ -67,7 +67,8 @@ class PushedWeights:
         if transport == "lora":
             self.engine.save(folder, format="peft")
         else:
-            self.engine.save(folder, dtype=None if dtype is None else getattr(torch, dtype))
+            master = self.engine.built.builder.master_dtype
+            self.engine.save(folder, dtype=master if dtype is None else getattr(torch, dtype))
 
     def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, whole tensor); every rank must consume all tensors."""

@@ -6,11 +6,11 @@ import fnmatch
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from archon.checkpoint.hf_reader import (
     WEIGHTS_FILE,
     HFCheckpoint,
     checkpoint_folder,
+    config_dtype,
     read_hf_config,
 )
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
@@ -40,6 +41,8 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 ASSETS = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, NAMED_TEMPLATES, *PROCESSOR_FILES)
 """Names that `copy_assets` writes."""
 MAX_SHARD_BYTES = 5 * 10**9
+ExportDtype = torch.dtype | Literal["like"] | None
+"""See `save_hf`."""
 
 
 def save_hf(
@@ -49,7 +52,7 @@ def save_hf(
     *,
     like: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: ExportDtype = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
@@ -60,12 +63,13 @@ def save_hf(
         path: folder to create, or an earlier export to replace.
         weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard of
             them is in memory at a time.
-        hf_config: the config to write; by default the config of `like`. Its dtype field is set to the weights' dtype.
+        hf_config: the config to write; by default the config of `like`. Its dtype fields are set to the weights' dtype.
         like: checkpoint folder with the config, generation config and tokenizer files to copy. May be `path`.
         tokenizer: a tokenizer, or its folder, to save instead of the files of `like`.
-        dtype: dtype to convert the parameters to; by default they keep their dtypes, as buffers always do. Parameters
-            in full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
-            (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
+        dtype: dtype to convert the parameters to, or `like` for the dtype that each has in the checkpoint `like`; by
+            default they keep their dtypes, as buffers always do. Parameters in full precision, such as the decays of
+            delta nets, are converted too: transformers' models have one dtype (their `_keep_in_fp32_modules` do not
+            name decays), so its `save_pretrained` writes them in it.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a separate shard.
         passthrough: copy the passthrough keys of the family's adapter bitwise from `like`, or from this folder. False
             leaves them out, for a model that was not loaded from a checkpoint. Quantized tensors become weights of the
@@ -83,33 +87,41 @@ def save_hf(
         raise CheckpointError(f"{path}: neither hf_config nor like is set; set one to select the model's config")
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
-    if dtype is not None and dtype not in WEIGHT_DTYPES:
+    if isinstance(dtype, torch.dtype) and dtype not in WEIGHT_DTYPES:
         raise CheckpointError(f"{path}: dtype is {dtype}; expected torch.float64, float32, float16 or bfloat16")
     assets = None if like is None else checkpoint_folder(like)
     source = assets if isinstance(passthrough, bool) else checkpoint_folder(passthrough)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
     buffers = keys_of(adapter, adapter.buffer_shapes)
+    if dtype == "like" and assets is None:
+        raise CheckpointError(f"{path}: dtype is 'like', and like is not set; set it to a checkpoint, or dtype to None")
+    stored = stored_dtypes(assets, adapter) if dtype == "like" and assets is not None else {}
+    uniform = dtype if isinstance(dtype, torch.dtype) else None
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
     with replaced_export(target, _is_exported, "an export") as folder:
         kill_point("export.staged")
         shards = _ShardWriter(folder, max_shard_bytes)
         with _passthrough_source(target, adapter if passthrough else None, source) as read_passthrough:
-            written = _write_weights(weights, shards, dtype, buffers)
+            written = _write_weights(
+                weights, shards, lambda name: None if name in buffers else stored.get(name, uniform)
+            )
             shapes = {name: shape for name, (shape, _) in written.items()}
             is_critic = "score.weight" in written
             of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
             _check_names_and_shapes(target, of_model, shapes)
             # The config has the widest parameter dtype, which represents all others exactly. Router biases and
-            # decays may be wider still.
+            # decays may be wider still, and so may single tensors of `like`, whose dtype stays.
             wider = buffers | keys_of(adapter, adapter.full_precision_names)
             dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
-            widest = functools.reduce(torch.promote_types, dtypes)
-            for name, tensor in read_passthrough(widest).items():
+            model_dtype = functools.reduce(torch.promote_types, dtypes)
+            if dtype == "like" and config_dtype(config) in dtypes:
+                model_dtype = config_dtype(config)
+            for name, tensor in read_passthrough(model_dtype).items():
                 shards.add(name, tensor)
             shards.finish()
-        _write_config(folder, config, widest, is_critic=is_critic)
+        _write_config(folder, config, model_dtype, is_critic=is_critic)
         kill_point("export.config_written")
         copy_assets(folder, assets, tokenizer)
         kill_point("export.assets_copied")
@@ -122,7 +134,7 @@ def save_hf_distributed(
     *,
     like: str | os.PathLike[str],
     tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: ExportDtype = None,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
 ) -> None:
@@ -212,9 +224,9 @@ class _ShardWriter:
 
 
 def _write_weights(
-    weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None, buffers: Container[str]
+    weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype_of: Callable[[str], torch.dtype | None]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write weights, parameters in `dtype` if set; return (shape, dtype) by name."""
+    """Write weights in the dtype of their name (None: unchanged); return (shape, dtype) by name."""
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
@@ -223,7 +235,7 @@ def _write_weights(
             raise CheckpointError(
                 f"weight {name!r} is {tensor.dtype}; expected float64, float32, float16 or bfloat16: convert it first"
             )
-        tensor = tensor.detach().to(tensor.dtype if dtype is None or name in buffers else dtype)
+        tensor = tensor.detach().to(dtype_of(name) or tensor.dtype)
         if not _is_finite(tensor):
             raise CheckpointError(
                 f"weight {name!r} holds NaN or infinite values as {tensor.dtype}; expected finite ones: export an "
@@ -232,6 +244,26 @@ def _write_weights(
         written[name] = (tuple(tensor.shape), tensor.dtype)
         shards.add(name, tensor.cpu())
     return written
+
+
+def stored_dtypes(folder: Path, adapter: BaseStateDictAdapter) -> dict[str, torch.dtype]:
+    """Return the dtype that each Hugging Face tensor of `adapter`, and a value head, has in a checkpoint.
+
+    Tensors that the checkpoint lacks or quantizes have the dtype of its config.
+    """
+    default = config_dtype(read_hf_config(folder))
+    names = [*adapter.hf_shapes(), "score.weight"]
+    if not any((folder / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):  # the weights were initialized
+        return dict.fromkeys(names, default)
+    with HFCheckpoint(folder) as checkpoint:
+        reader = adapter.for_keys(checkpoint.entries)
+        tensors = checkpoint.tensors(reader)
+    stored = {key: default if tensor.decoder is not None else tensor.entry.dtype for key, tensor in tensors.items()}
+    if reader is not adapter:  # the checkpoint has other names for the same parameters, such as stacked experts
+        known = [key for key in reader.hf_shapes() if key in stored]
+        native = {part.name: stored[key] for key in known for part in reader.hf_to_native(key)}
+        stored |= {key: native.get(adapter.hf_to_native(key)[0].name, default) for key in adapter.hf_shapes()}
+    return {name: stored.get(name, default) for name in names}
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -295,8 +327,11 @@ def _check_names_and_shapes(target: Path, adapter: BaseStateDictAdapter, shapes:
 def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, is_critic: bool) -> None:
     """Write `config.json`, with the dtype and the architecture of the weights, which are not quantized."""
     config.pop(QUANTIZATION_FIELD, None)
-    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
-    config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    fields, name = ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
+    config |= dict.fromkeys([field for field in fields if field in config] or ["torch_dtype"], name)
+    if "text_config" in config:
+        text = config["text_config"]
+        config["text_config"] = text | {field: name for field in fields if field in text}
     if is_critic:
         # The value-head class of transformers reads its number of outputs from the labels.
         causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")

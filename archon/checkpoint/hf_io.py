@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from archon.checkpoint.hf_export import MAX_SHARD_BYTES, require_zero_expert_biases, save_hf
+from archon.checkpoint.hf_export import MAX_SHARD_BYTES, ExportDtype, require_zero_expert_biases, save_hf
 from archon.checkpoint.hf_reader import (
     WEIGHT_DTYPES,
     HFCheckpoint,
+    config_dtype,
     copy_hf_weights,
     load_hf_weights,
     loadable_tensors,
@@ -194,7 +195,7 @@ def save_model(
     path: str | os.PathLike[str],
     like: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: ExportDtype = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     passthrough: bool | str | os.PathLike[str] = True,
 ) -> None:
@@ -224,12 +225,3 @@ def save_model(
     weights = loaded.adapter.export(full_tensors(loadable_tensors(model, loaded.adapter).items()))
     limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
     save_hf(path, weights, loaded.hf_config, like=like, passthrough=passthrough, text_only=text_only, **limits)
-
-
-def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
-    """Return the config's `dtype` or the older `torch_dtype`; float32 by default."""
-    name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"config field 'dtype' is {name!r}; expected a floating-point dtype, such as 'bfloat16'")
-    return dtype

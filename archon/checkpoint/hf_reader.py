@@ -32,7 +32,7 @@ from archon.checkpoint.tensor_reader import JobReader, RowDecoder, Source, lazy_
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.lora.model import is_lora
 from archon.parallel.fsdp import local_region, local_tensor
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, ConfigError
 from archon.schema.exhausted import resource_error_message
 
 CONFIG_FILE = "config.json"
@@ -327,6 +327,15 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"model_type is {config.get('model_type')!r}; expected a supported type, for example 'qwen3'",
         )
     return config
+
+
+def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
+    """Return the config's `dtype` or the older `torch_dtype`; float32 by default."""
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"config field 'dtype' is {name!r}; expected a floating-point dtype, such as 'bfloat16'")
+    return dtype
 
 
 def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:

@@ -292,7 +292,7 @@ class EngineIO:
                 below `path` (see `archon.checkpoint.native`): each rank writes its part, and any layout can load it.
             asynchronous: for `native`, copy to the CPU and write in the background. The next save or `wait_for_saves`
                 raises errors.
-            dtype: the dtype of an `hf` export; by default the master dtype.
+            dtype: the dtype of an `hf` export; by default `export_dtype` of the configuration.
             lora: the LoRA of a multi-LoRA model that a `peft` export writes to `path` itself.
             tokenizer: the exported tokenizer, or its folder; by default the checkpoint's for `hf`, and none for `peft`.
         """
@@ -316,12 +316,14 @@ class EngineIO:
                 f"format='hf' merges a LoRA into the weights, and this model has {len(self.loras)} LoRAs; export them "
                 "with format='peft', and merge one with archon export"
             )
+        if dtype is None and self.config.export_dtype != "checkpoint":
+            dtype = getattr(torch, self.config.export_dtype)
         save_hf_distributed(
             path,
-            self.hf_weights(dtype),
+            self.hf_weights(dtype or torch.float32),  # a LoRA is merged in float32 for any dtype of the checkpoint
             like=self.config.path,
             tokenizer=tokenizer,
-            dtype=dtype,
+            dtype=dtype or "like",
             passthrough=False if self._loaded_from is None else self._loaded_from,
             text_only=self.config.vision == "off",
         )

@@ -321,6 +321,11 @@ class EngineConfig(StrictModel):
     dtype: ComputeDtype = Field(
         "float32", description="compute dtype; master weights and optimizer state are at least float32"
     )
+    export_dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = Field(
+        "checkpoint",
+        description="dtype of exported weights. checkpoint: each tensor has its dtype in the checkpoint at path; LoRAs "
+        "in PEFT's format stay float32",
+    )
     fp8: Fp8Choice = Field(
         "none",
         description="FP8 matmuls of blocks, as in torchao: tensorwise, or rowwise (rowwise_with_gw_hp: weight "

@@ -12,21 +12,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 import archon
 from archon.checkpoint import atomic
 from archon.checkpoint.hf_export import _ShardWriter, save_hf
+from archon.checkpoint.hf_io import load_spec
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.checkpoint.tokenizer import load_tokenizer
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError, UnknownModelError
 from tests.checkpoint.tiny_checkpoints import (
+    MOE,
     QWEN2,
     assert_bitwise,
     config_with,
     hf_state,
     make_checkpoint,
     random_weights,
+    write_checkpoint,
 )
 from tests.tolerances import PARITY_FP32
 
@@ -106,6 +110,24 @@ def test_config_names_a_dtype_that_holds_every_weight_whatever_comes_first(tmp_p
     mixed = [(name, w.to(other if number else first)) for number, (name, w) in enumerate(weights.items())]
     save_hf(tmp_path / "out", mixed, like=folder)
     assert "float32" in {read_hf_config(tmp_path / "out").get(name) for name in ("dtype", "torch_dtype")}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["per_expert", "stacked"])
+def test_like_decides_the_dtype_of_every_tensor(tmp_path: Path, stacked: bool) -> None:
+    """Experts too, which transformers holds stacked in memory, and in names without `model.`"""
+    config = config_with(**MOE, torch_dtype="bfloat16")
+    wide = {
+        name: x.to(torch.float32 if ".gate." in name or "mlp.experts" in name else torch.bfloat16)
+        for name, x in random_weights(config).items()
+    }
+    source = write_checkpoint(tmp_path / "in", config, wide)
+    if stacked:
+        adapter = load_spec(source).adapter
+        write_checkpoint(source, config, adapter.without_head.in_memory.to_hf(adapter.from_hf(wide)))
+    model = archon.load_model(source, dtype=torch.float32)
+    archon.save_model(model, tmp_path / "out", like=source, dtype="like")
+    assert_bitwise(dict(load_file(tmp_path / "out" / "model.safetensors")), wide)
+    assert read_hf_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
 
 
 def test_index_lists_every_key_and_the_total_size(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import archon
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.checkpoint.native import load_latest, save_state
 from archon.engine.batch import PackedBatch
 from archon.engine.build import resolve_device
@@ -23,12 +25,12 @@ from archon.schema.errors import CheckpointError, ConfigError, LayoutError, User
 from tests.engine.tiny import LENGTHS, make_engine, sft_batch
 
 SFT = CrossEntropyLoss()
-TRAINING: dict[str, Any] = {
+TRAINING_FIELDS: dict[str, Any] = {
     "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
     "scheduler": {"kind": "cosine", "warmup_steps": 2},
     "max_tokens_per_mb": 30,
-    "total_steps": 10,
 }
+TRAINING = TRAINING_FIELDS | {"total_steps": 10}
 
 
 def train(engine: ArchonEngine, steps: range) -> list[dict[str, float]]:
@@ -286,6 +288,49 @@ def test_an_export_loads_back_bitwise(tmp_path: Path) -> None:
     assert_bitwise(weights(other), weights(engine))
     engine.save(tmp_path / "narrow", dtype=torch.bfloat16)
     assert {p.dtype for p in archon.load_model(tmp_path / "narrow").parameters()} == {torch.bfloat16}
+
+
+NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_an_export_has_the_dtypes_of_the_checkpoint_rounded_once(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    make_engine(tmp_path, hf={"dtype": "bfloat16"}).save(tmp_path / "base")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert {x.dtype for x in base.values()} == {torch.bfloat16}
+    save_file(base | {NORM: base[NORM].float()}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    config = EngineConfig.model_validate(
+        {"path": str(tmp_path / "base"), "device": "cpu", "lora": lora} | TRAINING_FIELDS
+    )
+    engine = ArchonEngine(config)
+    engine.initialize(10)
+    train(engine, range(1))
+    engine.save(tmp_path / "out", format="hf")
+    exported, wide = load_file(tmp_path / "out" / "model.safetensors"), dict(engine.hf_weights())
+    assert stored_dtypes(tmp_path / "out") == stored_dtypes(tmp_path / "base")
+    assert_bitwise(exported, {name: x.to(exported[name].dtype) for name, x in wide.items()})
+    assert not torch.equal(exported[QUERY], base[QUERY])
+    assert read_hf_config(tmp_path / "out")["dtype"] == "bfloat16"
+    # A run that reads the native checkpoint continues from the weights before rounding.
+    engine.save(tmp_path / "state", format="native")
+    resumed = ArchonEngine(config)
+    resumed.initialize(10)
+    resumed.load(tmp_path / "state")
+    assert_bitwise(dict(resumed.hf_weights()), wide)
+
+
+def test_the_dtype_of_an_export_is_an_option_which_its_config_names(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hf={"dtype": "bfloat16"}, export_dtype="float32")
+    engine.save(tmp_path / "wide")
+    assert {*stored_dtypes(tmp_path / "wide").values()} == {torch.float32}
+    assert read_hf_config(tmp_path / "wide")["dtype"] == "float32"
+    assert_bitwise(weights(engine), dict(archon.load_model(tmp_path / "wide").named_parameters()))
+    engine.save(tmp_path / "narrow", dtype=torch.float16)
+    assert {*stored_dtypes(tmp_path / "narrow").values()} == {torch.float16}
 
 
 def test_a_critic_from_an_actor_gets_a_fresh_score_and_the_actors_body(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export says the dtype of its first weight",
         "archon/checkpoint/hf_export.py",
-        "widest = functools.reduce(torch.promote_types, dtypes)",
-        "widest = next(iter(dtypes))",
+        "model_dtype = functools.reduce(torch.promote_types, dtypes)",
+        "model_dtype = next(iter(dtypes))",
         ("tests/checkpoint/test_export.py",),
     ),
     Mutant(
@@ -157,8 +157,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export in another dtype rounds stored balancing biases",
         "archon/checkpoint/hf_export.py",
-        "tensor.dtype if dtype is None or name in buffers else dtype",
-        "tensor.dtype if dtype is None else dtype",
+        "lambda name: None if name in buffers else stored.get(name, uniform)",
+        "lambda name: stored.get(name, uniform)",
         ("tests/checkpoint/test_fused.py::test_a_stored_bias_keeps_its_dtype_and_does_not_widen_the_config",),
     ),
     Mutant(

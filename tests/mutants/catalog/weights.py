@@ -85,13 +85,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/checkpoint/test_passthrough.py::test_a_model_is_saved_with_the_carried_keys",),
     ),
     Mutant(
-        "an export rounds a router's bias",
-        "archon/checkpoint/hf_export.py",
-        "tensor.dtype if dtype is None or name in buffers else dtype",
-        "dtype or tensor.dtype",
-        (f"{FUSED}::test_a_stored_bias_keeps_its_dtype_and_does_not_widen_the_config",),
-    ),
-    Mutant(
         "a pipeline sends a router's bias in the parameters' dtype",
         "archon/engine/engine_io.py",
         "wide = torch.promote_types(self.built.builder.master_dtype, torch.float32)",
