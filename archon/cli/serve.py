@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -150,7 +151,7 @@ def make_server(
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
     from archon.models import get_model_spec
-    from archon.serve.lora_folders import LoRAFolders, require_same_prompts
+    from archon.serve.lora_folders import LoRAFolders, lora_stop_ids
     from archon.serve.pushed_weights import NO_VERSION, PushedWeights
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
@@ -161,8 +162,7 @@ def make_server(
     folders = list((loras or {}).values())
     trained = folders[0] if len(folders) == 1 and has_tokenizer(folders[0]) else path
     tokenizer = load_tokenizer(config.tokenizer or trained, path)
-    for folder in folders:
-        require_same_prompts(folder, tokenizer)
+    stop_ids = {name: lora_stop_ids(folder, path, tokenizer) for name, folder in (loras or {}).items()}
     read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         read(path),
@@ -177,11 +177,10 @@ def make_server(
     for name, folder in (loras or {}).items():
         if name == model_name:
             raise ConfigError(f"--lora has the name of the base model, {name!r}; choose another, or set model_name")
-        engine.load_lora(name, read_lora_weights(folder, names, path))
+        engine.load_lora(name, replace(read_lora_weights(folder, names, path), stop_ids=stop_ids[name]))
 
     def read_lora(folder: Path) -> LoRAWeights:
-        require_same_prompts(folder, tokenizer)
-        return read_lora_weights(folder, names)
+        return replace(read_lora_weights(folder, names), stop_ids=lora_stop_ids(folder, path, tokenizer))
 
     return AgentServer(
         tokenizer,

@@ -224,12 +224,13 @@ class Generator:
         g, prompt = request.gconfig, request.input_ids
         lora = None if request.lora is None else self.lora_manager.find(request.lora)
         vocab_size = self.model.args.vocab_size
+        eos_token_ids = self.eos_token_ids if lora is None or lora.stop_ids is None else lora.stop_ids
         limit = max_answer_tokens(request, vocab_size, self.max_seq_len, "the engine's max_seq_len")
         sequence = Sequence(
             request=request,
             limit=limit,
             seed=request_seed(self.seed, self.submitted) if g.seed is None else g.seed,
-            stop_ids=frozenset(stop_ids(g, self.eos_token_ids, vocab_size)),
+            stop_ids=frozenset(stop_ids(g, eos_token_ids, vocab_size)),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
             lora=lora,

@@ -30,6 +30,7 @@ class ServedLoRA:
     Attributes:
         key: its unique number, also its name in layers.
         version: version of its weights; sampled tokens carry it.
+        stop_ids: ids that end an answer; None: those of the generator.
         unfinished: number of its unfinished requests.
         requests, prompt_tokens, answer_tokens: counts since loading; answer tokens count when sampled.
     """
@@ -37,6 +38,7 @@ class ServedLoRA:
     name: str
     key: int
     version: int
+    stop_ids: tuple[int, ...] | None = None
     unfinished: int = 0
     requests: int = 0
     prompt_tokens: int = 0
@@ -137,7 +139,7 @@ class LoRAManager:
                 + (f", {leaving} of them until the last answer with them ends" if leaving else "")
                 + "; unload one, or raise max_loras"
             )
-        lora = ServedLoRA(name, next(self._keys), version)
+        lora = ServedLoRA(name, next(self._keys), version, weights.stop_ids)
         self._put(lora, self._parts(weights))
         self._served[name] = lora
         return lora
@@ -151,6 +153,7 @@ class LoRAManager:
         parts = self._parts(weights)
         self._remove(lora)
         self._put(lora, parts)
+        lora.stop_ids = weights.stop_ids
         lora.version = lora.version + 1 if version is None else version
         return lora
 

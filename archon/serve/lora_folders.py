@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.chat_template import prompt_separator
+from archon.checkpoint.chat_template import prompt_separator, stop_token_ids
+from archon.checkpoint.hf_reader import CONFIG_FILE as MODEL_CONFIG_FILE
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.checkpoint.peft.reader import WEIGHTS_FILE
-from archon.checkpoint.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from archon.schema.errors import ConfigError
 
 
@@ -33,7 +34,7 @@ class LoRAFolders:
         folder = self._inside(root, root / path)
         if not folder.is_dir():
             raise ConfigError(f"lora_path: {path!r:.200} is no folder in {root}")
-        for name in (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES):
+        for name in (CONFIG_FILE, WEIGHTS_FILE, MODEL_CONFIG_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES):
             file = self._inside(root, folder / name)
             if file.exists() and not file.is_file():
                 raise ConfigError(f"lora_path: {name} in {path!r:.200} is no regular file")
@@ -48,11 +49,15 @@ class LoRAFolders:
         return resolved
 
 
-def require_same_prompts(folder: Path, tokenizer: Any) -> None:
-    """Raise ConfigError if the LoRA's tokenizer, if it has one, formats prompts differently from the served one."""
+def lora_stop_ids(folder: Path, checkpoint: Path, tokenizer: Any) -> tuple[int, ...] | None:
+    """Return the ids that end an answer of a LoRA of `checkpoint`; None if its folder has no tokenizer.
+
+    Raises:
+        ConfigError: the LoRA's tokenizer formats prompts differently from the served `tokenizer`.
+    """
     if not has_tokenizer(folder):
-        return
-    trained = load_tokenizer(folder)
+        return None
+    trained = load_tokenizer(folder, checkpoint)
     for name, expected, served in (
         ("chat template", trained.chat_template, tokenizer.chat_template),
         ("prompt separator", prompt_separator(trained), prompt_separator(tokenizer)),
@@ -62,6 +67,7 @@ def require_same_prompts(folder: Path, tokenizer: Any) -> None:
                 f"the LoRA {folder} was trained with another {name} than the served tokenizer has; serve it with "
                 f"tokenizer={folder}, and LoRAs with other prompts on another server"
             )
+    return stop_token_ids(trained)
 
 
 def inside(root: Path, path: Path) -> Path | None:

@@ -193,6 +193,32 @@ async def test_prompts_are_those_that_the_lora_was_trained_with(base: Path, root
     make_server(base, config.model_copy(update={"tokenizer": str(red)}), None, {"red": red, "blue": root / "blue"})
 
 
+async def test_each_lora_ends_its_answers_at_its_own_stop_ids(base: Path, root: Path, tmp_path: Path) -> None:
+    tokens = pefts_greedy(wrapped(base, 0, 2), [1, 2, 3])
+    unsampled = next(token for token in range(4, 20) if token not in tokens)
+    for name, end in (("stops", tokens[0]), ("other", unsampled)):
+        shutil.copytree(root / "red", tmp_path / name)
+        load_tokenizer(base).save_pretrained(tmp_path / name)
+        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    shutil.copytree(root / "red", tmp_path / "plain")
+    config = ServeConfig(device="cpu", model_name="tiny")
+    server = make_server(base, config, "secret", {"plain": tmp_path / "plain", "stops": tmp_path / "stops"}, tmp_path)
+    url = await server.start()
+    async with httpx.AsyncClient(base_url=url, headers=TOKEN, trust_env=False, timeout=60) as client:
+
+        async def answer(model: str) -> tuple[int, str]:
+            body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            choice = (await client.post("/completions", json=body)).json()["choices"][0]
+            return len(choice["token_ids"]), choice["finish_reason"]
+
+        assert (await load(client, "other", tmp_path / "other")).status_code == 200
+        answers = await asyncio.gather(*map(answer, ("plain", "stops", "other")))
+        assert answers == [(8, "length"), (1, "stop"), (8, "length")]
+        assert (await load(client, "stops", tmp_path / "plain", load_inplace=True)).status_code == 200
+        assert await answer("stops") == (8, "length")
+    await server.close()
+
+
 async def test_adapters_are_loaded_replaced_and_unloaded_while_others_answer(
     client: httpx.AsyncClient, base: Path, root: Path, tmp_path: Path
 ) -> None:
@@ -283,6 +309,13 @@ def _link_to_file(root: Path, tmp_path: Path) -> tuple[Any, str]:
     return folder, "is outside of"
 
 
+def _link_to_stop_ids(root: Path, tmp_path: Path) -> tuple[Any, str]:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    folder = _copy(root / "red", root / tmp_path.name)
+    (folder / "generation_config.json").symlink_to(tmp_path / "generation_config.json")
+    return folder, "is outside of"
+
+
 def _pipe(root: Path, tmp_path: Path) -> tuple[Any, str]:
     folder = _copy(root / "red", root / tmp_path.name)
     (folder / "adapter_model.safetensors").unlink()
@@ -337,6 +370,7 @@ HOSTILE = (
     _above,
     _link_to_folder,
     _link_to_file,
+    _link_to_stop_ids,
     _pipe,
     _pickle,
     _not_finite,

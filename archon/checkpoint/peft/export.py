@@ -28,10 +28,15 @@ from archon.schema.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """A LoRA: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`."""
+    """A LoRA: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`.
+
+    Attributes:
+        stop_ids: ids that end an answer of this LoRA; None: those of its base.
+    """
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
+    stop_ids: tuple[int, ...] | None = None
 
     @property
     def parameters(self) -> int:
