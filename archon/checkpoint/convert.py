@@ -9,6 +9,7 @@ file of weights for an export to Hugging Face.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_st
 from archon.checkpoint.peft.export import LoRAWeights, merge, read_lora_weights
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
-from archon.checkpoint.tokenizer import has_tokenizer
+from archon.checkpoint.tokenizer import RUN_TOKENIZER, saved_tokenizer
 from archon.models import get_model_spec
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
@@ -50,7 +51,8 @@ class OpenWeights:
 
     Attributes:
         hf_config: the Hugging Face config of the model.
-        assets: the folder of the config and the tokenizer.
+        assets: the folder of the config.
+        tokenizer: the folder of the tokenizer; None: `assets`.
         adapter: maps between Hugging Face and native names.
         tensors: tensors by Hugging Face key, in the order of the model's parameters.
     """
@@ -59,6 +61,7 @@ class OpenWeights:
     assets: Path
     adapter: BaseStateDictAdapter
     tensors: Mapping[str, LazyTensor]
+    tokenizer: Path | None = None
 
 
 def convert(
@@ -83,7 +86,8 @@ def convert(
         target: new or empty folder. A native target holds only weights; `ArchonEngine.load` reads it.
         to: format of `target`.
         origin: format of `source`; None detects it.
-        like: Hugging Face folder with the config and the tokenizer; by default `source`. Required for a native source.
+        like: Hugging Face folder with the config and the tokenizer; by default `source`. Required for a native source,
+            whose run's tokenizer is written if it was saved with it.
         layout: `megatron` layout; by default one rank. `vocab_rows` is computed here.
         vocab_multiple: for `megatron`: the embedding is padded with zeros to a multiple of this times tp.
         dtype: for `hf`: dtype of the written weights; by default, and for the other formats, dtypes are unchanged.
@@ -115,11 +119,11 @@ def convert(
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             text_only = is_text_decoder(weights.adapter.args, weights.hf_config["model_type"])
-            tokenizer = lora if lora is not None and has_tokenizer(lora) else None
+            tokenizer = (saved_tokenizer(lora) if lora is not None else None) or weights.tokenizer
             options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, **options)
         elif to == "native":
-            _write_folder(destination, lambda staged: write_state(staged, weights))
+            _write_folder(destination, lambda staged: _write_native(staged, weights))
         elif to == "dcp":
             _write_dcp(destination, weights, names or "native")
         else:
@@ -237,7 +241,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
         args = replace(args, balance_by_bias=True)
     with open_state(checkpoint, model_fingerprint(args)) as (_, state):
         model = _model_tensors(checkpoint, state, adapter)
-        yield OpenWeights(hf_config, assets, adapter, _hf_tensors(model, adapter))
+        yield OpenWeights(hf_config, assets, adapter, _hf_tensors(model, adapter), saved_tokenizer(checkpoint))
 
 
 def _hf_tensors(parameters: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
@@ -272,7 +276,7 @@ def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
 def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
     config = {name: value for name, value in weights.hf_config.items() if name != QUANTIZATION_FIELD}
     write_json(folder / CONFIG_FILE, config)
-    copy_assets(folder, weights.assets)
+    copy_assets(folder, weights.assets, weights.tokenizer)
 
 
 def _hf_tensor(
@@ -345,6 +349,12 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
     adapter = _adapter(hf_config, assets)
     with open_ranks(folder, adapter, drop_padding=drop_padding) as (_, tensors):
         yield OpenWeights(hf_config, assets, adapter, tensors)
+
+
+def _write_native(folder: Path, weights: OpenWeights) -> None:
+    write_state(folder, weights)
+    if weights.tokenizer is not None:
+        shutil.copytree(weights.tokenizer, folder / RUN_TOKENIZER)
 
 
 def write_state(root: Path, weights: OpenWeights) -> None:

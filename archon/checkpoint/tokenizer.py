@@ -9,10 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.atomic import write_json
+from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_errors, write_json
 from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_token_ids
 from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
+from archon.checkpoint.native import find_checkpoint
 from archon.schema.errors import TokenizerError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -35,6 +36,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+RUN_TOKENIZER = "tokenizer"
+"""Folder of a run's tokenizer, next to its native checkpoints."""
 # The chat templates of a tokenizer that has several, by name; the default one is in chat_template.jinja.
 NAMED_TEMPLATES = "additional_chat_templates"
 
@@ -131,7 +134,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
         return
     if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
         try:
-            tokenizer = load_tokenizer(folder, assets)
+            tokenizer = load_tokenizer(source or folder, assets)
         except TokenizerError:
             return  # the files are copied all the same
     if separator := prompt_separator(tokenizer):
@@ -145,3 +148,25 @@ def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
     )
     if set(ids) != set(configured):
         file.write_text(json.dumps(config | {"eos_token_id": ids}, indent=2) + "\n", encoding="utf-8")
+
+
+def save_run_tokenizer(checkpoints: Path, tokenizer: Any, model_path: str | os.PathLike[str]) -> None:
+    """Write the tokenizer of a run next to its native checkpoints, from which later exports take it.
+
+    Args:
+        checkpoints: folder of the checkpoints.
+        tokenizer: the tokenizer.
+        model_path: the trained model, whose generation config is written too.
+    """
+    target = checkpoints / RUN_TOKENIZER
+    with write_errors(target), staged_folder(target) as folder:
+        write_tokenizer(folder, tokenizer, model_folder(model_path, CONFIG_FILES))
+        sync_tree(folder)
+        publish(folder, target)
+
+
+def saved_tokenizer(path: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of the tokenizer that belongs to a LoRA folder, run folder or native checkpoint, if any."""
+    checkpoint = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
+    folder = Path(path) if checkpoint is None else checkpoint.parent / RUN_TOKENIZER
+    return folder if has_tokenizer(folder) else None

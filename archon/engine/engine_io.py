@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from archon.checkpoint.peft.reader import load_lora, read_sizes
 from archon.checkpoint.peft.writer import save_lora
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
+from archon.checkpoint.tokenizer import save_run_tokenizer
 from archon.engine.build import lora_specs
 from archon.engine.initialize import BuiltEngine
 from archon.engine.lora import LoRATrainer
@@ -38,6 +40,7 @@ from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import is_lora, merge_lora_weights
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.gather import BUCKET_BYTES, full_tensors, full_tensors_across_stages
@@ -294,7 +297,7 @@ class EngineIO:
                 raises errors.
             dtype: the dtype of an `hf` export; by default `export_dtype` of the configuration.
             lora: the LoRA of a multi-LoRA model that a `peft` export writes to `path` itself.
-            tokenizer: the exported tokenizer, or its folder; by default the checkpoint's for `hf`, and none for `peft`.
+            tokenizer: the tokenizer to write, or its folder; by default the checkpoint's for `hf`, and none otherwise.
         """
         if lora is not None and format != "peft":
             raise ConfigError(f"lora={lora!r} selects a LoRA for format='peft', and format is {format!r}")
@@ -302,6 +305,9 @@ class EngineIO:
             if dtype is not None:
                 raise ConfigError(f"format='native' keeps every dtype; dtype={dtype} belongs to format='hf'")
             state = {"engine": self.state_dict()}
+            if tokenizer is not None:
+                plane = ControlPlane.with_long_timeout("exports")
+                plane.main_first(lambda: save_run_tokenizer(Path(path), tokenizer, self.config.path))
             self.saver.save(path, self.step, state, None, self.fingerprint, asynchronous=asynchronous)
             return
         if format not in ("hf", "peft"):

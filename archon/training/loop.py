@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from archon.checkpoint.native import broadcast_latest_checkpoint, open_state
 from archon.checkpoint.state_tree import read_all
+from archon.checkpoint.tokenizer import save_run_tokenizer
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine
@@ -49,6 +50,7 @@ class BaseTrainer:
         self.runner = runner
         self.step = 0
         self._saved_step: int | None = None
+        self._tokenizer_saved = False
         self._mid_update = False  # True while the weights are between two steps
 
     def run(self, model: EngineConfig, opened: AbstractContextManager[Any]) -> dict[str, float]:
@@ -181,13 +183,18 @@ class BaseTrainer:
             self.engine.wait_for_saves()
             return
         assert self.runner is not None
+        checkpoints = self.runner.directory.checkpoints
+        if not self._tokenizer_saved:
+            model = self.engine.config.path
+            self.runner.world.main_first(lambda: save_run_tokenizer(checkpoints, self.tokenizer, model))
+            self._tokenizer_saved = True
         state = {"engine": self.engine.state_dict(), **self.position()}
         if self.critic is not None:
             state["critic"] = self.critic.state_dict()
             if self.critic.lora:
                 state["critic_fingerprint"] = self.critic.fingerprint
         self.engine.saver.save(
-            self.runner.directory.checkpoints,
+            checkpoints,
             self.step,
             state,
             self.config.checkpoint.keep,

@@ -66,6 +66,41 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def tokenizer_files(folder: Path) -> dict[str, str]:
+    """The files of a tokenizer and the generation config, by name."""
+    patterns = ("*token*", "generation_config.json", "*.jinja", "*/*.jinja")
+    return {str(f.relative_to(folder)): f.read_text() for pattern in patterns for f in folder.glob(pattern)}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_a_later_export_of_a_checkpoint_has_the_runs_tokenizer(
+    folder: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    """The tokenizer of another folder, every chat template, the separator and every stop id; not the base's."""
+    tokenizer = load_tokenizer(folder / "base")
+    tokenizer.chat_template = {"default": TEMPLATE, "other": TEMPLATE + "0"}
+    tokenizer.pad_token = "0"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 5}')
+    run = tmp_path / "run"
+    SFTTrainer(config_of(folder, run, lora, tokenizer=str(tmp_path / "tokenizer"))).train()
+    if lora is None:
+        convert(run / "checkpoints", tmp_path / "dcp", "dcp", like=folder / "base")
+        convert(tmp_path / "dcp", tmp_path / "export", "hf")
+        convert(run / "checkpoints", tmp_path / "native", "native", like=folder / "base")
+        convert(tmp_path / "native", tmp_path / "again", "hf", like=folder / "base")
+    else:
+        export_lora(run, tmp_path / "export", folder / "base")
+        convert(folder / "base", tmp_path / "again", "hf", lora=run)
+    expected = tokenizer_files(run / "export")
+    assert {"chat_template.jinja", "additional_chat_templates/other.jinja"} < expected.keys()
+    assert 5 in json.loads(expected["generation_config.json"])["eos_token_id"]
+    assert tokenizer_files(tmp_path / "export") == tokenizer_files(tmp_path / "again") == expected
+
+
 def test_each_adapter_of_a_run_is_that_of_a_run_of_its_own(folder: Path, tmp_path: Path) -> None:
     SFTTrainer(both(folder, tmp_path / "both")).train()
     long = dict(LONG)

@@ -19,7 +19,7 @@ from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
 from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
-from archon.checkpoint.tokenizer import has_tokenizer
+from archon.checkpoint.tokenizer import saved_tokenizer
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
 from archon.models.lora.targets import LoRASize
@@ -128,7 +128,7 @@ def export_lora(
     """Convert a LoRA to PEFT's format and return it; see `read_lora_weights` and `save_lora`."""
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
-    tokenizer = path if has_tokenizer(path) else base
+    tokenizer = saved_tokenizer(path) or base
     save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts, tokenizer=tokenizer)
     return lora
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from archon.checkpoint.atomic import replaced_export, write_json
 from archon.checkpoint.hf_export import ASSETS, copy_assets
+from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
 from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, peft_tensors
 from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
@@ -163,4 +164,5 @@ def _write(
         metadata = {PARTS: json.dumps(parts)} if parts else None
         write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
         if tokenizer is not None:
-            copy_assets(folder, Path(base) if Path(base).is_dir() else None, tokenizer)
+            assets = model_folder(base, CONFIG_FILES)
+            copy_assets(folder, assets if assets.is_dir() else None, tokenizer)
