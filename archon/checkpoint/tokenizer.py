@@ -166,7 +166,8 @@ def save_run_tokenizer(checkpoints: Path, tokenizer: Any, model_path: str | os.P
 
 
 def saved_tokenizer(path: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the tokenizer that belongs to a LoRA folder, run folder or native checkpoint, if any."""
-    checkpoint = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
-    folder = Path(path) if checkpoint is None else checkpoint.parent / RUN_TOKENIZER
+    """Return the folder of the tokenizer of a LoRA (folder or hub id), a run folder or a native checkpoint, if any."""
+    path = model_folder(path)
+    checkpoint = find_checkpoint(path) or find_checkpoint(path / "checkpoints")
+    folder = path if checkpoint is None else checkpoint.parent / RUN_TOKENIZER
     return folder if has_tokenizer(folder) else None

@@ -51,7 +51,7 @@ def command(
     ] = None,
     lora: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="PEFT folder of a LoRA to merge into the written weights"),
+        typer.Option(metavar="FOLDER", help="PEFT folder or hub id of a LoRA to merge into the written weights"),
     ] = None,
     drop_padding: Annotated[
         bool, typer.Option("--drop-padding", help="from megatron: drop nonzero vocabulary padding")

@@ -137,14 +137,14 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
 
     from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer, saved_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
     from archon.rl.answers import CheckpointAnswerer
 
     read_hf_config(checkpoint)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
-    trained = lora if lora is not None and has_tokenizer(lora) else checkpoint
+    trained = (None if lora is None else saved_tokenizer(lora)) or checkpoint
     tokenizer = load_tokenizer(config.tokenizer or trained, checkpoint)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(checkpoint, device=device, dtype=dtype, lora=lora)

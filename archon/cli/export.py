@@ -17,7 +17,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint of a run, or a PEFT folder")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint of a run, or a PEFT folder or hub id")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
     base: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="base checkpoint; default: the base recorded in SRC")

@@ -64,12 +64,12 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
 
     from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
+    from archon.checkpoint.tokenizer import load_tokenizer, saved_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
-    trained = lora if lora is not None and has_tokenizer(lora) else path
+    trained = (None if lora is None else saved_tokenizer(lora)) or path
     tokenizer = load_tokenizer(config.tokenizer or trained, path)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)

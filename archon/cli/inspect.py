@@ -102,7 +102,7 @@ def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
     """Return a LoRA as lines of text.
 
     Args:
-        folder: The PEFT folder.
+        folder: The PEFT folder, or its hub id.
         checkpoint: The checkpoint folder.
         parameters: Number of parameters of the checkpoint.
 
@@ -112,6 +112,7 @@ def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
     from collections import Counter
 
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.hub import model_folder
     from archon.checkpoint.peft.reader import WEIGHTS_FILE, read_peft_config, read_sizes
     from archon.checkpoint.safetensors_file import SafetensorsFile
     from archon.models import get_model_spec
@@ -120,7 +121,7 @@ def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
     config, hf_config = read_peft_config(folder), read_hf_config(checkpoint)
     family = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config)
     sizes = read_sizes(folder, family)
-    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
+    with SafetensorsFile(model_folder(folder) / WEIGHTS_FILE) as file:
         count = sum(math.prod(entry.shape) for entry in file.entries.values())
         size = sum(entry.end - entry.start for entry in file.entries.values())
         dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in file.entries.values()})

@@ -10,7 +10,7 @@ import typer
 CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder, or hub id owner/name[@revision]")]
 LoRAFolder = Annotated[
     Path | None,
-    typer.Option("--lora", metavar="FOLDER", help="PEFT folder of a LoRA to apply unmerged"),
+    typer.Option("--lora", metavar="FOLDER", help="PEFT folder or hub id of a LoRA to apply unmerged"),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[

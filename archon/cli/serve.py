@@ -42,7 +42,7 @@ def command(
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="LoRA to serve as model NAME; repeatable"),
+        typer.Option(metavar="NAME=FOLDER", help="LoRA, a folder or hub id, to serve as model NAME; repeatable"),
     ] = None,
     lora_root: Annotated[
         Path | None,
@@ -145,7 +145,7 @@ def make_server(
     from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.peft.export import read_lora_weights
-    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer
+    from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer, saved_tokenizer
     from archon.data.image_rows import open_reader
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
@@ -159,10 +159,10 @@ def make_server(
     # Read the config first: its error for a folder that is not a checkpoint is clearer than the tokenizer's.
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
-    folders = list((loras or {}).values())
-    trained = folders[0] if len(folders) == 1 and has_tokenizer(folders[0]) else path
-    tokenizer = load_tokenizer(config.tokenizer or trained, path)
-    stop_ids = {name: lora_stop_ids(folder, path, tokenizer) for name, folder in (loras or {}).items()}
+    tokenizers = {name: saved_tokenizer(folder) for name, folder in (loras or {}).items()}
+    trained = [*tokenizers.values()] if len(tokenizers) == 1 else []
+    tokenizer = load_tokenizer(config.tokenizer or next(filter(None, trained), path), path)
+    stop_ids = {name: lora_stop_ids(folder, path, tokenizer) for name, folder in tokenizers.items()}
     read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         read(path),
@@ -180,7 +180,8 @@ def make_server(
         engine.load_lora(name, replace(read_lora_weights(folder, names, path), stop_ids=stop_ids[name]))
 
     def read_lora(folder: Path) -> LoRAWeights:
-        return replace(read_lora_weights(folder, names), stop_ids=lora_stop_ids(folder, path, tokenizer))
+        stop_ids = lora_stop_ids(folder if has_tokenizer(folder) else None, path, tokenizer)
+        return replace(read_lora_weights(folder, names), stop_ids=stop_ids)
 
     return AgentServer(
         tokenizer,

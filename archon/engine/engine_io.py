@@ -344,7 +344,8 @@ class EngineIO:
             folder = path if name is None or lora_name is not None else os.path.join(path, name)
             sizes, experts = self.built.lora_sizes[name], shapes[name].export_experts
             tensors = dict(self.lora_weights(name))
-            save_lora(folder, self.adapter, sizes, tensors, base=self._base, experts=experts, tokenizer=tokenizer)
+            options: dict[str, Any] = {"base": self._base, "experts": experts, "tokenizer": tokenizer}
+            save_lora(folder, self.adapter, sizes, tensors, dropout=self.built.lora_dropouts.get(name, 0.0), **options)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
-from archon.checkpoint.peft.reader import load_lora
+from archon.checkpoint.peft.reader import load_lora, read_peft_config
 from archon.engine.build import (
     ModelBuilder,
     check_model,
@@ -42,6 +43,8 @@ from archon.parallel.ranks import Ranks
 from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class BuiltEngine:
@@ -50,6 +53,7 @@ class BuiltEngine:
     Attributes:
         model: the model, or this rank's stages of a pipeline.
         lora_sizes: matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
+        lora_dropouts: `lora_dropout` of LoRAs that were loaded, by name; exports keep it.
         loras: the trainers of a multi-LoRA model by name.
         optimizer: the optimizer; None without one and in a multi-LoRA model.
         scheduler: the learning-rate schedule of `optimizer`.
@@ -66,6 +70,7 @@ class BuiltEngine:
     model: BaseArchonModel | StagedModel
     builder: ModelBuilder
     lora_sizes: Mapping[str | None, dict[str, LoRASize]]
+    lora_dropouts: Mapping[str | None, float]
     loras: dict[str, LoRATrainer]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
@@ -133,9 +138,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
 
     # 4. Load the weights. A dry run has no weights to read, and only the sizes of the folder's LoRAs.
     builder.load_weights(model, adapter)
-    for name, shape in lora_specs(config).items():
-        if shape.path is not None and not config.init_from_scratch:
-            load_lora(shape.path, model, adapter, sizes[name], name)
+    dropouts = {} if config.init_from_scratch else _load_loras(config, model, adapter, sizes)
 
     # 5. Make the optimizers: one per LoRA of a multi-LoRA model.
     loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
@@ -157,6 +160,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         model,
         builder,
         sizes,
+        dropouts,
         loras,
         optimizer,
         scheduler,
@@ -165,3 +169,25 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         backend.prefers_equal_lengths,
         is_sharded(model),
     )
+
+
+def _load_loras(
+    config: EngineConfig,
+    model: BaseArchonModel | StagedModel,
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str | None, dict[str, LoRASize]],
+) -> dict[str | None, float]:
+    """Load the LoRAs that the configuration names by path, and return their `lora_dropout` by name."""
+    dropouts = {}
+    for name, shape in lora_specs(config).items():
+        if shape.path is None:
+            continue
+        load_lora(shape.path, model, adapter, sizes[name], name)
+        dropouts[name] = read_peft_config(shape.path).dropout
+        if dropouts[name] and config.optimizer is not None and ControlPlane.world().is_main:
+            logger.warning(
+                "%s: lora_dropout is %g; archon trains LoRAs without dropout, and exports keep the field",
+                shape.path,
+                dropouts[name],
+            )
+    return dropouts

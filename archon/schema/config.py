@@ -223,7 +223,7 @@ class LoRASpec(StrictModel):
         "per_expert: one module per expert, as in checkpoints and older versions",
     )
     path: Annotated[str | None, EXPANDED] = Field(
-        None, description="folder of a LoRA in PEFT's format to start from; null: a fresh LoRA"
+        None, description="folder or hub id of a LoRA in PEFT's format to start from; null: a fresh LoRA"
     )
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from archon.checkpoint.hf_reader import CONFIG_FILE as MODEL_CONFIG_FILE
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.checkpoint.peft.reader import WEIGHTS_FILE
-from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILES, load_tokenizer
 from archon.schema.errors import ConfigError
 
 
@@ -49,13 +49,18 @@ class LoRAFolders:
         return resolved
 
 
-def lora_stop_ids(folder: Path, checkpoint: Path, tokenizer: Any) -> tuple[int, ...] | None:
-    """Return the ids that end an answer of a LoRA of `checkpoint`; None if its folder has no tokenizer.
+def lora_stop_ids(folder: Path | None, checkpoint: Path, tokenizer: Any) -> tuple[int, ...] | None:
+    """Return the ids that end an answer of a LoRA of `checkpoint`; None if it has no tokenizer.
+
+    Args:
+        folder: folder of the LoRA's tokenizer, if it has one.
+        checkpoint: the base checkpoint, whose stop ids end answers too.
+        tokenizer: the served tokenizer.
 
     Raises:
-        ConfigError: the LoRA's tokenizer formats prompts differently from the served `tokenizer`.
+        ConfigError: the LoRA's tokenizer formats prompts differently from the served one.
     """
-    if not has_tokenizer(folder):
+    if folder is None:
         return None
     trained = load_tokenizer(folder, checkpoint)
     for name, expected, served in (

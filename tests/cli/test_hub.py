@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.hub import HubId, hub_snapshot, parse_hub_id
 from archon.checkpoint.tokenizer import load_tokenizer
+from archon.cli.serve import make_server, parse_lora_folders
+from archon.cli.serve_config import ServeConfig
 from archon.data import read_rows
 from archon.schema.errors import CheckpointError, DatasetError
 from tests.hub_server import COMMIT, serve_hub
@@ -114,6 +116,31 @@ def test_a_lora_names_the_hub_id_and_the_revision_of_its_base(archon, checkpoint
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/tiny", "v2")
     assert archon("export", tmp_path / "run" / "export", tmp_path / "merged", "--merge").code == 0
     assert load_model(tmp_path / "merged").args == load_model(checkpoint).args
+
+
+def test_a_lora_is_named_by_its_hub_id_too(archon, checkpoint, cache, tmp_path) -> None:
+    fill(cache, "datasets/org/sums", DATASET)
+    options = ("train_data.path=org/sums", "model.device=cpu", "batch_size=2", "total_steps=1", "tokenizer=Org/Other")
+    other = load_tokenizer(checkpoint)
+    other.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    fill(cache, "models/Org/Other", contents(tmp_path / "other"))
+    run = (*options, f"model.path={checkpoint}")
+    assert archon("sft", f"run_dir={tmp_path}/first", *run, "model.lora.rank=2", "model.lora.init=random").code == 0
+    lora = tmp_path / "first" / "export"
+    fill(cache, "models/org/lora", contents(lora))
+    ask = (checkpoint, "--prompt", "1+2=", "max_new_tokens=4", "--lora")
+    assert archon("generate", *ask, "org/lora").out == archon("generate", *ask, lora).out
+    shown = archon("inspect", checkpoint, "--lora", "org/lora@main").out
+    assert shown == archon("inspect", checkpoint, "--lora", lora).out.replace(str(lora), "org/lora@main")
+    assert archon("sft", f"run_dir={tmp_path}/next", *run, "model.lora.path=org/lora").code == 0
+    merged = [tmp_path / "by_id", tmp_path / "by_folder"]
+    for target, source in zip(merged, ("org/lora", lora), strict=True):
+        assert archon("export", source, target, "--merge").code == 0
+    assert contents(merged[0]) == contents(merged[1])
+    server = make_server(checkpoint, ServeConfig(device="cpu"), None, parse_lora_folders(["red=org/lora"]))
+    assert [*server.loras] == ["red"] and server.tokenizer.chat_template == other.chat_template
+    assert "hf download org/nowhere" in archon("generate", *ask, "org/nowhere").complaint
 
 
 def test_a_folder_wins_over_a_hub_id(checkpoint, cache, tmp_path, monkeypatch) -> None:

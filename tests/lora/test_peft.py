@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.checkpoint.peft.config import config_fields, read_config
+from archon.checkpoint.peft.export import export_lora
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import initializers
@@ -68,6 +70,24 @@ def test_archon_computes_with_pefts_adapter_what_peft_does(model_type: str, tmp_
     engine = engine_of(base, lora={"path": str(tmp_path / "adapter")})
     assert {size.rank for size in engine.lora.values()} == {3, 4}
     assert difference(logits_of(engine), their_logits(model)) <= TOLERANCE
+
+
+def test_dropout_of_a_loaded_lora_is_named_and_kept(
+    adapter: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, folder = adapter
+    shutil.copytree(folder, tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"lora_dropout": 0.05}))
+    engine_of(base, lora={"path": str(tmp_path / "lora")}, optimizer=None)
+    assert "lora_dropout" not in caplog.text, "it does not matter without training"
+    engine = engine_of(base, lora={"path": str(tmp_path / "lora")}, optimizer={})
+    assert f"{tmp_path / 'lora'}: lora_dropout is 0.05; archon trains LoRAs without dropout" in caplog.text
+    engine.save(tmp_path / "out", format="peft")
+    export_lora(tmp_path / "lora", tmp_path / "again", base)
+    for name in ("out", "again"):
+        assert json.loads((tmp_path / name / "adapter_config.json").read_text())["lora_dropout"] == 0.05
 
 
 def test_ranks_and_scales_of_patterns_are_pefts(tmp_path: Path) -> None:
@@ -151,7 +171,7 @@ def test_a_config_without_rank_and_alpha_has_pefts_defaults(tmp_path: Path) -> N
 
 def test_patterns_hold_every_rank_and_alpha_that_is_not_the_commonest() -> None:
     sizes = {"a": (4, 6.0), "b": (4, 6.0), "c": (4, 4.0), "d": (6, 6.0), "e": (6, 4.0)}
-    fields = config_fields({name: LoRASize(*size, False) for name, size in sizes.items()}, [*sizes], [], "base")
+    fields = config_fields({name: LoRASize(*size, False) for name, size in sizes.items()}, [*sizes], [], "base", 0.0)
     for name, (rank, alpha) in sizes.items():
         assert fields["rank_pattern"].get(name, fields["r"]) == rank
         assert fields["alpha_pattern"].get(name, fields["lora_alpha"]) == alpha
@@ -204,6 +224,12 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"use_dora": True}, "use_dora is True, which archon does not support; expected it to be off"),
         ({"bias": "all"}, "bias is 'all', which archon does not support"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which archon does not support"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not support"),
+        ({"lora_bias": True}, "lora_bias is True, which archon does not support"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\], which archon does not support"),
+        ({"layer_replication": [[0, 2]]}, r"layer_replication is \[\[0, 2\]\], which archon does not support"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\], which archon does not support"),
+        ({"lora_dropout": 1.5}, "lora_dropout is 1.5; expected a probability below 1"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base's weights"),
         ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not support"),

@@ -38,21 +38,21 @@ _READ_FIELDS = {
     "exclude_modules",
     "layers_to_transform",
     "init_lora_weights",
+    "lora_dropout",
 }
-# Fields about training or access, without effect on a trained LoRA.
+# Fields without effect on a trained LoRA.
 _IGNORED_FIELDS = {
-    "task_type",
+    "task_type",  # adds modules_to_save for a new head, which are refused
     "auto_mapping",
     "inference_mode",
-    "lora_dropout",
-    "layers_pattern",
+    "layers_pattern",  # name of the module of layers; the tensors' names are checked
     "megatron_config",
     "megatron_core",
-    "runtime_config",
-    "eva_config",
+    "runtime_config",  # where PEFT computes initial values
+    "eva_config",  # settings of an init_lora_weights, which is checked
     "lora_ga_config",
-    "qalora_group_size",
-    "ensure_weight_tying",
+    "qalora_group_size",  # setting of use_qalora, which is refused
+    "ensure_weight_tying",  # about modules_to_save
 }
 # Initializations that keep the base weights; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -76,6 +76,7 @@ class PeftConfig:
         parameters: names or name suffixes of parameters.
         excluded: modules without a LoRA, in the format of `modules`.
         layers: layers with a LoRA; None for all.
+        dropout: dropout of the LoRA's input while PEFT trains it.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class PeftConfig:
     parameters: frozenset[str]
     excluded: frozenset[str] | NamePattern
     layers: frozenset[int] | None
+    dropout: float
 
     def is_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names this parameter."""
@@ -154,6 +156,7 @@ def read_config(path: Path) -> PeftConfig:
         parameters=_list_of_names(path, config, "target_parameters"),
         excluded=_names(path, config, "exclude_modules"),
         layers=_layers(path, config.get("layers_to_transform")),
+        dropout=_dropout(path, config.get("lora_dropout") or 0.0),
     )
 
 
@@ -211,6 +214,12 @@ def _layers(path: Path, value: Any) -> frozenset[int] | None:
     return frozenset(numbers)
 
 
+def _dropout(path: Path, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        fail(path, f"lora_dropout is {value!r}; expected a probability below 1")
+    return float(value)
+
+
 def _version(path: Path, value: Any) -> tuple[int, ...]:
     if value is None:
         return (0, 0)
@@ -221,7 +230,7 @@ def _version(path: Path, value: Any) -> tuple[int, ...]:
 
 
 def config_fields(
-    sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str
+    sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str, dropout: float
 ) -> dict[str, Any]:
     """Return the fields of a config; the most common rank and alpha are `r` and `lora_alpha`.
 
@@ -230,6 +239,7 @@ def config_fields(
         modules: names of the adapted modules.
         parameters: names of the adapted parameters.
         base: path or hub id of the base checkpoint.
+        dropout: `lora_dropout`, which PEFT applies in training.
     """
     hub_id = None if Path(base).exists() else parse_hub_id(base)
     base, revision = hub_id or (base, None)
@@ -248,7 +258,7 @@ def config_fields(
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {name: size.rank for name, size in sizes.items() if size.rank != rank},
         "alpha_pattern": {name: _integer(size.alpha) for name, size in sizes.items() if size.alpha != alpha},
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.hf_reader import checkpoint_folder
-from archon.checkpoint.hub import CONFIG_FILES
+from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
@@ -45,8 +45,8 @@ class LoRAWeights:
 
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a LoRA in PEFT's format."""
-    return (Path(path) / CONFIG_FILE).is_file()
+    """Return whether a folder or hub id holds a LoRA in PEFT's format."""
+    return (model_folder(path) / CONFIG_FILE).is_file()
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:
@@ -55,7 +55,7 @@ def base_checkpoint(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: the base is not available, or `path` is a training checkpoint, which has only its digest.
     """
-    base = read_peft_config(Path(path)).base if is_peft_folder(path) else None
+    base = read_peft_config(path).base if is_peft_folder(path) else None
     problem = "it does not name its base"
     if base is not None:
         try:
@@ -129,7 +129,10 @@ def export_lora(
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
     tokenizer = saved_tokenizer(path) or base
-    save_lora(target, adapter, lora.sizes, lora.tensors, base=os.fspath(base), experts=experts, tokenizer=tokenizer)
+    options: dict[str, Any] = {"base": os.fspath(base), "experts": experts, "tokenizer": tokenizer}
+    if is_peft_folder(path):
+        options["dropout"] = read_peft_config(path).dropout
+    save_lora(target, adapter, lora.sizes, lora.tensors, **options)
     return lora
 
 

@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from archon.checkpoint.hub import model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, PeftConfig, read_config
 from archon.checkpoint.peft.layout import (
     PREFIX,
@@ -61,18 +61,19 @@ class _Stored:
 
 
 def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, LoRASize]:
-    """Return the LoRA sizes of a folder by native matrix name.
+    """Return the LoRA sizes of a folder or hub id by native matrix name.
 
     Raises:
         CheckpointError: a config field is not supported, a key is no LoRA of this model's linear layers, or A or B is
             missing or has the wrong shape.
     """
-    with _open(Path(path)) as (config, file):
+    with _open(path) as (config, file):
         return _sizes(_stored(config, file, adapter), adapter, file.path)
 
 
-def read_peft_config(folder: Path) -> PeftConfig:
-    """Read a folder's config; raise CheckpointError like `read_sizes`."""
+def read_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
+    """Read the config of a folder or hub id; raise CheckpointError like `read_sizes`."""
+    folder = model_folder(path)
     if not (folder / CONFIG_FILE).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
         hint = f"; it has LoRA folders, name one: {', '.join(inside)}" if inside else ""
@@ -88,10 +89,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 
 @contextmanager
-def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
-    """Open a folder: its config and its tensors."""
-    config = read_peft_config(folder)
-    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
+def _open(path: str | os.PathLike[str]) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
+    """Open a folder or hub id: its config and its tensors."""
+    config = read_peft_config(path)
+    with SafetensorsFile(model_folder(path) / WEIGHTS_FILE) as file:
         yield config, file
 
 
@@ -240,7 +241,7 @@ def read_lora_tensors(
     Raises:
         CheckpointError: a value is not finite.
     """
-    with _open(Path(path)) as (config, file):
+    with _open(path) as (config, file):
         pairs = _read_pairs(file, _stored(config, file, adapter))
     by_matrix = {name: dict(zip(lora_parameter_names(name), pairs[name], strict=True)) for name in sizes}
     return {name: tensor for pair in by_matrix.values() for name, tensor in pair.items()}

@@ -108,6 +108,7 @@ def save_lora(
     base: str,
     experts: ExpertFiles = "stacked",
     tokenizer: Any = None,
+    dropout: float = 0.0,
 ) -> None:
     """Write a LoRA in PEFT's format from rank 0. A collective; errors are raised on every rank.
 
@@ -119,6 +120,7 @@ def save_lora(
         base: path or name of the base checkpoint.
         experts: layout of experts' LoRAs.
         tokenizer: the tokenizer to write, or its folder, besides the generation config of `base`; None: neither.
+        dropout: `lora_dropout` of the folder that the LoRA was loaded from.
 
     Raises:
         ConfigError: PEFT's format cannot hold the LoRA.
@@ -129,7 +131,7 @@ def save_lora(
 
     def write() -> None:
         if ranks.is_main:
-            _write(target, _plans(adapter, sizes, experts), tensors, base, tokenizer)
+            _write(target, _plans(adapter, sizes, experts), tensors, base, tokenizer, dropout)
 
     ranks.run_on_all(write)
 
@@ -140,6 +142,7 @@ def _write(
     tensors: Mapping[str, Tensor],
     base: str,
     tokenizer: Any,
+    dropout: float,
 ) -> None:
     keys = key_pairs(plan.tensor for plan in plans)
     by_key: dict[str, Tensor | LazyTensor] = {}
@@ -160,7 +163,7 @@ def _write(
     modules = [plan.target for plan in plans if not plan.is_parameter]
     parameters = [plan.target for plan in plans if plan.is_parameter]
     with replaced_export(target, {CONFIG_FILE, WEIGHTS_FILE, *ASSETS}.__contains__, "a LoRA export") as folder:
-        write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base))
+        write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base, dropout))
         metadata = {PARTS: json.dumps(parts)} if parts else None
         write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
         if tokenizer is not None:
