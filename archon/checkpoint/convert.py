@@ -29,6 +29,7 @@ from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_h
 from archon.checkpoint.hf_io import config_dtype
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
+from archon.checkpoint.other_folders import advice
 from archon.checkpoint.peft.export import LoRAWeights, merge, read_lora_weights
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
@@ -158,7 +159,7 @@ def detect_format(folder: Path) -> Format:
         fail(
             folder,
             f"it is not a checkpoint: expected {CONFIG_FILE} (hf), step-* folders (native), {METADATA_FILE} (dcp) or "
-            "mp_rank_* folders (megatron) in it",
+            f"mp_rank_* folders (megatron) in it; {advice(folder)}",
         )
     return "hf"
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.checkpoint.hub import CONFIG_FILES, WEIGHT_FILES, model_folder
+from archon.checkpoint.other_folders import advice
 from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
 from archon.checkpoint.safetensors_file import (
     LazyTensor,
@@ -313,13 +314,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = checkpoint_folder(path, CONFIG_FILES)
     file = folder / CONFIG_FILE
     if not file.is_file():
-        if (folder / "adapter_config.json").is_file():
-            fail(
-                folder,
-                "it holds a LoRA; expected a full checkpoint: set path to the base checkpoint and lora.path to this "
-                "folder, or merge them with ArchonEngine.save(path, format='hf')",
-            )
-        fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
+        fail(folder, f"it is not a Hugging Face checkpoint: it holds no {CONFIG_FILE}; {advice(folder)}")
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         fail(
@@ -348,7 +343,8 @@ def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = 
     if not folder.exists():
         fail(folder, "it does not exist; expected the folder of a checkpoint, or a hub id such as Qwen/Qwen3-0.6B")
     if not folder.is_dir():
-        fail(folder, "it is a file; expected the folder of a checkpoint")
+        hint = "; archon reads safetensors, not GGUF" if folder.suffix == ".gguf" else ""
+        fail(folder, f"it is a file; expected the folder of a checkpoint{hint}")
     return folder
 
 

@@ -35,22 +35,56 @@ def command(
     """Print what a checkpoint holds; fail if archon refuses it."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.hub import CONFIG_FILES, model_folder
+    from archon.checkpoint.peft.export import base_checkpoint, is_peft_folder
     from archon.checkpoint.tokenizer import has_tokenizer
     from archon.schema.errors import ConfigError
     from archon.tools.planner.inspection import inspect_checkpoint
 
+    if lora is None and is_peft_folder(path):
+        try:
+            lora, path = path, base_checkpoint(path)
+        except ConfigError as error:
+            reason = str(error).partition("; set --base")[0]
+            raise ConfigError(f"{reason}; show the LoRA with archon inspect BASE --lora {path}") from None
     inspection = inspect_checkpoint(path, read_hf_config(path), seq_len)
     print("\n".join(describe(inspection)))
     if inspection.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
-    if has_tokenizer(folder := model_folder(path, CONFIG_FILES)):
+    folder = model_folder(path, CONFIG_FILES)
+    is_usable = True
+    if path.exists() or [*folder.glob("*.safetensors")]:  # else only the config of a hub id was downloaded
+        weights, is_usable = describe_weights(folder)
+        print(f"  weights      {weights}")
+    if has_tokenizer(folder):
         print(describe_stops(folder))
+    else:
+        print("  tokenizer    none; copy the files of the model's tokenizer into the folder")
+    if inspection.is_reward_model:
+        print(f"  next         a reward model: archon rl reward.model={path}, or reward: {{model: {path}}} in its file")
+    elif is_usable:
+        option = "" if lora is None else f" --lora {lora}"
+        print(f"  next         archon generate {path}{option} --prompt TEXT")
     if lora is not None:
         print("\n".join(describe_lora(lora, path, inspection.parameters)))
     if blocks and inspection.args is not None:
         from archon.tools.describe_blocks import describe_blocks
 
         print("\n".join(["", *describe_blocks(inspection.args)]))
+
+
+def describe_weights(folder: Path) -> tuple[str, bool]:
+    """Return the size and dtypes of a folder's weights, or why archon cannot read them, and whether it can."""
+    from archon.checkpoint.hf_reader import HFCheckpoint
+    from archon.schema.errors import CheckpointError
+
+    try:
+        with HFCheckpoint(folder) as checkpoint:
+            entries, count = checkpoint.entries.values(), len({file.path for file in checkpoint.files.values()})
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{folder}: "), False
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
+    size = sum(entry.end - entry.start for entry in entries)
+    return f"{size:,} bytes of {' and '.join(dtypes)} in {count} file{'s' if count > 1 else ''}", True
 
 
 def describe_stops(path: Path) -> str:

@@ -61,7 +61,11 @@ def read_quantization(value: Any) -> Quantization | None:
         reject_field(FIELD, value, "expected an object or null")
     method = value.get("quant_method")
     if not isinstance(method, str) or method not in _OPTIONS:
-        reject_field(f"{FIELD}.quant_method", method, f"archon dequantizes {' and '.join(_OPTIONS)}")
+        reject_field(
+            f"{FIELD}.quant_method",
+            method,
+            f"archon dequantizes {' and '.join(_OPTIONS)}; use the model's unquantized checkpoint",
+        )
     options = _OPTIONS[method]
     for name, option in value.items():
         if name not in options:

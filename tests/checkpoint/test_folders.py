@@ -35,7 +35,7 @@ def test_path_is_a_file(tmp_path: Path) -> None:
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
-    assert_refused("it is not a checkpoint: it holds no config.json", tmp_path)
+    assert_refused("it is not a Hugging Face checkpoint: it holds no config.json", tmp_path)
 
 
 @pytest.mark.parametrize(

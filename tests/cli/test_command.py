@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from archon import __version__
+from archon.checkpoint.hf_io import load_model, save_model
 from archon.cli.generate import read_prompts
 from archon.models import get_supported_model_types
 from archon.training.metrics import read_jsonl
@@ -56,6 +57,55 @@ def test_inspect_says_what_a_checkpoint_is(archon, checkpoint):
     assert done.code == 0
     assert "qwen3 (model_type qwen3)" in done.out and "key-value cache" not in done.err
     assert "parameters   16,064" in done.out
+
+
+def test_inspect_says_how_a_checkpoint_is_used(archon, checkpoint, tmp_path):
+    done = archon("inspect", checkpoint)
+    assert "  weights      64,256 bytes of float32 in 1 file" in done.out
+    assert f"  next         archon generate {checkpoint} --prompt TEXT" in done.out
+    critic = load_model(checkpoint, is_critic=True, init_score=True)
+    save_model(critic, tmp_path / "reward", like=checkpoint)
+    done = archon("inspect", tmp_path / "reward")
+    assert f"archon rl reward.model={tmp_path / 'reward'}" in done.out and "parameters   16,096" in done.out
+    assert "archon generate" not in done.out
+    config = json.loads((tmp_path / "reward" / "config.json").read_text())
+    (tmp_path / "reward" / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b", "2": "c"}}))
+    assert (
+        "with 3 labels; expected a language model, or a reward model"
+        in archon("inspect", tmp_path / "reward").complaint
+    )
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    assert "  weights      its weights are pickled" in (done := archon("inspect", checkpoint)).out
+    assert "archon generate" not in done.out
+
+
+FOREIGN = {
+    "empty": ([], "expected the folder of a model"),
+    "gguf": (["model-q4.gguf", "tokenizer.json"], "gguf_file='model-q4.gguf'"),
+    "tokenizer": (["tokenizer_config.json", "tokenizer.json"], "only a tokenizer"),
+    "deepspeed": (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "--safe_serialization"),
+    "megatron": (
+        ["latest_checkpointed_iteration.txt", "iter_0000009/mp_rank_00/model_optim_rng.pt"],
+        "Megatron-Bridge",
+    ),
+    "megatron_dist": (["latest_checkpointed_iteration.txt", "iter_0000009/.metadata"], "Megatron-Bridge"),
+    "dcp": ([".metadata", "__0_0.distcp"], "OUT --to hf --like BASE"),
+    "run": (["config.yaml", "checkpoints/step-00000009/manifest.json"], "run/checkpoints OUT --to hf --like BASE"),
+    "finished": (["export/config.json", "checkpoints/step-00000009/manifest.json"], "finished/export"),
+    "trainer": (["checkpoint-9/config.json", "checkpoint-10/config.json"], "trainer/checkpoint-10"),
+    "meta": (["params.json", "consolidated.00.pth", "tokenizer.model"], "original format of Llama or Mistral"),
+    "weights": (["model.safetensors"], "copy the model's config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_folder_that_is_no_checkpoint_is_named_with_advice(archon, tmp_path, kind):
+    files, advice = FOREIGN[kind]
+    (tmp_path / kind).mkdir()
+    for name in files:
+        (tmp_path / kind / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / kind / name).touch()
+    assert advice in archon("inspect", tmp_path / kind).complaint
 
 
 def test_inspect_prints_the_blocks_as_pseudo_code(archon, checkpoint):

@@ -80,7 +80,8 @@ def test_commands_take_a_hub_id_of_the_cache(archon, checkpoint, cache, tmp_path
     fill(
         cache, "datasets/org/sums", {"README.md": b"---\nlicense: mit\n---\n", "data/train-00000-of-00001.jsonl": LINES}
     )
-    assert archon("inspect", "Org/Tiny").out == archon("inspect", checkpoint).out.replace(checkpoint.name, "Tiny")
+    by_path = archon("inspect", checkpoint).out.replace(str(checkpoint), "Org/Tiny").replace(checkpoint.name, "Tiny")
+    assert archon("inspect", "Org/Tiny").out == by_path
     by_path = archon("generate", checkpoint, "--prompt", "1+2=", "seed=1", "max_new_tokens=4")
     assert archon("generate", "Org/Tiny@main", "--prompt", "1+2=", "seed=1", "max_new_tokens=4").out == by_path.out
     scoring = ("--data", "org/sums", "data.split=train", "--reward", "exact_match", "max_new_tokens=2")

@@ -60,6 +60,10 @@ def test_inspect_shows_an_adapter(archon, checkpoint, lora):
     assert "  targets      down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in done.out
     assert f"  parameters   {count:,}, {100 * count / 16064:.2g} % of the checkpoint's" in done.out
     assert f"  size         {4 * count:,} bytes of float32" in done.out
+    assert archon("inspect", lora).out == done.out, "the folder names its base"
+    config = json.loads((lora / "adapter_config.json").read_text())
+    (lora / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "gone/away"}))
+    assert f"archon inspect BASE --lora {lora}" in archon("inspect", lora).complaint
 
 
 @pytest.mark.slow

@@ -326,7 +326,7 @@ def test_a_model_without_adapters_has_none_to_export(adapter: tuple[Path, Path],
 
 
 def test_an_adapters_folder_where_a_checkpoint_is_expected_is_named(adapter: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match="it holds a LoRA; expected a full checkpoint"):
+    with pytest.raises(CheckpointError, match="it holds a LoRA, which needs its base"):
         read_hf_config(adapter[1])
 
 

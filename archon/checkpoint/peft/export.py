@@ -46,7 +46,7 @@ class LoRAWeights:
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder or hub id holds a LoRA in PEFT's format."""
-    return (model_folder(path) / CONFIG_FILE).is_file()
+    return (model_folder(path, CONFIG_FILES) / CONFIG_FILE).is_file()
 
 
 def base_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -48,6 +48,7 @@ class Inspection:
         image_flops: FLOPs of encoding an image of `IMAGE_PATCHES` patches.
         kv_bytes: bytes of one token in a bfloat16 key-value cache.
         refused: reasons why archon cannot load the checkpoint.
+        is_reward_model: the model has a value head `score`.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Inspection:
     image_flops: int | None = None
     kv_bytes: int | None = None
     refused: list[str] = field(default_factory=list)
+    is_reward_model: bool = False
 
     @property
     def parameters(self) -> int:
@@ -76,16 +78,36 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
         return Inspection(**common, flops=_flops(config, seq_len), refused=[str(error)])
     if refused := config_errors(spec.model_args_class, config):
         return Inspection(**common, family=spec.name, flops=_flops(config, seq_len), refused=refused)
-    args = spec.model_args_class.from_hf_config(config)
+    is_reward_model, problem = _head(config)
+    if problem is not None:
+        return Inspection(**common, family=spec.name, flops=_flops(config, seq_len), refused=[problem])
+    args = spec.model_args_class.from_hf_config(config, is_critic=is_reward_model)
     return Inspection(
         **common,
         family=spec.name,
         args=args,
-        parts=_parts(spec.state_dict_adapter_class(config).native_shapes),
+        parts=_parts(spec.state_dict_adapter_class(config, is_critic=is_reward_model).native_shapes),
+        is_reward_model=is_reward_model,
         flops=MatmulShape.from_args(args).per_token(seq_len),
         image_flops=args.image_flops(IMAGE_PATCHES),
         kv_bytes=sum(layer.mixer.cache.token_features for layer in args.layer_specs) * SERVED_BYTES,
     )
+
+
+# Endings of architectures with heads that archon does not read.
+_OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice", "RewardModel")
+
+
+def _head(config: Mapping[str, Any]) -> tuple[bool, str | None]:
+    """Return whether the architecture is a reward model, and the reason why archon cannot load its head, if any."""
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    is_reward_model, labels = name.endswith("ForSequenceClassification"), config.get("id2label")
+    problem = f" with {len(labels)} labels" if is_reward_model and isinstance(labels, dict) and len(labels) != 1 else ""
+    if not problem and not name.endswith(_OTHER_HEADS):
+        return is_reward_model, None
+    expected = "a language model, or a reward model (ForSequenceClassification) with one label"
+    return is_reward_model, f"architectures is {architectures}{problem}; expected {expected}"
 
 
 def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
