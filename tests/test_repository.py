@@ -129,6 +129,43 @@ def test_the_commit_hook_refuses(message, tmp_path):
     assert done.returncode == 1 and BAD[message] in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("subject", "paths", "expected"),
+    [
+        ("style: sort the imports", ["rl/a.py"], "style(rl): sort the imports"),
+        (
+            "refactor!: one reader",
+            ["archon/checkpoint/a.py", "tests/a.py", "README.md"],
+            "refactor(checkpoint)!: one reader",
+        ),
+        ("test: one more", ["tests/rl/a.py"], "test(tests): one more"),
+        ("test: one more", ["tests/a.py", "benchmarks/a.py"], "test(bench): one more"),
+        ("refactor: one reader", ["rl/a.py", "models/a.py"], "refactor: one reader"),
+        ("docs: a page", ["README.md"], "docs: a page"),
+        ("build: a release", ["pyproject.toml"], "build: a release"),
+        ("gov(rl): who decides", ["models/a.py"], "gov(rl): who decides"),
+        ("style: sort", [], "style: sort"),
+    ],
+)
+def test_the_commit_hook_infers_a_missing_scope_from_staged_paths(subject, paths, expected, tmp_path):
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("config", "user.name", "a")
+    git("config", "user.email", "a")
+    hook = tmp_path / ".git" / "hooks" / "commit-msg"
+    hook.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{ROOT}/.ci/check_commit_message.py' \"$1\"\n")
+    hook.chmod(0o755)
+    for path in ["untracked.py", *paths]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    for path in paths:
+        git("add", path)
+    git("commit", "-q", "--allow-empty", "-m", subject)
+    assert git("log", "-1", "--format=%B").strip() == expected
+
+
 SKIPS = """
 import pytest
 @pytest.mark.skip(reason="later")
