@@ -350,6 +350,13 @@ class BaseArchonModel(nn.Module, Generic[Args]):
             # The forward of this class has gathered rows already; a loop over the layers has not.
             rows = inputs.attention.gather_index
             return hidden if rows is None or len(rows) == len(hidden) else hidden.index_select(0, rows)
+        except (AttributeError, TypeError) as error:
+            if documents is not None:
+                raise
+            raise FamilyError(
+                f"{self.model_class.__name__}.forward fails without cu_seqlens ({error}); generation, shared prefixes "
+                "and context parallelism pass tree_attn_meta alone: use tree_attn_meta.attend, as archon's layers do"
+            ) from error
         finally:
             self._runs_decoder, self.output, self.score = False, output, score
 

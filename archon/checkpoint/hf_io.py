@@ -34,7 +34,8 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import add_lora, is_lora
 from archon.models.spec import ModelSpec, is_text_decoder
 from archon.parallel.gather import full_tensors
-from archon.schema.errors import CheckpointError, ConfigError
+from archon.parallel.torch_private import ConversionHook
+from archon.schema.errors import CheckpointError, ConfigError, FamilyError
 
 __all__ = [
     "CheckpointSpec",
@@ -131,8 +132,6 @@ def load_model(
         if sizes:
             add_lora(model, sizes, dtype)
     materialize(model, device)
-    model.tie_weights()
-    model.init_buffers(device)
     # 3. Load the weights.
     if isinstance(path, nn.Module):
         copy_hf_weights(model, adapter, path.state_dict())
@@ -176,8 +175,21 @@ def checkpoint_digest(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def materialize(model: nn.Module, device: str | torch.device) -> None:
-    """Allocate a model built on the meta device; raise ConfigError if it does not fit `device`."""
+@torch.no_grad()
+def materialize(
+    model: BaseArchonModel, device: str | torch.device, buffer_device: str | torch.device | None = None
+) -> None:
+    """Allocate a model built on the meta device, tie its weights and compute its buffers.
+
+    Args:
+        model: the model or a pipeline stage.
+        device: the device of the weights.
+        buffer_device: the device of the buffers; None for `device`.
+
+    Raises:
+        ConfigError: the model does not fit `device`.
+        FamilyError: the family's `init_buffers` leaves a buffer out, or a layer has dropout.
+    """
     try:
         model.to_empty(device=device)
     except RuntimeError as error:  # CUDA's OutOfMemoryError is a RuntimeError too
@@ -188,6 +200,25 @@ def materialize(model: nn.Module, device: str | torch.device) -> None:
             f"the model's {size / 2**30:,.1f} GiB of weights do not fit the memory of {device}; choose a smaller model "
             "or a layout that shards it over more ranks"
         ) from None
+    model.tie_weights()
+    # A buffer that a family registers holds arbitrary memory now; NaN shows whether it is computed or loaded.
+    family = model.model_class.__name__
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise FamilyError(
+                f"{family} has dropout {module.p:g} in {prefix}; remove it: archon trains without dropout"
+            )
+        for buffer in () if isinstance(module, ConversionHook) else module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+    model.init_buffers(device if buffer_device is None else buffer_device)
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name not in stored and buffer.isnan().any():
+            raise FamilyError(
+                f"{family}.init_buffers leaves {name} uninitialized; compute it there, since models are built on the "
+                "meta device"
+            )
 
 
 def save_model(

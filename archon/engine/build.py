@@ -101,9 +101,7 @@ class ModelBuilder:
             raise FamilyError(f"{function} returned {type(parallelized).__name__}; return the model that it got")
         sum_gradients(model, self.layout.dims, self.compute_dtype, function)
         # FSDP needs the parameters that it offloads on the CPU from the start.
-        materialize(model, "cpu" if config.cpu_offload else self.device)
-        model.tie_weights()
-        model.init_buffers(self.device)
+        materialize(model, "cpu" if config.cpu_offload else self.device, self.device)
         return model
 
     def _require_options(self, options: Iterable[str]) -> None:

@@ -14,6 +14,10 @@ from archon.schema.errors import ConfigError, FamilyError
 
 _DISABLED = {"use_sliding_window": False, "mlp_bias": False, "pretraining_tp": 1}
 """Fields of dense decoders that have no effect with these values."""
+_SET_BY_THE_ENGINE = frozenset({"router_aux_loss_coef"})
+"""Fields that are options of a run in archon, not of a model."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of one field; transformers may write another name than a family reads."""
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -24,8 +28,8 @@ class MissingFieldError(ConfigError, AttributeError):
 class HFConfig(Mapping[str, Any]):
     """Config with its fields as keys and as attributes, like a transformers config.
 
-    The attributes `rope_theta`, `rope_scaling` and `rope_parameters` exist in both RoPE styles. The object records the
-    fields that are read.
+    The attributes `rope_theta`, `rope_scaling` and `rope_parameters` exist in both RoPE styles, and the number of
+    experts has each of its names. The object records the fields that are read.
 
     Args:
         hf_config: A parsed `config.json`, a transformers config, or a mock of one.
@@ -54,6 +58,8 @@ class HFConfig(Mapping[str, Any]):
         if name in _ROPE_FIELDS and name in (rope := self._rope_attributes()):
             self._read |= {"rope_theta"} if name == "rope_theta" else {*_ROPE_FIELDS}
             return rope[name]
+        if name in _EXPERT_COUNTS and (names := [other for other in _EXPERT_COUNTS if other in values]):
+            return self[names[0]]
         if hasattr(self._object, name) and not name.startswith("__"):
             return getattr(self._object, name)
         raise MissingFieldError(f"config field {name!r} is missing; read it with getattr(hf_config, {name!r}, default)")
@@ -97,16 +103,18 @@ def _complete(args: Any, config: HFConfig, is_critic: bool) -> Any:
     changes: dict[str, Any] = {"is_critic": is_critic}
     for name in DENSE_FIELDS.keys() & {*unread, *({"tie_word_embeddings"} & config.keys())}:
         changes[DENSE_FIELDS[name].native] = read_field(config, name, DENSE_FIELDS[name])
-    if {"rope_scaling", "rope_parameters"} & unread.keys():
+    if {*_ROPE_FIELDS} & unread.keys():
         sizes = {"max_seq_len": args.max_seq_len, "n_layers": args.n_layers, "head_dim": args.head_dim}
         rope = family.hf_ropes.read(dict(config), sizes | {"layer_windows": args.layer_windows})
         changes |= {name: rope[name] for name in ("rope_theta", "rope_scaling") if name in rope}
-    known = {*DENSE_FIELDS, *_ROPE_FIELDS, *NO_EFFECT, *DROPOUTS, QUANTIZATION_FIELD}
+    known = {*DENSE_FIELDS, *_ROPE_FIELDS, *NO_EFFECT, *DROPOUTS, *_SET_BY_THE_ENGINE, QUANTIZATION_FIELD}
+    n_experts = next((config[name] for name in _EXPERT_COUNTS if name in config and name not in unread), None)
     fixed = FIXED_VALUES | _DISABLED | family.hf_fixed_values
     windows = () if config.get("use_sliding_window", True) else ("sliding_window", "max_window_layers")
     for name, value in unread.items():
         is_full = name == "layer_types" and {*(value or ())} <= {"full_attention"}
-        if value is None or name in known or name in windows or is_full:
+        is_alias = name in _EXPERT_COUNTS and value == n_experts
+        if value is None or name in known or name in windows or is_full or is_alias:
             continue
         if (name in fixed and value == fixed[name]) or getattr(args, name, None) == value:
             continue

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from archon.models import BaseStateDictAdapter
 from archon.schema.errors import ConfigError, UserError
 from archon.tools.check.decoding import check_decoding
 from archon.tools.check.family import CheckedFamily
 from archon.tools.check.isolation import check_forks, check_isolation, check_shared_prefixes
 from archon.tools.check.layouts import check_layouts, describe_layouts
 from archon.tools.check.oracle import ContractError, family_config, hf_classes, random_config
-from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, parity
-from archon.tools.check.round_trip import native_round_trip, round_trip
+from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, first_difference, parity
+from archon.tools.check.round_trip import TWO_DIGITS, native_round_trip, round_trip
 from archon.tools.check.silent_defaults import STYLES, field_outcomes, unread_fields
 
 # Seeds of the configurations of a contract; a full check uses more.
@@ -94,7 +95,10 @@ def _parity(family: CheckedFamily, full: bool) -> str | None:
     for seed in seeds:
         for name, difference in parity(seed, family.model_type, family.reference).items():
             if not difference <= FP32_TOLERANCE:
-                raise ContractError(f"configuration {seed}: {name} differs by {difference:.1e} from transformers")
+                where = first_difference(seed, family.model_type, family.reference) if name == "logits" else ""
+                raise ContractError(
+                    f"configuration {seed}: {name} differs by {difference:.1e} from transformers{where}"
+                )
             kind = "logits" if name == "logits" else "gradients"
             worst[kind] = max(worst[kind], difference)
     return f"logits {worst['logits']:.0e}, gradients {worst['gradients']:.0e} over {len(seeds)} configurations"
@@ -103,7 +107,7 @@ def _parity(family: CheckedFamily, full: bool) -> str | None:
 def _config_fields(family: CheckedFamily, full: bool) -> str:
     if family.reference is None:
         if lines := unread_fields(family.model_type):
-            raise ContractError("; ".join(lines))
+            raise ContractError(_shorten(lines))
         return "each mapped field changes the model's arguments; not compared with transformers"
     counts, wrong = {"equal": 0, "rejected": 0}, []
     for style in STYLES if full else STYLES[:1]:
@@ -111,8 +115,13 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
         wrong += lines
         counts = {name: count + outcomes[name] for name, count in counts.items()}
     if wrong:
-        raise ContractError("; ".join(wrong))
+        raise ContractError(_shorten(wrong))
     return f"{counts['equal']} variants equal to transformers, {counts['rejected']} rejected by name"
+
+
+def _shorten(lines: Sequence[str], limit: int = 5) -> str:
+    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "; ".join([*lines[:limit], *more])
 
 
 def _round_trip(family: CheckedFamily, full: bool) -> str:
@@ -123,6 +132,9 @@ def _round_trip(family: CheckedFamily, full: bool) -> str:
                 tensors += native_round_trip(seed, family.model_type, Path(folder))
             else:
                 tensors += round_trip(seed, family.model_type, Path(folder), family.reference)
+    if family.spec.state_dict_adapter_class.from_hf is not BaseStateDictAdapter.from_hf:
+        with tempfile.TemporaryDirectory() as folder:
+            tensors += native_round_trip(0, family.model_type, Path(folder), **TWO_DIGITS)
     names = "archon's own files" if family.reference is None else "transformers' names and files"
     return f"{tensors} tensors bitwise, {names}"
 

@@ -62,6 +62,34 @@ def parity(
     return differences
 
 
+@torch.no_grad()
+def first_difference(seed: int, model_type: str, reference: str | None = None) -> str:
+    """Return the end of a message that names the first part of the model with another output than transformers."""
+    config = random_config(seed, model_type, reference)
+    hf_model, model, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
+    tokens = torch.randint(model.args.vocab_size, (9,), generator=torch.Generator().manual_seed(seed))
+    # transformers returns the input of each layer, and the output of the final norm.
+    expected = hf_model(input_ids=tokens[None], use_cache=False, output_hidden_states=True).hidden_states
+    actual: list[Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: actual.append(inputs[0])) for block in model.layers.values()
+    ]
+    if model.norm is not None:
+        hooks.append(model.norm.register_forward_hook(lambda _, inputs, output: actual.append(output)))
+    model(tokens, torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), 9)
+    for hook in hooks:
+        hook.remove()
+    names = [
+        "the embedding",
+        *(f"layer {layer}" for layer in range(len(hooks) - 2)),
+        "the last layer or the final norm",
+    ]
+    if len(actual) != len(expected):
+        return ""
+    differs = (relative_error(a, b[0]) > FP32_TOLERANCE for a, b in zip(actual, expected, strict=True))
+    return f"; the first difference is in {next((n for n, d in zip(names, differs, strict=True) if d), 'the head')}"
+
+
 def _results(
     model: BaseArchonModel, hf_model: Any, adapter: BaseStateDictAdapter, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

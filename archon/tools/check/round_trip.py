@@ -95,15 +95,28 @@ def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torc
     return model
 
 
-def native_round_trip(seed: int, model_type: str, folder: Path) -> int:
+TWO_DIGITS = {"num_hidden_layers": 11, "num_experts": 12, "num_local_experts": 12, "n_routed_experts": 12}
+"""Sizes with indices of two digits, which a conversion may sort as text."""
+
+
+def native_round_trip(seed: int, model_type: str, folder: Path, **sizes: int) -> int:
     """Write fresh weights, load them, and write them again; return the number of tensors.
 
-    For families that transformers does not have.
+    For families that transformers does not have, and for conversions written by hand.
+
+    Args:
+        seed: seed of the configuration and the weights.
+        model_type: type of the family.
+        folder: folder of the checkpoints.
+        **sizes: values of config fields; fields that the family lacks are ignored.
 
     Raises:
         ContractError: a bit differs.
     """
-    config = {"model_type": model_type} | draw_fields(seed, model_type)
+    args_class = get_model_spec(model_type, text_only=True).model_args_class
+    known = {*args_class.hf_fields, *args_class.hf_examples}
+    fixed = {name: size for name, size in sizes.items() if name in known}
+    config = {"model_type": model_type} | draw_fields(seed, model_type, **fixed)
     model = fresh_checkpoint(folder, config, seed)
     loaded = load_model(folder / "weights", dtype=torch.float32)
     adapter = get_model_spec(model_type).state_dict_adapter_class(config)

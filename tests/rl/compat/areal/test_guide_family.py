@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.models import BaseModelArgs, ModelSpec
+from archon.models.args.moe import MoEModelArgs
+from archon.models.hf.config_object import HFConfig
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, FamilyError
 from archon.tools.check.layouts import LENGTHS, VOCAB, SequenceLoss, padded_batch, rank_rows
@@ -53,6 +56,9 @@ READ_IN_PLACE = (ADAPTER, READ[1], SCALE.format("read", "value.mul_(2)"))
 WRITE_WRONG = (ADAPTER, WRITE[1], SCALE.format("write", "value / 4"))
 SHARD_MESH = (PARALLELIZE, 'get_mesh("dp_shard_cp")', 'get_mesh("dp_shard")')
 NO_TENSOR_PARALLELISM = (PARALLELIZE, "if parallel_dims.tp_enabled:", "if False:")
+LAYER_SCALE = (READ[0], READ[1], READ[2].replace("norm.weight", "layers.0.ffn_norm.weight", 1))
+ONE_DIGIT = (ADAPTER, r're.search(r"layers\.(\d+)\.", key)', r're.search(r"layers\.(\d)\.", key)')
+BUILT = "self.model_args = model_args"
 LOGITS = "return super().forward(tokens, positions, cu_seqlens, max_seqlen, tree_attn_meta)"
 SOFT_CAP = ("model/model.py", LOGITS, f"h = {LOGITS.removeprefix('return ')}\n        return 2 * torch.tanh(h / 2)")
 
@@ -278,6 +284,53 @@ def test_a_hand_written_reader_sees_fields_as_attributes_and_loses_none(tmp_path
     assert package.spec.model_args_class.from_hf_config(mock) == args
 
 
+def test_a_misread_rope_base_is_read_from_the_config(tmp_path: Path) -> None:
+    package = Package(tmp_path, ("model/args.py", '"rope_theta", 10000.0', '"rope_base", 10000.0'))
+    assert package.spec.model_args_class.from_hf_config(CONFIG).rope_theta == 500_000.0
+
+
+def test_the_number_of_experts_has_each_of_its_names() -> None:
+    assert HFConfig({"num_local_experts": 4}).num_experts == 4
+    assert HFConfig({"num_experts": 4, "num_local_experts": 5}).num_local_experts == 5
+
+
+def test_a_family_with_experts_reads_the_fields_that_transformers_writes() -> None:
+    @dataclass
+    class Args(MoEModelArgs):
+        @classmethod
+        def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Args:
+            sizes = {"n_layers": hf_config.num_hidden_layers, "head_dim": hf_config.head_dim, "moe_hidden_dim": 8}
+            return cls(n_experts=hf_config.num_experts, n_experts_per_token=2, **sizes)
+
+    experts = {"num_experts": 4, "num_local_experts": 4, "router_aux_loss_coef": 0.001}
+    assert Args.from_hf_config(CONFIG | experts).n_experts == 4
+    with pytest.raises(ConfigError, match="'num_local_experts' is 5"):
+        Args.from_hf_config(CONFIG | experts | {"num_local_experts": 5})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('self.register_buffer("scale", torch.ones(()), persistent=False)', "init_buffers leaves scale uninitialized"),
+        ('self.layers["0"].drop = nn.Dropout(0.1)', r"dropout 0.1 in layers.0.drop; remove it"),
+    ],
+    ids=["buffer", "dropout"],
+)
+def test_a_built_model_has_no_undefined_buffer_and_no_dropout(tmp_path: Path, line: str, message: str) -> None:
+    package = Package(tmp_path, ("model/model.py", BUILT, f"{BUILT}\n        {line}"))
+    with pytest.raises(FamilyError, match=message):
+        engine_of(package_config(package, tmp_path), "d1", init_from_scratch=True)
+    source = Package(tmp_path).checkpoint()
+    (source / "config.json").write_text(json.dumps(CONFIG | {"model_type": package.name}))
+    with pytest.raises(FamilyError, match=message):
+        load_model(source)
+
+
+def test_check_model_names_the_layer_that_differs_from_transformers(tmp_path: Path) -> None:
+    done = Package(tmp_path, LAYER_SCALE).check("--reference", "llama", "--only", "parity")
+    assert "the first difference is in layer 0" in done.stderr, done.stdout + done.stderr
+
+
 def test_a_field_that_no_one_reads_is_an_error(tmp_path: Path) -> None:
     read = Package(tmp_path).spec.model_args_class.from_hf_config
     for fields in ({"sliding_window": 4}, {"attention_bias": True}, {"router_scale": 2.0}):
@@ -340,10 +393,11 @@ def test_check_model_passes_a_family_of_the_guide(
     [
         ([READ], "round trip"),
         ([READ, WRITE_WRONG], "round trip"),
+        ([ONE_DIGIT], "round trip"),
         ([SOFT_CAP], "two ranks"),
         pytest.param([SHARD_MESH], "two ranks", marks=pytest.mark.slow),
     ],
-    ids=["read only", "wrong inverse", "changed logits", "wrong mesh"],
+    ids=["read only", "wrong inverse", "one digit", "changed logits", "wrong mesh"],
 )
 def test_check_model_fails_a_family_that_the_engine_gets_wrong(
     tmp_path: Path, changes: list[Change], contract: str
