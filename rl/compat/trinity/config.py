@@ -20,6 +20,7 @@ from archon.rl.compat.trinity.config_keys import (
     NESTED_KEYS,
     NO_EFFECT,
     ONLY,
+    OTHER_WORKFLOWS,
     SECTIONS,
     SETTINGS,
     SPECIAL_KEYS,
@@ -40,6 +41,7 @@ _IMAGE_WORKFLOWS = ("simple_mm_workflow", "async_simple_mm_workflow")
 _IMAGE_COLUMNS = ("images", "image")
 _REC_SIDES = {"one-side": "one", "two-side": "two", "ring": "ring"}
 _PRESETS = {"mix_chord": "chord", "multi_step_grpo": "step_wise_grpo", "reinforce_plus_plus": "reinforce_pp"}
+_PRESETS |= {"reinforceplusplus": "reinforce_pp"}
 _COMMANDS = {"sft": "archon sft", "dpo": "archon preference"}
 _AGGREGATIONS = {"seq-mean-token-sum-norm": "dr_grpo", True: "token_mean", False: "seq_mean_token_mean"}
 
@@ -56,10 +58,11 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     TRAIN + "rollout_args.top_k": _top_k,
     "model.top_k": _top_k,
     "algorithm.algorithm_type": lambda name: _PRESETS.get(name, name),
-    "algorithm.advantage_fn": lambda name: {"ppo": "gae", "reinforce_plus_plus": "reinforce_pp"}.get(name, name),
+    "algorithm.advantage_fn": lambda name: {"ppo": "gae"}.get(name) or _PRESETS.get(name, name),
     "algorithm.advantage_fn_args.std_normalize": lambda normalize: "grpo" if normalize else "dr_grpo",
     "algorithm.policy_loss_fn_args.clip_mode": lambda mode: _REC_SIDES.get(mode, mode),
     EVAL + "rollout_args.temperature": lambda temperature: temperature or None,  # greedy answers are evaluated too
+    "algorithm.advantage_fn_args.fnorm": lambda norm: norm == "std",
     "algorithm.advantage_fn_args.std_threshold": lambda threshold: "drop" if threshold else None,
     "algorithm.kl_loss_fn": lambda name: {"low_var_kl": "k3", "none": None}.get(name, name),
     "algorithm.loss_agg_mode": _aggregation,
@@ -67,6 +70,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "algorithm.policy_loss_fn": lambda name: {"mix_chord": "chord"}.get(name, name),
     "algorithm.policy_loss_fn_args.loss_agg_mode": _aggregation,
     "algorithm.policy_loss_fn_args.use_token_level_loss_in_sft": _aggregation,
+    "algorithm.policy_loss_fn_args.sft_loss_agg_mode": _aggregation,
     "explorer.auxiliary_models": lambda models: [auxiliary_model(model) for model in models],
 }
 
@@ -95,6 +99,7 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     """
     if not {"buffer", "explorer"} & data.keys():
         return data
+    _require_rollouts(data, source)
     import_plugins()
     settings = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
     known = [*SETTINGS, *SPECIAL_KEYS, *ONLY, *NO_EFFECT]
@@ -128,7 +133,29 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     config = merge_sections(config, overrides)
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, settings.get("buffer.total_epochs") or 1)
+    if (ratio := settings.get("algorithm.optimizer.lr_warmup_steps_ratio")) and _warmup_steps(settings) < 0:
+        _put(config, "actor.scheduler.warmup_steps", int(ratio * config["total_steps"]))
     return config
+
+
+def _warmup_steps(settings: Mapping[str, Any]) -> int:
+    """Return the steps of the warm-up, negative if the file sets a share of all steps."""
+    steps = settings.get("algorithm.optimizer.lr_warmup_steps")
+    return -1 if steps is None else int(steps)
+
+
+def _require_rollouts(data: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for the first layout of Trinity-RFT's files, and for algorithms of other commands."""
+    if isinstance(data.get("data"), dict):
+        raise ConfigError(
+            f"{source}: the section data is of the first releases of Trinity-RFT; write its keys where a newer example "
+            f"has them, such as {TRAIN}path"
+        )
+    if (kind := (data.get("algorithm") or {}).get("algorithm_type")) in _COMMANDS:
+        raise ConfigError(
+            f"{source}: algorithm.algorithm_type is {kind!r}, which has no rollouts: run `{_COMMANDS[kind]}` with an "
+            "archon configuration"
+        )
 
 
 def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
@@ -155,11 +182,6 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
 
 def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) -> None:
     """Set values that depend on several keys."""
-    if (kind := settings.get("algorithm.algorithm_type")) in _COMMANDS:
-        raise ConfigError(
-            f"{source}: algorithm.algorithm_type is {kind!r}, which has no rollouts: run `{_COMMANDS[kind]}` with an "
-            "archon configuration"
-        )
     names = [str(settings[key]) for key in ("project", "group", "name") if settings.get(key)]
     config["run_dir"] = str(Path(settings.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
@@ -175,10 +197,23 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
     preset = config.setdefault("algorithm", {}).setdefault("preset", "grpo")
     if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
         _put(config, "critic.path", settings.get("model.critic_model_path") or config["actor"]["path"])
+    if preset == "opmd":  # OPMD's advantage and loss, with the other parts of GRPO
+        config["algorithm"]["preset"] = preset = "grpo"
+        config["algorithm"].setdefault("advantage", {}).setdefault("kind", "opmd")
+        config["algorithm"]["policy_loss"] = {"kind": "reinforce"}
     if preset == "rec" and config["algorithm"].get("policy_loss", {}).get("sides", "none") == "none":
         config["algorithm"]["policy_loss"] = {"kind": "reinforce"}  # no token is masked, Trinity-RFT's default
     _lora(config, settings.get("model.lora_configs") or [], source)
     _put(config, "train_data.raw", True)
+    tokens, answer_tokens = (
+        settings.get(EVAL + "rollout_args.max_tokens"),
+        config.get("gconfig", {}).get("max_new_tokens"),
+    )
+    if tokens not in (None, answer_tokens):
+        raise ConfigError(
+            f"{source}: {EVAL}rollout_args.max_tokens is {tokens}, and {answer_tokens or 'unset'} in training; archon "
+            "evaluates with the training's limit"
+        )
     if "eval_data" in config:
         shared = ("prompt_key", "response_key", "raw", "max_length")
         config["eval_data"] |= {key: config["train_data"][key] for key in shared if key in config["train_data"]}
@@ -338,6 +373,8 @@ def _workflow(config: dict[str, Any], settings: Mapping[str, Any], source: str) 
         if rejected := sorted(config.pop("workflow_args", {}).keys() - {"format_args", "env_vars"}):
             raise ConfigError(f"{source}: {name} takes no {', '.join(rejected)}; leave it out")
         return
+    if name not in WORKFLOWS and name in OTHER_WORKFLOWS:
+        raise ConfigError(f"{source}: {TRAIN}default_workflow_type is {name!r}: {OTHER_WORKFLOWS[name]}")
     workflow = WORKFLOWS[name]
     config["workflow"] = f"{TrinityWorkflow.__module__}.{TrinityWorkflow.__name__}"
     _put(config, "workflow_args.workflow", name)

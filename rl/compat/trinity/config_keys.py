@@ -42,9 +42,16 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_fn_args.lam": ("algorithm.advantage.lam",),
     "algorithm.advantage_fn_args.tau": ("algorithm.advantage.tau",),
     "algorithm.advantage_fn_args.std_threshold": ("algorithm.zero_variance_groups",),
+    "algorithm.advantage_fn_args.baseline_shift": ("algorithm.advantage.shift",),
+    "algorithm.advantage_fn_args.omega": ("algorithm.advantage.step_weight",),
+    "algorithm.advantage_fn_args.fnorm": ("algorithm.advantage.normalize",),
     "algorithm.loss_agg_mode": ("algorithm.aggregation",),
     "algorithm.policy_loss_fn_args.loss_agg_mode": ("algorithm.aggregation",),
     "algorithm.policy_loss_fn_args.use_token_level_loss_in_sft": ("algorithm.aggregation",),
+    "algorithm.policy_loss_fn_args.sft_loss_agg_mode": ("algorithm.aggregation",),
+    "algorithm.policy_loss_fn_args.clip_ratio_c": ("algorithm.policy_loss.dual_clip",),
+    "algorithm.policy_loss_fn_args.epsilon": ("algorithm.policy_loss.epsilon",),
+    "algorithm.policy_loss_fn_args.m2_threshold": ("algorithm.policy_loss.max_second_moment",),
     "algorithm.policy_loss_fn": ("algorithm.policy_loss.kind",),
     "algorithm.policy_loss_fn_args.mu": ("algorithm.policy_loss.mu",),
     "algorithm.policy_loss_fn_args.mu_peak": ("algorithm.policy_loss.mu_peak",),
@@ -124,7 +131,8 @@ SPECIAL_KEYS |= {prefix + end for prefix in (INPUT, TRAIN, EVAL) for end in TASK
 SPECIAL_KEYS |= {EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
 SPECIAL_KEYS |= {EVAL + name for name in ("workflow_args", "reward_fn_args")}
 SPECIAL_KEYS |= {"model.lora_configs", TRAIN + "format.image_key", EVAL + "format.image_key"}
-SPECIAL_KEYS |= {"algorithm.optimizer.betas", "algorithm.add_strategy", "mode"}
+SPECIAL_KEYS |= {"algorithm.optimizer.betas", "algorithm.add_strategy", "mode", EVAL + "rollout_args.max_tokens"}
+SPECIAL_KEYS |= {"algorithm.optimizer.lr_warmup_steps_ratio"}
 SPECIAL_KEYS |= {"explorer.bench_on_latest_checkpoint", "trainer.trainer_config_path", "trainer.trainer_config"}
 SPECIAL_KEYS |= {
     "algorithm.sample_strategy_args.expert_data_ratio",
@@ -133,6 +141,32 @@ SPECIAL_KEYS |= {
 }
 SPECIAL_KEYS |= {"synchronizer.sync_offset", BUFFER + "path", BUFFER + "max_read_timeout", BUFFER + "storage_type"}
 SPECIAL_KEYS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key", "response_key", "messages_key")}
+
+_OF_ONE_STUDY = "archon has none; change the imports of its class to archon.rl, and name the class by its dotted path"
+# Workflows of Trinity-RFT without a workflow of the same name here.
+OTHER_WORKFLOWS = {
+    **dict.fromkeys(
+        ("frozen_lake_workflow", "sciworld_workflow", "sudoku_workflow"),
+        "write gym_env_workflow, and name the environment in workflow_args.env",
+    ),
+    **dict.fromkeys(
+        ("alfworld_workflow_v2", "step_wise_alfworld_workflow"),
+        "write alfworld_workflow, and name the environment in workflow_args.env",
+    ),
+    **dict.fromkeys(("tool_call_workflow", "toolcall_workflow"), "write archon.rl.ReActWorkflow with your tools"),
+    **dict.fromkeys(
+        ("on_policy_distill_workflow", "on_policy_distill_math_workflow"),
+        "write math_workflow, and `archon: {algorithm: {preset: distill}, teacher: {path: …}}`",
+    ),
+    **dict.fromkeys(
+        (
+            *("math_trainable_ruler_workflow", "rubric_judge_workflow", "math_rm_workflow", "async_math_rm_workflow"),
+            *("email_search_workflow", "intercode_sql_workflow", "agentscope_v1_react_search_workflow"),
+            *("medicine_ruler_workflow", "learn2ask_workflow", "bots_math_boxed_workflow", "bcp_simple_react_workflow"),
+        ),
+        _OF_ONE_STUDY,
+    ),
+}
 
 SELECTORS = ("sequential", "random", "shuffle")
 FORMATS = {
@@ -143,10 +177,15 @@ FORMATS = {
     "reward_fn_key": "all tasks share one reward",
 }
 
+_IN_ORDER = "experiences are trained in order and once, and synchronizer.sync_interval bounds their age"
+_WHOLE = "evaluations in a run sample the whole distribution; `archon eval` has top_p"
 # Supported values, and the advice for other values.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.kl_penalty_fn": (("none",), "write `archon: {algorithm: {kl: {place: reward}}}`"),
-    "algorithm.sample_strategy": (("default", "warmup", "mix"), "archon trains on complete batches"),
+    "algorithm.sample_strategy": (
+        ("default", "warmup", "mix"),
+        "archon trains on complete batches, and synchronizer.sync_interval bounds their age",
+    ),
     "algorithm.entropy_loss_fn": (("default", "mix", "none"), "set algorithm.entropy_loss_fn_args.entropy_coef"),
     "algorithm.bypass_old_logprobs": (
         (True,),
@@ -159,7 +198,11 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.policy_loss_fn_args.epsilon_low_prime": ((RING_LOW,), "the outer bounds of REC-Ring are fixed"),
     "algorithm.policy_loss_fn_args.epsilon_high_prime": ((RING_HIGH,), "the outer bounds of REC-Ring are fixed"),
     "algorithm.optimizer.optimizer_type": (("adam", "adamw"), "archon has AdamW"),
-    "algorithm.optimizer.lr_warmup_steps_ratio": ((0,), "write lr_warmup_steps"),
+    "algorithm.policy_loss_fn_args.tau": (
+        (0,),
+        "archon does not divide the loss by 1 + tau; AdamW undoes such a factor",
+    ),
+    "algorithm.policy_loss_fn_args.log_ratio_clip": ((20,), "the log ratio is not clipped"),
     "model.rope_scaling": ((), "set it in the checkpoint's config.json"),
     "model.rope_theta": ((), "set it in the checkpoint's config.json"),
     "model.custom_chat_template": (("",), "put the template into the tokenizer's folder"),
@@ -174,12 +217,19 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.sft_warmup_steps": ((0,), "warm up with `archon sft`, or with `archon: {bootstrap: …}`"),
     "trainer.critic_warmup": ((0,), "policy and critic train from the first step"),
     "trainer.fix_actor_microbatch_loss_scale": ((False,), "losses do not depend on micro-batches"),
-    "data_processor.experience_pipeline.operators": (([],), "process experiences in the workflow"),
+    "data_processor.experience_pipeline.operators": (
+        ([],),
+        (
+            "process experiences in the workflow; for DAPO's, write `archon: {algorithm: {overlong: {mask_truncated: "
+            "true}, zero_variance_groups: resample}}`"
+        ),
+    ),
     "data_processor.task_pipeline": ((), "process tasks before the run"),
     "stages": (([],), "run each stage from a separate file"),
-    BUFFER + "replay_buffer.enable": ((False,), "experiences are trained in order"),
-    BUFFER + "use_priority_queue": ((False,), "experiences are trained in order"),
+    BUFFER + "replay_buffer.enable": ((False,), _IN_ORDER),
+    BUFFER + "use_priority_queue": ((False,), _IN_ORDER),
     BUFFER + "reuse_cooldown_time": ((), "write `archon: {experiences: {passes: 2}}`"),
+    EXPERT + "format.image_key": (("",), "demonstrations are text"),
     EXPERT + "storage_type": (("file",), "demonstrations are read from files"),
     "model.min_response_tokens": ((0, 1), "the trainer cannot replay a lower limit"),
     "model.repetition_penalty": ((1,), "the trainer cannot replay a penalty"),
@@ -188,8 +238,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **{prefix + "task_selector.selector_type": (SELECTORS, "tasks are drawn at random") for prefix in (TRAIN, EVAL)},
     **{prefix + "format." + key: (("",), reason) for prefix in (TRAIN, EVAL) for key, reason in FORMATS.items()},
     **{prefix + "format.prompt_type": (("plaintext", "messages"), "see the guide") for prefix in (TRAIN, EVAL)},
-    EVAL + "rollout_args.top_p": ((1,), "evaluation samples the whole distribution"),
-    EVAL + "rollout_args.top_k": ((-1, 0), "evaluation samples the whole distribution"),
+    EVAL + "rollout_args.top_p": ((1,), _WHOLE),
+    EVAL + "rollout_args.top_k": ((-1, 0), _WHOLE),
 }
 
 # Micro-batch sizes in the weights of Trinity-RFT's mixed losses; archon weights the whole batch.
@@ -211,7 +261,7 @@ NO_EFFECT = (
     *("explorer.over_rollout.", "explorer.dynamic_timeout.", "data_processor."),
     *(prefix + name for prefix in (TRAIN, EVAL) for name in ("enable_progress_bar", "index", "data_selector.")),
     *(prefix + "format." + key for prefix in (TRAIN, EVAL) for key in ("messages_key", "tools_key", "chosen_key")),
-    *(EXPERT + name for name in ("name", "algorithm_type", "enable_progress_bar", "total_epochs")),
+    *(EXPERT + name for name in ("name", "algorithm_type", "schema_type", "enable_progress_bar", "total_epochs")),
     *(MODEL + name for name in ("use_v1", "enable_chunked_prefill", "data_parallel_size", "pipeline_parallel_size")),
     *(MODEL + name for name in ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "base_port")),
     *(MODEL + name for name in ("max_prompt_tokens", "extra_engine_args.", "enable_expert_parallel", "api_key")),

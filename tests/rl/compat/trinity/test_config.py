@@ -287,6 +287,14 @@ T = "buffer.explorer_input.taskset."
             [{"path": "a", "default_workflow_type": "simple_workflow"}],
             "workflow or reward differs",
         ),
+        (
+            "buffer.explorer_input.eval_tasksets",
+            [{"path": "a", "rollout_args": {"max_tokens": 7}}],
+            "max_tokens is 7, and unset in training",
+        ),
+        (T + "default_workflow_type", "frozen_lake_workflow", "'frozen_lake_workflow': write gym_env_workflow"),
+        ("algorithm.policy_loss_fn_args.tau", 1.0, "expected 0: archon does not divide the loss"),
+        ("data", {"dataset_path": "x"}, "the section data is of the first releases"),
         ("archon", "layout", "archon is 'layout', expected a mapping"),
     ],
 )
@@ -323,6 +331,56 @@ def test_keys_of_trinitys_own_examples(small: dict[str, Any]) -> None:
     assert (config["reward"], config["rollout"]["n_gold_checks"]) == ("countdown", 0)
     config = translate(put(small, T + "default_workflow_type", "agentscope_reactv2_math_workflow"))
     assert config["workflow_args"]["workflow"] == "agentscope_reactv2_math_workflow"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (
+            {
+                "algorithm_type": "asymre",
+                "policy_loss_fn_args": {"tau": 0},
+                "advantage_fn_args": {"baseline_shift": -0.2},
+            },
+            {"preset": "asymre", "advantage": {"shift": -0.2}},
+        ),
+        (
+            {"algorithm_type": "gigpo", "advantage_fn_args": {"omega": 0.5, "fnorm": "none", "gamma": 0.9}},
+            {"preset": "gigpo", "advantage": {"step_weight": 0.5, "normalize": False, "gamma": 0.9}},
+        ),
+        (
+            {"algorithm_type": "m2po", "policy_loss_fn_args": {"m2_threshold": 0.05, "log_ratio_clip": 20.0}},
+            {"preset": "m2po", "policy_loss": {"max_second_moment": 0.05}},
+        ),
+        (
+            {"algorithm_type": "sppo", "policy_loss_fn_args": {"epsilon": 0.1}},
+            {"preset": "sppo", "policy_loss": {"epsilon": 0.1}},
+        ),
+        (
+            {"algorithm_type": "dapo", "policy_loss_fn_args": {"clip_ratio_c": 10.0}},
+            {"preset": "dapo", "policy_loss": {"dual_clip": 10.0}},
+        ),
+        ({"algorithm_type": "reinforceplusplus"}, {"preset": "reinforce_pp"}),
+        (
+            {"algorithm_type": "opmd", "advantage_fn_args": {"tau": 2.0}},
+            {"preset": "grpo", "advantage": {"kind": "opmd", "tau": 2.0}, "policy_loss": {"kind": "reinforce"}},
+        ),
+    ],
+    ids=lambda value: value.get("algorithm_type", ""),
+)
+def test_algorithms_of_trinitys_own_examples(small: dict[str, Any], algorithm: Any, expected: Any) -> None:
+    config = translate(put(small, "algorithm", algorithm))
+    assert config["algorithm"] == expected
+    RLConfig.parse(config)
+
+
+def test_a_warm_up_may_be_a_share_of_the_steps(small: dict[str, Any]) -> None:
+    small = put(put(small, "buffer.total_steps", 50), "algorithm.optimizer", {"lr_warmup_steps_ratio": 0.1})
+    assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 5}
+    small = put(small, "algorithm.optimizer.lr_warmup_steps", -1)
+    assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 5}
+    small = put(small, "algorithm.optimizer.lr_warmup_steps", 3)
+    assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 3}
 
 
 def test_images_are_read_by_archons_own_workflow(small: dict[str, Any]) -> None:
