@@ -73,12 +73,14 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
 
     run = RUNS[command]
     config_type: Any = getattr(rl, run.config.partition(":")[2])
-    if command == "rl":
-        from archon.rl.compat.trinity.config import translate
+    from archon.rl.compat.areal.config import require_own_config
+    from archon.rl.compat.trinity.config import translate
 
-        config = load_config(config_type, file, overrides, translate)
-    else:
-        config = load_config(config_type, file, overrides)
+    def read(values: dict[str, Any], source: str) -> dict[str, Any]:
+        values = require_own_config(values, source)
+        return translate(values, source) if command == "rl" else values
+
+    config = load_config(config_type, file, overrides, read)
     bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:
         from archon.cli import check
