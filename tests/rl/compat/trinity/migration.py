@@ -385,7 +385,8 @@ ALGORITHM_ROWS = (
     ),
     Row("`SELECTORS`, `BaseSelector`", "tasks are drawn at random"),
     Row("`trinity run --config FILE`", "`archon rl --config FILE`", elsewhere=True),
-    Row("`trinity studio`, Ray, `mode: serve`", "`archon serve` serves a checkpoint, and agents in training"),
+    Row("`trinity studio`, `mode: serve`", "`archon serve` serves a checkpoint, and agents in training"),
+    Row("Ray", "`rollout.launch.launcher: ray`, `rollout.workers.kind: ray`", elsewhere=True),
     Row("`load_config`, `Config`", "`archon.rl.compat.trinity.config.translate`, `archon.rl.RLConfig`", elsewhere=True),
 )
 
