@@ -172,12 +172,24 @@ NAMES: tuple[Name, ...] = (
     *renamed("areal.utils.data", "pad_sequences_to_tensors", "archon.training.sft.padded_batch(rows)"),
     *available("areal.utils", "stats_tracker", f"{_HERE}.statistics", "`get`, `scalar` and `record_timing`"),
     *renamed("areal.utils", "logging", "import logging"),
+    *renamed("areal.utils.logging", "getLogger", "logging.getLogger(name)"),
+    *renamed(
+        "areal.utils.hf_utils",
+        "apply_chat_template",
+        "tokenizer.apply_chat_template(messages, add_generation_prompt=True)",
+    ),
+    *missing("areal.utils.image", "image2base64", "VisionRLVRWorkflow reads images in every form"),
+    *missing("areal.utils.environ", "is_single_controller", _ONE_RUN),
     *renamed("areal.utils.hf_utils", "load_hf_tokenizer", "archon.checkpoint.hf_io.load_tokenizer"),
     *renamed("areal.utils.dynamic_import", "import_from_string", "archon.schema.lazy.import_dotted"),
     *renamed("areal.utils.stats_logger", "StatsLogger", "`metrics: {sinks: [tensorboard, wandb, trackio]}`"),
     *renamed("areal.utils.saver", "Saver", "`checkpoint: {every: …}`"),
     *renamed("areal.utils.recover", "RecoverHandler", "`resume: true`"),
-    *renamed("areal.utils.perf_tracer", "trace_session", "`archon bench --profile`, `archon report`"),
+    *renamed(
+        "areal.utils.perf_tracer",
+        "trace_session atrace_session_phase session_context",
+        "`archon bench --profile`, `archon report`",
+    ),
     *available("areal.engine.core.distributed", "patch_dist_group_timeout", "archon.parallel"),
     *available(
         "the debugging guide", "check_tensor_consistency", "archon.parallel", "reports and returns the differing ranks"
@@ -242,7 +254,22 @@ NAMES: tuple[Name, ...] = (
         "after apply_tensor_parallel with MOE_TP_PLAN",
     ),
     *renamed(f"{_ARCHON}.qwen3.infra.parallelize", "apply_fsdp", "archon.parallel.fsdp.apply_fsdp"),
-    *renamed(f"{_ARCHON}.compile", "apply_compile", "archon.parallel.compile.apply_compile"),
+    *renamed(f"{_ARCHON}.compile", "apply_compile Compilable", "archon.parallel.compile.apply_compile"),
+    *missing(
+        f"{_ARCHON}.utils",
+        "validate_tp_constraints validate_cp_constraints validate_ep_constraints",
+        "the engine checks a layout before it builds the model",
+    ),
+    *missing(
+        f"{_ARCHON}.pipeline_parallel",
+        "generate_llm_fqn_per_model_part pipeline_module_split",
+        "`pipelining_fn` removes the modules of other stages; `layers_per_stage` sets the layers",
+    ),
+    *renamed(
+        "areal.models.parallel_styles",
+        "ReplicateParallel",
+        "`replicate` in a plan like archon.models.spec.DENSE_TP_PLAN",
+    ),
     *renamed(
         f"{_ARCHON}.activation_checkpoint",
         "ActivationCheckpointConfig",
@@ -255,7 +282,7 @@ NAMES: tuple[Name, ...] = (
     ),
     *renamed(
         f"{_ARCHON}.attention",
-        "SDPAWrapper VarlenAttentionWrapper TreeAttentionWrapper TreeAttentionMeta",
+        "SDPAWrapper VarlenAttentionWrapper TreeAttentionWrapper TreeAttentionMeta varlen",
         "`args.mixer(layer).build(layer, dim)`",
         "the shared attention layer of every backend",
     ),
@@ -265,14 +292,23 @@ NAMES: tuple[Name, ...] = (
         "`c2` in the layout",
         "the engine splits the tokens, and the shared attention layer exchanges heads",
     ),
-    *renamed(f"{_ARCHON}.moe", "MoE MoEArgs", "archon.models.args.moe.MoEModelArgs", "as base class of the arguments"),
+    *renamed(
+        f"{_ARCHON}.moe",
+        "MoE MoEArgs GroupedExperts grouped_experts",
+        "archon.models.args.moe.MoEModelArgs",
+        "as base class of the arguments",
+    ),
     *renamed(
         f"{_ARCHON}.expert_parallel",
-        "ExpertParallel TensorParallel ExpertTensorParallel apply_expert_parallel",
+        "ExpertParallel TensorParallel ExpertTensorParallel ReordererSequenceParallel apply_expert_parallel",
         "`e4` in the layout",
         "experts need no plan",
     ),
-    *renamed(f"{_ARCHON}.moe_weight_converter", "MoEWeightConverter", "archon.models.hf.names.EXPERTS_HF_MAP"),
+    *renamed(
+        f"{_ARCHON}.moe_weight_converter",
+        "MoEWeightConverter MoEConversionState",
+        "archon.models.hf.names.EXPERTS_HF_MAP",
+    ),
 )
 
 
