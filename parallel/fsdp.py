@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.torch_private import keep_input_dtypes
+from archon.parallel.torch_private import keep_input_dtypes, reduction_dtype
 from archon.schema.errors import ConfigError, FamilyError
 
 ReshardPolicy = Literal["default", "always", "never"]
@@ -87,7 +87,9 @@ def apply_fsdp(
         cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 
 
-def sum_gradients(model: nn.Module, dims: ArchonParallelDims, param_dtype: torch.dtype, function: str) -> None:
+def sum_gradients(
+    model: nn.Module, dims: ArchonParallelDims, param_dtype: torch.dtype, reduce_dtype: torch.dtype, function: str
+) -> None:
     """Make FSDP sum gradients, never average them, after any function has parallelized the model.
 
     The loss is divided by one denominator for all ranks, so an average would divide twice. FSDP also stops casting the
@@ -97,14 +99,20 @@ def sum_gradients(model: nn.Module, dims: ArchonParallelDims, param_dtype: torch
         model: the parallelized model or pipeline stage.
         dims: degrees and meshes of the layout.
         param_dtype: compute dtype.
+        reduce_dtype: dtype in which gradients are reduced.
         function: name of the family's parallelize function, for error messages.
 
     Raises:
-        FamilyError: the function leaves out tensor parallelism, narrows a module with `full_precision`, or does not
-            reduce the gradient of a parameter over all ranks of the stage.
+        FamilyError: the function leaves out tensor parallelism, narrows a module with `full_precision`, reduces
+            gradients in a narrower dtype, or does not reduce the gradient of a parameter over all ranks of the stage.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if (dtype := reduction_dtype(module) or reduce_dtype).itemsize < reduce_dtype.itemsize:
+                raise FamilyError(
+                    f"{function} reduces the gradients of {type(module).__name__} in {dtype}; pass reduce_dtype to the "
+                    f"MixedPrecisionPolicy, {reduce_dtype} here"
+                )
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             keep_input_dtypes(module)

@@ -489,6 +489,13 @@ def keep_input_dtypes(module: FSDPModule) -> None:
     state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
 
 
+def reduction_dtype(module: FSDPModule) -> torch.dtype | None:
+    """Return the dtype in which FSDP reduces the gradients of a module; None for the dtype of its parameters."""
+    policy = module._get_fsdp_state()._mp_policy
+    dtype: torch.dtype | None = policy.reduce_dtype or policy.param_dtype
+    return dtype
+
+
 # Pipelines
 
 

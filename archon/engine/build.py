@@ -85,11 +85,12 @@ class ModelBuilder:
         if 0 < len(blocks) < self.args.n_layers:
             fp8["fp8_blocks"] = blocks
         self._require_options(fp8)
+        reduce_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         parallelized = self.spec.parallelize_fn(
             model,
             self.layout.dims,
             param_dtype=self.compute_dtype,
-            reduce_dtype=torch.promote_types(self.compute_dtype, torch.float32),
+            reduce_dtype=reduce_dtype,
             cpu_offload=config.cpu_offload,
             reshard_after_forward_policy=config.reshard_after_forward,
             ac_config=config.activation_checkpoint,
@@ -99,7 +100,7 @@ class ModelBuilder:
         function = f"the parallelize function of family {self.spec.name}"
         if parallelized is not model:
             raise FamilyError(f"{function} returned {type(parallelized).__name__}; return the model that it got")
-        sum_gradients(model, self.layout.dims, self.compute_dtype, function)
+        sum_gradients(model, self.layout.dims, self.compute_dtype, reduce_dtype, function)
         # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device, self.device)
         return model

@@ -308,6 +308,13 @@ def test_a_family_with_experts_reads_the_fields_that_transformers_writes() -> No
         Args.from_hf_config(CONFIG | experts | {"num_local_experts": 5})
 
 
+def test_gradients_are_reduced_in_float32(pool: Pool, tmp_path: Path) -> None:
+    package = Package(tmp_path, (PARALLELIZE, "(param_dtype=param_dtype, reduce_dtype=reduce_dtype)", "(param_dtype)"))
+    arguments = (package.name, str(tmp_path), str(package.checkpoint()), "d2", str(tmp_path / "out"))
+    with pytest.raises(RankError, match=r"reduces the gradients of .* in torch.bfloat16; pass reduce_dtype"):
+        pool.run(train, *arguments, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
