@@ -107,7 +107,7 @@ def _parity(family: CheckedFamily, full: bool) -> str | None:
 def _config_fields(family: CheckedFamily, full: bool) -> str:
     if family.reference is None:
         if lines := unread_fields(family.model_type):
-            raise ContractError(_shorten(lines))
+            raise ContractError("; ".join(lines))
         return "each mapped field changes the model's arguments; not compared with transformers"
     counts, wrong = {"equal": 0, "rejected": 0}, []
     for style in STYLES if full else STYLES[:1]:
@@ -115,13 +115,20 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
         wrong += lines
         counts = {name: count + outcomes[name] for name, count in counts.items()}
     if wrong:
-        raise ContractError(_shorten(wrong))
+        raise ContractError(_join_by_error(wrong))
     return f"{counts['equal']} variants equal to transformers, {counts['rejected']} rejected by name"
 
 
-def _shorten(lines: Sequence[str], limit: int = 5) -> str:
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "; ".join([*lines[:limit], *more])
+def _join_by_error(lines: Sequence[str]) -> str:
+    """Join lines "field = value (style): error", with each error once and the fields that it has."""
+    variants: dict[str, list[str]] = {}
+    for line in lines:
+        variant, _, error = line.partition("): ")
+        variants.setdefault(error, []).append(f"{variant})")
+    return "; ".join(
+        f"{group[0] if len(group) == 1 else ', '.join(dict.fromkeys(v.partition(' = ')[0] for v in group))}: {error}"
+        for error, group in variants.items()
+    )
 
 
 def _round_trip(family: CheckedFamily, full: bool) -> str:

@@ -115,7 +115,7 @@ def native_round_trip(seed: int, model_type: str, folder: Path, **sizes: int) ->
     """
     args_class = get_model_spec(model_type, text_only=True).model_args_class
     known = {*args_class.hf_fields, *args_class.hf_examples}
-    fixed = {name: size for name, size in sizes.items() if name in known}
+    fixed: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
     config = {"model_type": model_type} | draw_fields(seed, model_type, **fixed)
     model = fresh_checkpoint(folder, config, seed)
     loaded = load_model(folder / "weights", dtype=torch.float32)

@@ -177,19 +177,24 @@ def field_outcomes(
 
 
 def unread_fields(model_type: str) -> list[str]:
-    """Return a line for each mapped field that does not change the model's arguments.
+    """Return a line for each mapped field, or field of `hf_examples`, that does not change the model's arguments.
 
     A weaker check, for families that transformers does not have.
     """
     args_class = get_model_spec(model_type, text_only=True).model_args_class
     config = {"model_type": model_type} | draw_fields(SEED, model_type)
     args, lines = args_class.from_hf_config(config), []
+    tried: dict[str, tuple[Any, Any]] = {
+        name: (config.get(name), [other for other in values if other != config.get(name)])
+        for name, values in args_class.hf_examples.items()
+    }
     for name, field in args_class.hf_fields.items():
-        if not field.native:
-            continue
         value = config.get(name, field.default)
+        if field.native:
+            tried[name] = value, ALTERNATIVE_VALUES[list if isinstance(value, tuple) else type(value)](value)
+    for name, (value, others) in tried.items():
         changes = []
-        for other in ALTERNATIVE_VALUES[list if isinstance(value, tuple) else type(value)](value):
+        for other in others:
             try:
                 changes.append(args_class.from_hf_config(config | {name: other}) != args)
             except ConfigError:
