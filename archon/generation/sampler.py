@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archon.generation.types import GenerationHyperparameters, TopLogprobs
+from archon.generation.types import Constraint, GenerationHyperparameters, TopLogprobs
 from archon.models.cpu import operations
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError
@@ -41,7 +41,7 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LogitChanges:
-    """Logit bias, penalties and `min_p` of a request, in the order and by the formulas of vLLM.
+    """Logit bias, penalties, `min_p` and constraint of a request, in the order and by the formulas of vLLM.
 
     `output` is the answer so far; it grows in place.
     """
@@ -49,9 +49,10 @@ class LogitChanges:
     gconfig: GenerationHyperparameters
     prompt: Sequence[int]
     output: Sequence[int]
+    constraint: Constraint | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return logits [V] with bias and penalties."""
+        """Return logits [V] with bias and penalties, and -inf for tokens that the constraint excludes."""
         g, changed = self.gconfig, logits.clone()
         if g.logit_bias:
             ids = torch.tensor(list(g.logit_bias), device=logits.device)
@@ -64,6 +65,9 @@ class LogitChanges:
             unique, counts = np.unique(np.asarray(self.output), return_counts=True)
             penalty = changed.new_tensor(g.presence_penalty + g.frequency_penalty * counts)
             changed[torch.from_numpy(unique).to(logits.device)] -= penalty
+        if self.constraint is not None:
+            allowed = to_device_async(torch.from_numpy(self.constraint.allowed(len(changed))), logits.device)
+            changed = changed.masked_fill(~allowed, -torch.inf)
         return changed
 
 

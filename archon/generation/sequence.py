@@ -13,6 +13,7 @@ from archon.generation.images import PromptImages
 from archon.generation.lora import ServedLoRA
 from archon.generation.sampler import LogitChanges
 from archon.generation.types import ModelRequest, ModelResponse, StopReason, TopLogprobs
+from archon.schema.errors import RolloutError
 
 
 @dataclass(eq=False)
@@ -73,7 +74,9 @@ class Sequence:
         g = self.request.gconfig
         self.min_new_tokens = g.min_new_tokens
         self.n_top_logprobs = g.top_logprobs
-        self.changes = LogitChanges(g, self.prompt, self.output) if g.changes_logits else None
+        self.constraint = self.request.constraint
+        changes_logits = g.changes_logits or self.constraint is not None
+        self.changes = LogitChanges(g, self.prompt, self.output, self.constraint) if changes_logits else None
         self.sampling = (g.temperature, g.greedy, g.top_p, g.top_k or 0, self.seed)  # as in SamplingParams
 
     @property
@@ -94,7 +97,16 @@ class Sequence:
         return self.prompt[start:] + self.output[max(start - split, 0) : stop - split]
 
     def append(self, token: int, logprob: float, version: int, top_logprobs: TopLogprobs | None = None) -> None:
-        """Append a sampled token, and set `stop_reason` if it is the last."""
+        """Append a sampled token, and set `stop_reason` if it is the last.
+
+        If no token was allowed, the token is dropped and the request fails with `error`.
+        """
+        if self.constraint is not None:
+            try:
+                self.constraint.accept(token)
+            except RolloutError as error:
+                self.stop_reason, self.error = "abort", error
+                return
         if self.first_token is None:
             self.first_token = time.perf_counter()
         self.total += 1

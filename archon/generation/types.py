@@ -100,6 +100,16 @@ class GeneratorConfig(StrictModel):
     )
 
 
+class Constraint(Protocol):
+    """Restriction of the tokens of one answer, for example to a grammar. It has a state, so no two answers share it."""
+
+    def allowed(self, vocab_size: int) -> np.ndarray:
+        """Return which tokens may follow the answer so far, bool [vocab_size]."""
+
+    def accept(self, token: int) -> None:
+        """Append a sampled token. Raises RolloutError if it is not allowed, as no token was."""
+
+
 @dataclass
 class ModelRequest:
     """One prompt and its sampling parameters.
@@ -115,6 +125,7 @@ class ModelRequest:
         on_token: called with each token and its logprob when it is sampled, by engines that support it; if
             `top_logprobs` is set, also with the most likely tokens.
         sampling_checked: whether a server has already applied the trainer's sampling policy.
+        constraint: restriction of the answer's tokens; only the in-process generator supports it.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -126,6 +137,7 @@ class ModelRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     on_token: Callable[..., None] | None = None
     sampling_checked: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = integer_ids(self.input_ids)
@@ -159,11 +171,11 @@ class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p, top_k, min_p,
-    penalties and logit_bias. `output_top_logprobs` are the same of the `top_logprobs` most likely tokens at each place,
-    the most likely first; empty unless they were asked for. A stop token is part of the answer. `latency` and `ttft`
-    (time to first token) are in seconds since submission. `lora` and `images` are the request's. `routed_experts`, if
-    the engine records them, cover the first tokens of prompt and answer, uint8 or uint16 [n, L, k] (see
-    `archon.models.layers.routed_experts`); the last token was never an input and has none.
+    penalties, logit_bias and the constraint. `output_top_logprobs` are the same of the `top_logprobs` most likely
+    tokens at each place, the most likely first; empty unless they were asked for. A stop token is part of the answer.
+    `latency` and `ttft` (time to first token) are in seconds since submission. `lora` and `images` are the request's.
+    `routed_experts`, if the engine records them, cover the first tokens of prompt and answer, uint8 or uint16 [n, L, k]
+    (see `archon.models.layers.routed_experts`); the last token was never an input and has none.
     """
 
     input_tokens: list[int] = field(default_factory=list)

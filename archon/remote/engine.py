@@ -574,6 +574,11 @@ class RemoteEngine:
         limit = max_answer_tokens(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
             raise RolloutError(f"request {req.rid} has image_data, but servers accept only tokens")
+        if req.constraint is not None:
+            raise RolloutError(
+                f"request {req.rid} constrains its answer, for example to JSON, which needs the in-process generator; "
+                "remove the constraint for rollouts on servers"
+            )
         if g.changes_logits or g.top_logprobs:
             raise RolloutError(
                 f"request {req.rid}: min_p, penalties, logit_bias and top_logprobs need the in-process generator; "

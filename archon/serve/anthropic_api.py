@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from archon.checkpoint.chat_template import add_thinking_aliases
 from archon.serve import protocol
@@ -142,8 +142,17 @@ class AnthropicTool(protocol.RequestModel):
 class ToolChoice(protocol.RequestModel):
     """The choice of tools."""
 
-    type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
-    disable_parallel_tool_use: bool | None = Field(None, description="without effect: the model decides")
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = Field(None, min_length=1, description="of the tool, for type tool")
+    disable_parallel_tool_use: bool | None = Field(
+        None, description="true: a forced answer has one call; else the model decides"
+    )
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError(f"got type {self.type!r} and name {self.name!r:.80}; type tool has a name, others none")
+        return self
 
 
 class ThinkingOptions(protocol.RequestModel):
@@ -164,7 +173,7 @@ class OutputConfig(protocol.RequestModel):
     """Options of the answer."""
 
     effort: protocol.Effort | None = Field(None, description="for chat templates with reasoning_effort; else no effect")
-    format: protocol.Unsupported = None
+    format: protocol.TextFormat | None = None
 
 
 class CountBody(protocol.Conversation):
@@ -183,12 +192,26 @@ class CountBody(protocol.Conversation):
     betas: list[str] | None = Field(None, description="without effect")
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
-    @field_validator("messages")
-    @classmethod
-    def _check_last_role(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
-        if messages[-1].role != "user":
-            raise ValueError("the last message must be the user's; prefilling the assistant's answer is not supported")
-        return messages
+    @model_validator(mode="after")
+    def _check_prefill(self) -> CountBody:
+        last = self.messages[-1]
+        blocks = [] if isinstance(last.content, str) else last.content
+        if last.role == "assistant" and not all(isinstance(block, TextBlock) for block in blocks):
+            raise ValueError("the answer continues the last message, the assistant's, which may have only text")
+        return self
+
+    def render_options(self) -> dict[str, bool]:
+        """Return how the prompt ends: with a new answer, or the assistant's last message, which is continued."""
+        is_prefilled = self.messages[-1].role == "assistant"
+        return {"add_generation_prompt": not is_prefilled, "continue_final_message": is_prefilled}
+
+    def forced_tool(self) -> str | bool:
+        """Return the tool that the answer has to call, or whether it has to call any."""
+        return False if self.tool_choice is None else self.tool_choice.name or self.tool_choice.type == "any"
+
+    def single_call(self) -> bool:
+        """Return whether the answer may have only one call."""
+        return self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use is True
 
     def thinking_mode(self) -> protocol.Thinking | None:
         """Requested thinking, if any."""
@@ -224,6 +247,10 @@ class MessagesBody(CountBody, protocol.Body):
     stop_sequences: list[protocol.StopString] | None = None
     inference_geo: str | None = Field(None, description="without effect")
     speed: str | None = Field(None, description="without effect")
+
+    def text_format(self) -> protocol.TextFormat | None:
+        """Return the format of the answer's text."""
+        return None if self.output_config is None else self.output_config.format
 
 
 class TextAnswer(protocol.ResponseModel):

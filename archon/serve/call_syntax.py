@@ -149,7 +149,7 @@ def in_json_string(body: str) -> bool:
     return _CLOSED_STRINGS.fullmatch(body) is None
 
 
-def _schema_types(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
     """Return the types that a JSON schema allows; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -159,7 +159,7 @@ def _schema_types(schema: Any) -> set[str]:
         types.add("null")
     for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
-        types = types.union(*map(_schema_types, options)) if isinstance(options, list) else types
+        types = types.union(*map(schema_types, options)) if isinstance(options, list) else types
     if not types and isinstance(schema.get("enum"), list):
         types = {_json_type(value) for value in schema["enum"]}
     return types
@@ -178,7 +178,7 @@ def parse_argument(text: str, schema: Any) -> Any:
 
     A text that is no value of these types is returned as it is, and so is any text without a schema.
     """
-    types = _schema_types(schema)
+    types = schema_types(schema)
     if not types - {"string"}:
         return text
     try:

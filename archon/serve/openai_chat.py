@@ -109,6 +109,26 @@ class ChatTool(protocol.RequestModel):
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
 
+class ToolName(protocol.RequestModel):
+    """The name of a tool."""
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(protocol.RequestModel):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class ResponseFormat(protocol.RequestModel):
+    """The format of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: protocol.JsonSchema | None = None
+
+
 class ChatBody(OpenAISampling, protocol.Conversation):
     """`POST /v1/chat/completions`."""
 
@@ -127,8 +147,8 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     audio: protocol.Unsupported = None
     web_search_options: protocol.Unsupported = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
-    response_format: protocol.TextFormat | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = Field(None, description="without effect")
     verbosity: Literal["medium"] | None = Field(None, description="the model has one")
@@ -159,6 +179,24 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
         return [_template_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
+
+    def text_format(self) -> protocol.TextFormat | None:
+        """Return the format of the answer's text."""
+        if self.response_format is None:
+            return None
+        return {**(self.response_format.json_schema or {}), "type": self.response_format.type}
+
+    def forced_tool(self) -> str | bool:
+        """Return the tool that the answer has to call, or whether it has to call any."""
+        return (
+            self.tool_choice.function.name
+            if isinstance(self.tool_choice, NamedTool)
+            else self.tool_choice == "required"
+        )
+
+    def single_call(self) -> bool:
+        """Return whether the answer may have only one call."""
+        return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools for the chat template."""

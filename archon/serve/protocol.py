@@ -8,10 +8,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Required
 
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from typing_extensions import TypedDict
 
 from archon.checkpoint.chat_template import has_chat_template, render_calls, unknown_variable
 from archon.data.encoding import tokenize
@@ -23,9 +24,10 @@ from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
 from archon.serve.call_syntax import ToolCall, load_json
+from archon.serve.constraints import AnswerGrammar, GrammarConstraint, choice_grammar, json_grammar, regex_grammar
 from archon.serve.images import pop_image_sources, read_images
 from archon.serve.sessions import Caller, ModelChoice
-from archon.serve.tool_calls import FORMATS, Part, Reasoning, template_text
+from archon.serve.tool_calls import CHANNEL, FORMATS, HARMONY, MESSAGE, Part, Reasoning, template_text, tool_schemas
 
 # Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
 ENGINE_NAMES = {
@@ -115,10 +117,6 @@ class NeutralFields(RequestModel):
     logits_processors: Unsupported = None
     prompt_logprobs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
     guided_grammar: Unsupported = None
     json_schema: Unsupported = None
     regex: Unsupported = None
@@ -127,6 +125,36 @@ class NeutralFields(RequestModel):
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
     lora_path: Unsupported = None
+
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+Choices = Annotated[list[StopString], Field(min_length=1)]
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """vLLM's constraint of the answer's text."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    json: dict[str, Any] | str | None
+    json_object: bool | None
+    regex: str | None
+    choice: Choices | None
+
+
+class JsonSchema(TypedDict, total=False):
+    """A JSON schema of the answer's text."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    name: str | None
+    description: str | None
+    schema: dict[str, Any] | None
+    strict: bool | None  # without effect: the answer always matches
+
+
+class TextFormat(JsonSchema, total=False):
+    """The format of the answer's text; `json_schema` needs a schema."""
+
+    type: Required[Literal["text", "json_object", "json_schema"]]
 
 
 class Body(NeutralFields):
@@ -143,6 +171,37 @@ class Body(NeutralFields):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     metadata: dict[str, Any] | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
+    structured_outputs: StructuredOutputs | None = Field(None, description="constrains the answer's text, as in vLLM")
+    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json")
+    guided_regex: str | None = Field(None, description="structured_outputs.regex")
+    guided_choice: Choices | None = Field(None, description="structured_outputs.choice")
+
+    def text_format(self) -> TextFormat | None:
+        """Return the format of the answer's text in the protocol's own field, if it has one."""
+        return None
+
+    def text_grammar(self) -> str | None:
+        """Return the grammar of the answer's text, or None for any text.
+
+        Raises:
+            RolloutError: a constraint has no meaning, or there are several.
+        """
+        options = self.structured_outputs or {}
+        schemas = [self.guided_json, options.get("json"), {"type": "object"} if options.get("json_object") else None]
+        text = self.text_format()
+        if text is not None and text["type"] == "json_object":
+            schemas.append({"type": "object"})
+        elif text is not None and text["type"] == "json_schema":
+            if text.get("schema") is None:
+                raise RolloutError("the answer's format json_schema has no schema; send one, or use json_object")
+            schemas.append(text["schema"])
+        grammars = [json_grammar(schema) for schema in schemas if schema is not None]
+        patterns, choices = (self.guided_regex, options.get("regex")), (self.guided_choice, options.get("choice"))
+        grammars += [regex_grammar(pattern) for pattern in patterns if pattern is not None]
+        grammars += [choice_grammar(options) for options in choices if options is not None]
+        if len(grammars) > 1:
+            raise RolloutError(f"the request constrains its answer in {len(grammars)} ways; send one constraint")
+        return grammars[0] if grammars else None
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
         """Return `base` with the values of this body.
@@ -173,7 +232,9 @@ class OpenAIHints(RequestModel):
     user: str | None = Field(None, description="without effect")
     safety_identifier: str | None = Field(None, description="without effect")
     store: bool | None = Field(None, description="without effect: nothing is stored")
-    parallel_tool_calls: bool | None = Field(None, description="without effect: the model decides how often it calls")
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: a forced answer has one call; else the model decides"
+    )
     prompt_cache_key: str | None = Field(None, description="without effect")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="without effect")
     prompt_cache_retention: str | None = Field(None, description="without effect")
@@ -193,6 +254,28 @@ class Conversation(RequestModel):
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call, as chat templates expect them."""
         raise NotImplementedError
+
+    def forced_tool(self) -> str | bool:
+        """Return the name of the tool that the answer has to call, or whether it has to call any."""
+        return False
+
+    def single_call(self) -> bool:
+        """Return whether the answer may have only one call."""
+        return False
+
+    def called_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of which the answer has to call one; none if it may answer with text.
+
+        Raises:
+            RolloutError: there is no such tool.
+        """
+        forced, tools = self.forced_tool(), self.template_tools()
+        called = [tool for tool in tools if forced in (True, tool["function"]["name"])]
+        if forced and not called:
+            names = ", ".join(repr(tool["function"]["name"]) for tool in tools) or "none"
+            what = "any tool" if forced is True else f"{forced!r:.80}"
+            raise RolloutError(f"tool_choice forces a call of {what}, but the tools of the request are: {names}")
+        return called
 
     def thinking_mode(self) -> Thinking | None:
         """Return whether, or how much, the model is to think; None leaves it to the template."""
@@ -260,19 +343,6 @@ def content_text(content: str | Sequence[TextPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
-
-
-class TextFormat(RequestModel):
-    """The format of the answer text."""
-
-    type: Literal["text"]
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        if value in ("json_object", "json_schema"):
-            raise ValueError("answers are not constrained to JSON here; ask for JSON in a message, and use type 'text'")
-        return value
 
 
 class FunctionSpec(RequestModel):
@@ -384,6 +454,56 @@ class ProtocolHandler(ABC):
             end = str(tokenizer.decode(self.prompts[0][-8:], skip_special_tokens=False))
             self._inside_thinking = end.rstrip().endswith(THINK[0])
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.constraint: GrammarConstraint | None = None  # of the answers, compiled from `grammar`
+
+    def grammar(self) -> str | None:
+        """Return the grammar of the answers, or None if nothing constrains them.
+
+        Thinking is free. Text follows the request's format, and a tool call is written as the chat template writes it.
+
+        Raises:
+            RolloutError: such an answer cannot be constrained.
+        """
+        body, text = self.body, self.body.text_grammar()
+        called = body.called_tools() if self._format is not None else []
+        if text is None and not called:
+            return None
+        if self._caller.policy is not None:
+            raise RolloutError(
+                "training samples from the model's whole distribution, so answers cannot be constrained; remove "
+                "response_format and its like, and leave tool_choice to 'auto'"
+            )
+        grammar = AnswerGrammar(self._tokenizer)
+        answers = [] if text is None or called else [grammar.rule(text)]
+        if self._format is None:
+            return grammar.write(*answers)
+        if not body.render_options()["add_generation_prompt"]:
+            raise RolloutError("a constraint applies to a whole answer, and cannot continue the last message")
+        is_harmony = self._format.tools is HARMONY
+        if is_harmony:
+            answers = [f"{grammar.literal(f'{CHANNEL}final{MESSAGE}')} {answer}" for answer in answers]
+        # 1. Calls: forced, or instead of text
+        if self.tools:
+            assert self._format.tools is not None
+            form = self._format.tools.form(template_text(self._tokenizer))
+            if form is None:
+                raise RolloutError(
+                    f"tool calls of the format {self._format.tools.name} cannot be constrained; leave tool_choice to "
+                    "'auto' and remove response_format, or remove the tools"
+                )
+            single = body.single_call() or isinstance(body.forced_tool(), str)
+            answers.append(grammar.calls(form, tool_schemas(called or self.tools), single=single))
+        answer = grammar.rule(" | ".join(answers))
+        # 2. Thinking before them
+        if is_harmony:
+            start, end = f"{CHANNEL}analysis{MESSAGE}", "<|end|><|start|>assistant"
+            return grammar.write(f"({grammar.literal(start)} {grammar.text_until(end)})? {answer}")
+        if not self._format.has_thinking:
+            return grammar.write(answer)
+        thought = f"{grammar.text_until(THINK[1])} /\\n{{0,2}}/"
+        return grammar.write(
+            f"{thought if self._inside_thinking else f'({grammar.literal(THINK[0])} {thought})?'} {answer}"
+        )
 
     async def generate(self) -> AsyncGenerator[Delta | Choice, None]:
         """Yield the deltas of every answer (of a stream), and each answer once it is finished and recorded.
@@ -431,6 +551,7 @@ class ProtocolHandler(ABC):
                 lora=self._lora,
                 image_data=self._images,
                 sampling_checked=self._caller.policy is not None,
+                constraint=None if self.constraint is None else self.constraint.copy(),
             )
             tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))
         self._caller.unfinished += len(tasks)

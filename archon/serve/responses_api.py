@@ -93,6 +93,13 @@ class ResponseTool(protocol.FunctionSpec):
     type: Literal["function"]
 
 
+class NamedTool(protocol.RequestModel):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+
+
 class TextOptions(protocol.RequestModel):
     """Options of the answer text."""
 
@@ -113,7 +120,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
     instructions: str | None = None
     max_output_tokens: protocol.Positive | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="there is nothing of it")
     reasoning: ReasoningOptions | None = None
     background: Literal[False] | None = None
@@ -159,6 +166,18 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": template_content(item.content)})
         return messages
+
+    def text_format(self) -> protocol.TextFormat | None:
+        """Return the format of the answer's text."""
+        return None if self.text is None else self.text.format
+
+    def forced_tool(self) -> str | bool:
+        """Return the tool that the answer has to call, or whether it has to call any."""
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice == "required"
+
+    def single_call(self) -> bool:
+        """Return whether the answer may have only one call."""
+        return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools for the chat template."""
@@ -239,8 +258,8 @@ class OpenAIResponse(protocol.ResponseModel):
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     temperature: float
-    text: TextOptions = TextOptions(format=protocol.TextFormat(type="text"))
-    tool_choice: Literal["auto", "none"]
+    text: TextOptions
+    tool_choice: Literal["auto", "none", "required"] | NamedTool
     tools: list[ResponseTool]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -274,6 +293,7 @@ class ResponsesApi(protocol.ProtocolHandler):
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=0.0 if gconfig.greedy else gconfig.temperature,
+            text=TextOptions(format=body.text_format() or {"type": "text"}),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=gconfig.top_p,

@@ -163,6 +163,8 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
     api = api_class(
         body, request.state.caller, service.tokenizer, service.choose(body.model), service.format, service.reader
     )
+    if (grammar := api.grammar()) is not None:
+        api.constraint = await asyncio.to_thread(service.grammars.compile, grammar)
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets a proper status
         first = await run_while_connected(request.receive, anext(items))

@@ -24,6 +24,7 @@ except ImportError:
         "install archon's extra `rl`: pip install 'archon-engine[rl]'"
     ) from None
 from archon.serve.answer_text import AnswerFormat
+from archon.serve.constraints import GrammarCompiler
 from archon.serve.lora_folders import LoRAFolders
 from archon.serve.pushed_weights import PushedWeights
 from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sessions, Training
@@ -91,6 +92,7 @@ class Service:
         self.training, self.pushed, self.reader = training, pushed, reader
         self.log_requests = log_requests
         self.format = AnswerFormat.of(tokenizer, tool_call_parser)
+        self.grammars = GrammarCompiler(tokenizer)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
         self._token = token

@@ -289,6 +289,32 @@ Parser = MarkedParser | OpenEndedParser | HarmonyParser
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """How a chat template writes tool calls, for answers that have to call.
+
+    Attributes:
+        before: text before the name of a call.
+        between: text between name and arguments.
+        after: text after the arguments.
+        parameter: text before the name of a parameter, between name and value, and after the value, if arguments are
+            bare text; None: they are a JSON object.
+        opening: text before all calls.
+        closing: text after all calls.
+        separator: text between calls; None: an answer has one call.
+        template_pattern: regular expression that matches only chat templates with this form of the format.
+    """
+
+    before: str
+    between: str
+    after: str
+    parameter: tuple[str, str, str] | None = None
+    opening: str = ""
+    closing: str = ""
+    separator: str | None = "\n"
+    template_pattern: str = ""
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """Tool-call format of a family.
 
@@ -297,12 +323,18 @@ class ToolFormat:
         template_pattern: regular expression that matches only this family's chat templates.
         make: returns a parser for one answer from the tools' schemas.
         marks: special tokens of the format, which are kept in the parsed text.
+        forms: forms of calls, of which the first that matches the template is used; empty: calls cannot be forced.
     """
 
     name: str
     template_pattern: str
     make: Callable[[Schemas], Parser]
     marks: tuple[str, ...] = ()
+    forms: tuple[CallForm, ...] = ()
+
+    def form(self, template: str) -> CallForm | None:
+        """Return the form of calls in a chat template; None if calls cannot be forced."""
+        return next((form for form in self.forms if re.search(form.template_pattern, template)), None)
 
 
 def _marked_parser(opening: str, closing: str, syntax: CallSyntax, **options: Any) -> Callable[[Schemas], Parser]:
@@ -316,9 +348,14 @@ HERMES = ToolFormat(
     r"<tool_call>",
     _marked_parser(*TAGS, json_calls, inside_value=in_json_string, first_words='{"name"', needs_closing="unopened"),
     TAGS,
+    (CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),),
 )
 HARMONY = ToolFormat(
-    "harmony", r"<\|channel\|>", HarmonyParser, (CHANNEL, MESSAGE, START, *_HARMONY_ENDS, "<|constrain|>")
+    "harmony",
+    r"<\|channel\|>",
+    HarmonyParser,
+    (CHANNEL, MESSAGE, START, *_HARMONY_ENDS, "<|constrain|>"),
+    (CallForm(" to=functions.", f"{CHANNEL}commentary json{MESSAGE}", "", separator=None),),
 )
 # Ordered: later patterns may also match the templates of earlier formats.
 FORMATS = (
@@ -328,30 +365,62 @@ FORMATS = (
         DEEPSEEK["call▁begin"],
         _marked_parser(DEEPSEEK["calls▁begin"], DEEPSEEK["calls▁end"], deepseek_calls),
         tuple(DEEPSEEK.values()),
+        (
+            CallForm(
+                f"{DEEPSEEK['call▁begin']}function{DEEPSEEK['sep']}",
+                "\n```json\n",
+                f"\n```{DEEPSEEK['call▁end']}",
+                opening=DEEPSEEK["calls▁begin"],
+                closing=DEEPSEEK["calls▁end"],
+                template_pattern="```json",
+            ),
+            CallForm(
+                DEEPSEEK["call▁begin"],
+                DEEPSEEK["sep"],
+                DEEPSEEK["call▁end"],
+                opening=DEEPSEEK["calls▁begin"],
+                closing=DEEPSEEK["calls▁end"],
+                separator="",
+            ),
+        ),
     ),
     ToolFormat(
         "glm45",
         r"<arg_key>",
         _marked_parser(*TAGS, glm_calls, inside_value=in_argument, needs_closing="all"),
         (*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        (CallForm("<tool_call>", "\n", "</tool_call>", ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")),),
     ),
     ToolFormat(
         "qwen3_coder",
         r"<function=",
         _marked_parser(*TAGS, qwen3_coder_calls, inside_value=in_parameter, first_words="<function="),
         TAGS,
+        (
+            CallForm(
+                "<tool_call>\n<function=",
+                ">\n",
+                "</function>\n</tool_call>",
+                ("<parameter=", ">\n", "\n</parameter>\n"),
+            ),
+        ),
     ),
     ToolFormat(
         "llama3_json",
         r"<\|python_tag\|>|<\|start_header_id\|>",
         lambda schemas: OpenEndedParser(PYTHON_TAG, ("{", "["), llama3_calls, schemas),
         (PYTHON_TAG,),
+        (CallForm('{"name": "', '", "parameters": ', "}", separator=None),),
     ),
     ToolFormat(
         "mistral",
         r"\[TOOL_CALLS\]",
         lambda schemas: OpenEndedParser(TOOL_CALLS, (), mistral_calls, schemas),
         (TOOL_CALLS, "[ARGS]", "[CALL_ID]"),
+        (
+            CallForm(TOOL_CALLS, "[ARGS]", "", separator="", template_pattern=r"\[ARGS\]"),
+            CallForm('{"name": "', '", "arguments": ', "}", opening=f"{TOOL_CALLS}[", closing="]", separator=", "),
+        ),
     ),
     ToolFormat(
         "lfm2",

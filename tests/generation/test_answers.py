@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import string
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -18,7 +20,7 @@ from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelResponse
 from archon.rl import ModelRequest
 from archon.schema.errors import RolloutError
-from tests.generation.models import VOCAB, make_engine, make_model, prompts, request
+from tests.generation.models import VOCAB, make_engine, make_model, prompts, request, trainer_logprobs
 from tests.tolerances import GENERATED_LOGPROB_FP64
 
 
@@ -373,3 +375,64 @@ def test_a_failure_clears_the_cache() -> None:
             tensor.fill_(torch.nan)
     generator.fail(RuntimeError("a step failed"))
     assert not any(tensor.any() for group in generator.cache.groups for tensor in group.stored)
+
+
+class EvenTokens:
+    """Allows even tokens, and after `limit` of them none."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def allowed(self, vocab_size: int) -> np.ndarray:
+        return (np.arange(vocab_size) % 2 == 0) & (self._left > 0)
+
+    def accept(self, token: int) -> None:
+        if token % 2 or not self._left:
+            raise RolloutError("no token is allowed")
+        self._left -= 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"greedy": True}, {"top_p": 0.7, "min_p": 0.01, "temperature": 0.6}])
+@pytest.mark.parametrize("n_pages", [None, 9])
+def test_constraints_choose_among_allowed_tokens_and_leave_other_answers_alone(
+    sampling: dict[str, Any], n_pages: int | None
+) -> None:
+    """The logprobs are the model's; with few pages, sequences are preempted."""
+    model = make_model(torch.float64)
+    free = [request(prompt, seed=seed, max_new_tokens=12) for seed, prompt in enumerate(prompts(5, 7))]
+    constrained = [request(prompt, seed=9, max_new_tokens=12, **sampling) for prompt in prompts(5, 9, seed=1)]
+    for one in constrained:
+        one.constraint = EvenTokens(limit=12)
+    engine = make_engine(model, page_size=4, **({} if n_pages is None else {"n_pages": n_pages}))
+    answers = engine.generate([free[0], *constrained, free[1]])
+    assert_as_alone(model, free, [answers[0], answers[3]])
+    for one, answer in zip(constrained, answers[1:3], strict=True):
+        assert len(answer.output_tokens) == 12 and not any(token % 2 for token in answer.output_tokens)
+        expected = trainer_logprobs(model, one.input_ids, answer.output_tokens, one.gconfig.temperature)
+        torch.testing.assert_close(
+            torch.tensor(answer.output_logprobs, dtype=torch.float64), expected, rtol=0, atol=GENERATED_LOGPROB_FP64
+        )
+
+
+def test_an_unlikely_token_is_sampled_if_only_it_is_allowed() -> None:
+    """In float32 its probability is 0 next to the others."""
+    engine = make_engine(make_model(), eos_token_ids=[])
+    unlikely = request(prompts(5)[0], max_new_tokens=4, logit_bias={2 * token: -1000.0 for token in range(20)})
+    unlikely.constraint = EvenTokens(limit=4)
+    (answer,) = engine.generate([unlikely])
+    assert not any(token % 2 for token in answer.output_tokens)
+
+
+def test_a_constraint_without_an_allowed_token_fails_its_request_only() -> None:
+    model = make_model(torch.float64)
+    free, stuck = request(prompts(5)[0], seed=1, max_new_tokens=8), request(prompts(5)[0], max_new_tokens=8)
+    stuck.constraint = EvenTokens(limit=3)
+    engine = make_engine(model)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(engine.agenerate(free), engine.agenerate(stuck), return_exceptions=True)
+
+    answer, error = asyncio.run(both())
+    assert_as_alone(model, [free], [answer])
+    assert isinstance(error, RolloutError) and str(error) == "no token is allowed"
+    assert engine.unfinished == 0 and engine._generator.scheduler.pool.n_free == engine._generator.cache.n_pages

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from archon.checkpoint.hf_io import load_model
 from archon.generation.inprocess import InProcessEngine
-from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.generation.types import Constraint, GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.remote import engine as remote_engine
 from archon.remote import weight_stream
 from archon.remote.config import PushConfig
@@ -146,6 +147,14 @@ def test_defaults_of_the_server_decide_nothing(engine: RemoteEngine, server: VLL
 def test_values_that_are_not_sent_to_servers_are_refused(engine: RemoteEngine, gconfig: dict[str, Any]) -> None:
     (error,) = ask(engine, request(**gconfig))
     with pytest.raises(RolloutError, match="need the in-process generator"):
+        raise error
+
+
+def test_constraints_of_an_answer_are_refused(engine: RemoteEngine) -> None:
+    asked = request()
+    asked.constraint = Mock(spec=Constraint)
+    (error,) = ask(engine, asked)
+    with pytest.raises(RolloutError, match=r"constrains its answer, .* needs the in-process generator"):
         raise error
 
 
