@@ -220,9 +220,30 @@ def import_schema(path: str) -> type[StrictModel]:
 
 
 def config_command(schema: str) -> type[TyperCommand]:
-    """Return a command class that adds the fields of `schema` ("module:Class", imported lazily) to `--help`."""
+    """Return a command class with the keys of `schema` ("module:Class", imported lazily).
+
+    `--help` lists the keys. A key that is written as an option, or an option as a key, is an error with the spelling.
+    """
 
     class ConfigCommand(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            options = {name: option for option in self.params for name in option.opts if name.startswith("--")}
+            try:
+                remaining: list[str] = super().parse_args(ctx, args)
+            except Exception as error:  # releases of typer keep click's class of unknown options in different places
+                name = str(getattr(error, "option_name", ""))
+                key = name.removeprefix("--").replace("-", "_")
+                if name in options or key not in leaves(import_schema(schema)):
+                    raise
+                raise ConfigError(f"{name} is not an option, but a key of the configuration: {key}=VALUE") from None
+            for override in ctx.params.get("overrides") or []:
+                key, _, value = override.partition("=")
+                name = f"--{key.replace('_', '-')}"
+                if name in options and key not in import_schema(schema).model_fields:
+                    usage = name if getattr(options[name], "is_flag", False) else f"{name} {value}"
+                    raise ConfigError(f"{key} is not a key of the configuration, but an option: {usage}")
+            return remaining
+
         def get_help(self, ctx: Any) -> str:
             table = "\n".join(field_lines(import_schema(schema)))
             return f"{super().get_help(ctx)}\n\nConfiguration (in FILE.yaml, or key=value):\n{table}"

@@ -353,3 +353,24 @@ def test_an_unexpected_error_keeps_its_traceback(checkpoint, monkeypatch):
     monkeypatch.setattr("archon.tools.planner.inspection.inspect_checkpoint", broken)
     with pytest.raises(RuntimeError, match="a defect of archon"):
         main(["inspect", str(checkpoint)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "x", "port=8765"], "port is not a key of the configuration, but an option: --port 8765"),
+        (["serve", "x", "log_requests=true"], "an option: --log-requests"),
+        (["generate", "x", "--temperature", "0.7"], "a key of the configuration: temperature=VALUE"),
+        (["generate", "x", "--max-new-tokens=5"], "a key of the configuration: max_new_tokens=VALUE"),
+        (["rl", "--actor.optimizer.lr", "1"], "a key of the configuration: actor.optimizer.lr=VALUE"),
+        (["sft", "dry_run=true"], "an option: --dry-run"),
+    ],
+)
+def test_an_option_written_as_a_key_and_a_key_written_as_an_option_name_the_spelling(archon, arguments, told):
+    complaint = archon(*arguments).complaint
+    assert told in complaint and "\n" not in complaint.strip()
+
+
+def test_a_value_of_an_option_is_no_key(archon, checkpoint):
+    complaint = archon("serve", checkpoint, "--lora", "port=nowhere", "max_slots=0").complaint
+    assert "max_slots: got 0" in complaint
