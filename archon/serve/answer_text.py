@@ -8,6 +8,7 @@ from typing import Any
 
 from archon.generation.detokenizer import Detokenizer
 from archon.generation.types import TopLogprobs
+from archon.serve.call_syntax import ToolCall
 from archon.serve.tool_calls import (
     HARMONY,
     HERMES,
@@ -160,6 +161,7 @@ class AnswerParser:
         index: index of the answer.
         format: answer format of the model; None: plain text, without calls or thinking.
         inside_thinking: whether the prompt ends with `<think>`.
+        single_call: whether tool calls after the first are left out.
     """
 
     def __init__(
@@ -170,6 +172,8 @@ class AnswerParser:
         index: int = 0,
         format: AnswerFormat | None = None,
         inside_thinking: bool = False,
+        *,
+        single_call: bool = False,
     ) -> None:
         self._thinking = ThinkingParser(inside_thinking) if format is not None and format.has_thinking else None
         self._tools = None
@@ -183,6 +187,7 @@ class AnswerParser:
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
         self._n_read, self._index = 0, index
+        self._single_call = single_call
         self.parts: list[Part] = []  # all so far, with adjacent texts joined
 
     @property
@@ -230,6 +235,9 @@ class AnswerParser:
         return new_parts
 
     def _delta(self, parts: list[Part]) -> Delta:
+        if self._single_call:
+            calls = [part for part in (*self.parts, *parts) if isinstance(part, ToolCall)]
+            parts = [part for part in parts if not isinstance(part, ToolCall) or part is calls[0]]
         delta = Delta(parts, self._tokens, self._logprobs, self._index, self._top_logprobs)
         self._tokens, self._logprobs, self._top_logprobs = [], [], []
         self.parts = list(merge_adjacent([*self.parts, *parts]))

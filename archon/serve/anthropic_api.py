@@ -144,9 +144,7 @@ class ToolChoice(protocol.RequestModel):
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = Field(None, min_length=1, description="of the tool, for type tool")
-    disable_parallel_tool_use: bool | None = Field(
-        None, description="true: a forced answer has one call; else the model decides"
-    )
+    disable_parallel_tool_use: bool | None = Field(None, description="true: an answer has only its first call")
 
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoice:
@@ -210,7 +208,7 @@ class CountBody(protocol.Conversation):
         return False if self.tool_choice is None else self.tool_choice.name or self.tool_choice.type == "any"
 
     def single_call(self) -> bool:
-        """Return whether the answer may have only one call."""
+        """Return whether the answer has only its first call."""
         return self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use is True
 
     def thinking_mode(self) -> protocol.Thinking | None:

@@ -182,6 +182,8 @@ class GrammarCompiler:
             # The reason is between the place in the grammar and an excerpt of it.
             reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", matcher.get_error())
             reason = re.split(r"\n\s*\d+ \| |\n<non-verbose/>", reason)[0]
+            pattern, _, problem = reason.rpartition("\nerror: ")  # after a regular expression of any length
+            reason = f"invalid regular expression: {problem}" if pattern else reason
             raise RolloutError(f"the answer cannot be constrained: {' '.join(reason.split())}")
         return GrammarConstraint(matcher, tokens.vocab_size)
 

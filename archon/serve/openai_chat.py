@@ -195,7 +195,7 @@ class ChatBody(OpenAISampling, protocol.Conversation):
         )
 
     def single_call(self) -> bool:
-        """Return whether the answer may have only one call."""
+        """Return whether the answer has only its first call."""
         return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:

@@ -232,9 +232,7 @@ class OpenAIHints(RequestModel):
     user: str | None = Field(None, description="without effect")
     safety_identifier: str | None = Field(None, description="without effect")
     store: bool | None = Field(None, description="without effect: nothing is stored")
-    parallel_tool_calls: bool | None = Field(
-        None, description="false: a forced answer has one call; else the model decides"
-    )
+    parallel_tool_calls: bool | None = Field(None, description="false: an answer has only its first call")
     prompt_cache_key: str | None = Field(None, description="without effect")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="without effect")
     prompt_cache_retention: str | None = Field(None, description="without effect")
@@ -260,7 +258,7 @@ class Conversation(RequestModel):
         return False
 
     def single_call(self) -> bool:
-        """Return whether the answer may have only one call."""
+        """Return whether the answer has only its first call."""
         return False
 
     def called_tools(self) -> list[dict[str, Any]]:
@@ -351,7 +349,9 @@ class FunctionSpec(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="no effect: arguments are returned as sampled")
+    strict: bool | None = Field(
+        None, description="no effect: the arguments of forced calls match, others are as sampled"
+    )
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
@@ -516,7 +516,15 @@ class ProtocolHandler(ABC):
 
         async def sample(index: int, request: ModelRequest) -> None:
             try:
-                parser = AnswerParser(self._tokenizer, one.stop, self.tools, index, self._format, self._inside_thinking)
+                parser = AnswerParser(
+                    self._tokenizer,
+                    one.stop,
+                    self.tools,
+                    index,
+                    self._format,
+                    self._inside_thinking,
+                    single_call=bool(self.tools) and self.body.single_call(),
+                )
 
                 def on_token(token: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> None:
                     delta = parser.feed(token, logprob, top_logprobs)

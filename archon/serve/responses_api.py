@@ -176,7 +176,7 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice == "required"
 
     def single_call(self) -> bool:
-        """Return whether the answer may have only one call."""
+        """Return whether the answer has only its first call."""
         return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:

@@ -130,6 +130,27 @@ async def test_tools_over_two_turns(calls_tools: tuple[str, Scripted], tokenizer
     assert "weather" in tokenizer.decode(before)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_calls_an_answer_has_only_its_first(serve: Start, tokenizer: Any, stream: bool) -> None:
+    _, url = await serve(over=Scripted(tokenizer, [ASKS_WEATHER + ASKS_WEATHER] * 3))
+    async with openai_client(url) as client, anthropic_client(url) as claude:
+        for parallel in (True, False):
+            answer: Any = await client.chat.completions.create(
+                model="m", messages=USER, tools=TOOLS, parallel_tool_calls=parallel, stream=stream
+            )
+            deltas = [chunk.choices[0].delta async for chunk in answer] if stream else [answer.choices[0].message]
+            calls = [call for delta in deltas for call in delta.tool_calls or []]
+            assert [call.function.name for call in calls] == ["weather"] * (2 if parallel else 1)
+        message: Any = await claude.messages.create(
+            model="m",
+            messages=USER,
+            max_tokens=500,
+            tools=ANTHROPIC_TOOLS,
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+        assert [block.type for block in message.content].count("tool_use") == 1
+
+
 async def test_a_stream_gives_tool_calls_whole_and_never_their_tags(calls_tools: tuple[str, Scripted]) -> None:
     async with openai_client(calls_tools[0]) as client:
         stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
