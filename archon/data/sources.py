@@ -21,6 +21,8 @@ from archon.schema.errors import DatasetError
 from archon.schema.lazy import import_dotted
 
 _FUNCTION = "python:"
+_SPLITS = ("train", "validation", "test")
+_TABLES = ("data", "rows")  # names of a list of rows in a JSON object
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
@@ -93,11 +95,13 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None)
     """Return the rows of one split. Lines of JSON are parsed when a row is read, and their errors are raised then.
 
     Args:
-        path: a file (`.jsonl`, `.json`, `.csv`, all three also with `.gz`, `.parquet`, `.arrow`); a pattern of files
-            (`shards/*.jsonl`); a folder with `<split>.jsonl` or another of these files, in the layout of a hub dataset,
-            or saved by `datasets`; the id of a dataset on the Hugging Face hub, `owner/name` or `owner/name@revision`;
-            or `python:` and the dotted path of a function that returns the rows of a split as dictionaries.
-        split: split of a source with several. A file is one split, whatever its name.
+        path: a file (`.jsonl`, `.json`, `.csv`, all three also with `.gz`, `.jsonl.zst`, `.parquet`, `.arrow`); a
+            pattern of files (`shards/*.jsonl`); a folder with `<split>.jsonl` or another of these files, in the layout
+            of a hub dataset, or saved by `datasets`; the id of a dataset on the Hugging Face hub, `owner/name` or
+            `owner/name@revision`; or `python:` and the dotted path of a function that returns the rows of a split as
+            dictionaries.
+        split: split of a source with several. A file is one split, whatever its name, unless it is one JSON object
+            `{"train": […], "test": […]}`.
         subset: configuration of a hub dataset with several.
 
     Raises:
@@ -108,11 +112,11 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None)
     if str(path).startswith(_FUNCTION):
         rows: Sequence[SourceRow] = _call_function(str(path), split)
     elif location.is_file():
-        rows = _read_file(location)
+        rows = _read_file(location, split)
     elif location.is_dir():
         rows = _read_folder(location, split, subset)
     elif files := sorted(glob.glob(str(location), recursive=True)):
-        rows = _read_files(map(Path, files))
+        rows = _read_files(map(Path, files), split)
     elif hub_id is not None and _suffix(location) not in _READERS:
         rows = _read_hub(str(path), split, subset)
     else:
@@ -189,43 +193,80 @@ def _call_function(path: str, split: str) -> list[SourceRow]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the lower-case suffix of a file, `.gz` included: `.jsonl.gz`."""
+    """Return the lower-case suffix of a file, `.gz` and `.zst` included: `.jsonl.gz`."""
     name = path.name.lower()
-    return "".join(Path(name).suffixes[-2:]) if name.endswith(".gz") else Path(name).suffix
+    return "".join(Path(name).suffixes[-2:]) if name.endswith((".gz", ".zst")) else Path(name).suffix
 
 
-def _read_files(files: Iterable[Path]) -> Sequence[SourceRow]:
-    parts = [_read_file(file) for file in files]
+def _read_files(files: Iterable[Path], split: str) -> Sequence[SourceRow]:
+    parts = [_read_file(file, split) for file in files]
     if all(isinstance(part, JsonLines) for part in parts):
         return JsonLines([line for part in cast(list[JsonLines], parts) for line in part.lines])
     return [row for part in parts for row in part]
 
 
-def _read_file(path: Path) -> Sequence[SourceRow]:
+def _read_file(path: Path, split: str) -> Sequence[SourceRow]:
     suffix = _suffix(path)
     if path.is_dir() or suffix not in _READERS:
         kind = "a folder" if path.is_dir() else f"suffix {suffix!r}"
-        raise DatasetError(f"cannot read {path}: expected a file ({', '.join(_READERS)}), got {kind}")
+        advice = '; write each document as a line {"text": …} of a .jsonl file' if suffix == ".txt" else ""
+        raise DatasetError(f"cannot read {path}: expected a file ({', '.join(_READERS)}), got {kind}{advice}")
     try:
-        with gzip.open(path) if suffix.endswith(".gz") else path.open("rb") as stream:
+        with _open(path, suffix) as stream:
             start = stream.peek(64)
             if start.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise DatasetError(f"{path}: UTF-16 text; expected UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
             if start.startswith(b"version https://git-lfs"):
                 raise DatasetError(f"{path}: a pointer of Git LFS, not the data; fetch it with git lfs pull")
-            return _READERS[suffix](path, cast(BinaryIO, stream))
+            rows = _READERS[suffix](path, cast(BinaryIO, stream))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DatasetError(f"{path}: damaged or not gzip: {error}; copy it again") from error
+    return _nested_rows(rows[0], split) if len(rows) == 1 and _READERS[suffix] is _read_json else rows
+
+
+def _open(path: Path, suffix: str) -> Any:
+    if not suffix.endswith(".zst"):
+        return gzip.open(path) if suffix.endswith(".gz") else path.open("rb")
+    try:
+        from pyarrow import input_stream  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the package pyarrow, which {_NEEDS_EXTRA}") from error
+    try:
+        return io.BufferedReader(io.BytesIO(input_stream(str(path), compression="zstd").read()))
+    except OSError as error:
+        raise DatasetError(f"{path}: damaged or not zstd: {error}; copy it again") from error
+
+
+def _nested_rows(row: SourceRow, split: str) -> list[SourceRow]:
+    """Return the rows in a JSON object of lists: `{"train": […], "test": […]}` or `{"data": […]}`; else the row."""
+    tables = {
+        name: value
+        for name, value in row.data.items()
+        if name in (split, *_SPLITS, *_TABLES)
+        and isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) for item in value)
+    }
+    splits = [name for name in tables if name not in _TABLES]
+    if splits and split not in splits:
+        raise DatasetError(f"{row.where}: no split {split!r}; expected one of {', '.join(splits)}")
+    if not tables:
+        return [row]
+    name = split if splits else next(iter(tables))
+    return [SourceRow(f"{row.where} {name}[{number}]", item) for number, item in enumerate(tables[name])]
 
 
 def _read_json(path: Path, stream: BinaryIO) -> Sequence[SourceRow]:
-    """Read one object a line, or one list of objects."""
+    """Read one object a line, one list of objects, or one object on several lines."""
     lines = [(path, number, line) for number, line in enumerate(stream, start=1) if line.strip()]
-    if not lines or not lines[0][2].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+    start = lines[0][2].removeprefix(b"\xef\xbb\xbf").strip() if lines else b""
+    if not start.startswith(b"[") and start != b"{":
         return JsonLines(lines)
     stream.seek(0)
-    objects = _parse_json(stream.read(), path, 1)
-    return [_json_row(row, f"{path} row {index}") for index, row in enumerate(objects)]
+    content = _parse_json(stream.read(), path, 1)
+    if start == b"{":
+        return [_json_row(content, f"{path}:1")]
+    return [_json_row(row, f"{path} row {index}") for index, row in enumerate(content)]
 
 
 def _parse_json(text: bytes, path: Path, first_line: int) -> Any:
@@ -287,7 +328,7 @@ def _read_csv(path: Path, stream: BinaryIO) -> list[SourceRow]:
 
 def _read_parquet(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read a parquet file, without the columns that pyarrow derives from names of folders (`split=train/`)."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     return _table_rows(path, parquet.ParquetFile(stream).read())
 
@@ -341,10 +382,12 @@ def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) 
 _READERS: dict[str, Callable[[Path, BinaryIO], Sequence[SourceRow]]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
+    ".ndjson": _read_json,
     ".csv": _read_csv,
     ".jsonl.gz": _read_json,
     ".json.gz": _read_json,
     ".csv.gz": _read_csv,
+    ".jsonl.zst": _read_json,
     ".parquet": _with_pyarrow("a parquet", _read_parquet),
     ".arrow": _with_pyarrow("an Arrow", _read_arrow),
 }
@@ -359,10 +402,10 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> Sequenc
         names = ", ".join(sorted(file.name for file in named))
         raise DatasetError(f"{folder} holds split {split!r} in several files: {names}; set path to one of them")
     if named and (subset is None or not has_subsets(folder)):
-        return _read_file(named[0])
+        return _read_file(named[0], split)
     files = _split_files(folder, split, subset)
     _require_all_shards(files)
-    return _read_files(files)
+    return _read_files(files, split)
 
 
 def local_files(path: str | Path) -> dict[str, Path]:
@@ -374,6 +417,11 @@ def local_files(path: str | Path) -> dict[str, Path]:
         found = [Path(root, name) for root, _, names in os.walk(location, followlinks=True) for name in names]
         return {str(file.relative_to(location)): file for file in sorted(found)}
     return {Path(file).name: Path(file) for file in sorted(glob.glob(str(location), recursive=True))}
+
+
+def has_splits(path: str | Path) -> bool:
+    """Return whether a source may have several splits, unlike a file and a pattern of files."""
+    return Path(path).expanduser().is_dir() or not local_files(path)
 
 
 def has_subsets(path: str | Path) -> bool:

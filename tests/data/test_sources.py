@@ -55,13 +55,30 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
             path.write_bytes(gzip.compress("\n".join(table).encode()))
         case "jsonl.gz" | "json.gz":
             path.write_bytes(gzip.compress(lines.encode()))
-        case "jsonl" | "json":
+        case "jsonl.zst":
+            with pa.CompressedOutputStream(str(path), "zstd") as file:
+                file.write(lines.encode())
+        case "jsonl" | "json" | "ndjson":
             path.write_text(lines)
 
 
 @pytest.mark.parametrize(
     "suffix",
-    ["jsonl", "json", "list.json", "JSONL", "csv", "parquet", "arrow", "stream.arrow", "jsonl.gz", "json.GZ", "csv.gz"],
+    [
+        "jsonl",
+        "json",
+        "list.json",
+        "JSONL",
+        "csv",
+        "parquet",
+        "arrow",
+        "stream.arrow",
+        "jsonl.gz",
+        "json.GZ",
+        "csv.gz",
+        "jsonl.zst",
+        "ndjson",
+    ],
 )
 def test_every_format_holds_the_same_rows(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"x.{suffix}"
@@ -142,6 +159,21 @@ def test_damage_is_one_line_or_changes_text_alone(tmp_path: Path, suffix: str) -
     assert all("\n" not in message and file.name in message for message in messages)
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_of_lists_holds_splits_or_data(tmp_path: Path, indent: int | None) -> None:
+    def read(content: object, split: str = "train") -> list[SourceRow]:
+        (tmp_path / "rows.json").write_text(json.dumps(content, indent=indent), encoding="utf-8")
+        return read_rows(tmp_path / "rows.json", split)
+
+    assert [row.data for row in read({"version": "1.0", "data": ROWS})] == ROWS
+    assert [row.data for row in read({"train": ROWS, "test": ROWS[:1]})] == ROWS
+    assert [row.data for row in read({"train": ROWS, "test": ROWS[:1]}, "test")] == ROWS[:1]
+    with pytest.raises(DatasetError, match="no split 'validation'; expected one of train, test"):
+        read({"train": ROWS, "test": ROWS}, "validation")
+    for row in ({"q": "1", "data": ["x"]}, {"messages": [{"role": "user", "content": "x"}]}, {"data": []}):
+        assert [source.data for source in read(row)] == [row]
+
+
 def test_csv_values_are_text_with_commas_quotes_and_lines(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text('q,a\n"say ""hi"",\nplease",007\nNA,\n', encoding="utf-8")
@@ -219,9 +251,13 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open.csv").write_text('q,a\n1,"2\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES.encode())[:-12])
     (tmp_path / "plain.jsonl.gz").write_text(LINES)
+    (tmp_path / "plain.jsonl.zst").write_text(LINES)
+    (tmp_path / "rows.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     for path, message in [
         ("rows.xlsx", r"expected a file \(.jsonl, .*\), got suffix '.xlsx'"),
+        ("rows.txt", "got suffix '.txt'; write each document as a line"),
+        ("plain.jsonl.zst", "plain.jsonl.zst: damaged or not zstd"),
         ("rows.parquet", "rows.parquet: not a parquet file"),
         ("rows.arrow", "rows.arrow: not an Arrow file"),
         ("many.csv", r"many.csv:3: 3 values for 2 columns \(q, a\)"),
