@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from archon.data.config import DatasetConfig, TrainingDataConfig
+from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
 from archon.data.environments import parse_environment
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
@@ -207,7 +207,9 @@ class RLConfig(StrictModel):
     curriculum_column: str | None = Field(
         None, description="difficulty column: each epoch starts with the smallest values; null: shuffled"
     )
-    eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
+    eval_data: Annotated[DatasetConfig | None, HELD_OUT] = Field(
+        None, description="held-out prompts; of the path of train_data: split test"
+    )
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
+from archon.data.sources import has_splits
 from archon.schema.config import EXPANDED, StrictModel
 
 
@@ -44,6 +45,30 @@ class DatasetConfig(StrictModel):
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
     seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
     raw: bool = Field(False, description="RL rows also hold the unmodified source row, for Trinity-style workflows")
+
+
+Data = TypeVar("Data", bound=DatasetConfig)
+
+
+def _hold_out(held_out: Data | None, info: ValidationInfo) -> Data | None:
+    """Return `eval_data`; with the path of `train_data` and no split it is the split `test`.
+
+    Raises:
+        ValueError: the path has no splits, so the evaluation would read the training rows.
+    """
+    train = info.data.get("train_data")
+    if held_out is None or train is None or held_out.path != train.path or "split" in held_out.model_fields_set:
+        return held_out
+    if not has_splits(held_out.path):
+        raise ValueError(
+            f"{held_out.path} is also the path of train_data, so the evaluation would read the training rows; write "
+            "held-out rows to another file, or set eval_data.split: train evaluates on the training rows"
+        )
+    return held_out.model_copy(update={"split": "test"})
+
+
+HELD_OUT = AfterValidator(_hold_out)
+"""Of a field `eval_data` next to `train_data`."""
 
 
 class TrainingDataConfig(DatasetConfig):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from archon.data.config import DatasetConfig, TrainingDataConfig
+from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
 from archon.schema.config import (
     EXPANDED,
     RELATIVE_TO_CONFIG,
@@ -51,7 +51,9 @@ class LoRAData(StrictModel):
 
     train_data: TrainingDataConfig = Field(description="training rows")
     batch_size: int | None = Field(None, ge=1, description="rows per optimizer step; null: batch_size of the run")
-    eval_data: TrainingDataConfig | None = Field(None, description="held-out rows")
+    eval_data: Annotated[TrainingDataConfig | None, HELD_OUT] = Field(
+        None, description="held-out rows; of the path of train_data: split test"
+    )
 
 
 class SFTConfig(StrictModel):
@@ -68,7 +70,9 @@ class SFTConfig(StrictModel):
     model: EngineConfig = Field(description="the model")
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the model's")
     train_data: TrainingDataConfig = Field(description="training rows")
-    eval_data: TrainingDataConfig | None = Field(None, description="held-out rows")
+    eval_data: Annotated[TrainingDataConfig | None, HELD_OUT] = Field(
+        None, description="held-out rows; of the path of train_data: split test"
+    )
     lora_data: dict[str, LoRAData] | None = Field(
         None, description="data by LoRA name, for LoRAs that do not train on train_data"
     )

@@ -133,8 +133,8 @@ class SFTTrainer(BaseTrainer):
         rows = self.section_rows("train_data", tokenizer)
         assert rows is not None  # the configuration requires it
         self.held_out = self.section_rows("eval_data", tokenizer)
-        if config.eval_data is not None and config.eval_data == config.train_data:
-            logger.warning("eval_data reads the same rows as train_data; set eval_data.split, such as test")
+        if self.held_out is not None and self.held_out[0] == rows[0]:
+            logger.warning("eval_data starts with the first row of train_data; set eval_data.split, or another path")
         for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
             if loaded is not None:
                 require_same_rows(loaded, section.path if section else "the held-out rows")

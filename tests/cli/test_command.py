@@ -361,6 +361,7 @@ def test_preference_trains_on_pairs_and_exports(archon, sft_overrides, tmp_path,
     rows = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a + 3)} for a in range(9)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [*sft_overrides, f"train_data.path={pairs}", f"eval_data.path={pairs}", f"loss={loss}"]
+    overrides.append("eval_data.split=train")
     checked = archon("preference", *overrides, "--dry-run")
     assert checked.code == 0, checked.err
     assert "train_data: 9 rows" in checked.out

@@ -265,7 +265,24 @@ def test_rows_beyond_the_models_positions_and_evaluation_on_training_rows_are_wa
     positions = json.loads((blank / "config.json").read_text())["max_position_embeddings"]
     with (tmp_path / "train.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "1" * positions, "response": "1"}) + "\n")
-    config = sft_config(total_steps=1, eval_data={"path": str(tmp_path)})
+    config = sft_config(total_steps=1, eval_data={"path": str(tmp_path), "split": "train"})
     SFTTrainer(config).train()
     assert f"1 of 97 rows are longer than the model's {positions} positions" in caplog.text
-    assert "eval_data reads the same rows as train_data" in caplog.text
+    assert "eval_data starts with the first row of train_data" in caplog.text
+
+
+def test_held_out_rows_are_not_the_training_rows_unless_that_is_asked_for(
+    sft_config: MakeConfig, tmp_path: Path
+) -> None:
+    file = next(tmp_path.glob("*.jsonl"))
+    for train, held_out, split in [
+        ({"path": "gsm8k"}, {"path": "gsm8k"}, "test"),
+        ({"path": str(tmp_path)}, {"path": str(tmp_path), "limit": 8}, "test"),
+        ({"path": str(tmp_path)}, {"path": str(tmp_path), "split": "train"}, "train"),
+        ({"path": str(file)}, {"path": str(file), "split": "train"}, "train"),
+        ({"path": "gsm8k"}, {"path": "arithmetic"}, "train"),
+    ]:
+        config = sft_config(train_data=train, eval_data=held_out)
+        assert config.eval_data is not None and (config.train_data.split, config.eval_data.split) == ("train", split)
+    with pytest.raises(ConfigError, match=r"eval_data.*is also the path of train_data.*set eval_data\.split"):
+        sft_config(train_data={"path": str(file)}, eval_data={"path": str(file)})
