@@ -220,6 +220,14 @@ class ChatTemplate:
         return self._headers[key]
 
     @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the generation prompt ends with `<think>`, as in Qwen3.5 and DeepSeek R1."""
+        try:
+            return self.header([QUESTION], "a probe", None).rstrip().endswith("<think>")
+        except DatasetError:
+            return False
+
+    @cached_property
     def _header_follows_text(self) -> bool:
         """Whether the generation prompt depends on the user message (some templates obey /no_think)."""
         headers = set()

@@ -223,7 +223,9 @@ def check_data(
     rows = load_rows(config, kind, tokenizer)
     if max_tokens is not None and name == "train_data":
         require_row_lengths(rows, max_tokens)
-    lines = [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]
+    dropped = {"too long": rows.n_filtered, "skipped": rows.n_skipped}
+    counts = [f"{name}: {len(rows):,} rows", *(f"{count:,} {reason}" for reason, count in dropped.items() if count)]
+    lines = [", ".join(counts)]
     if name == "train_data" and kind != "rl":
         lines.append(
             f"{name}: the first row, with the trained text between « and »:\n{mark_trained(tokenizer, rows[0])}"

@@ -42,6 +42,9 @@ class DatasetConfig(StrictModel):
         None, description="text appended to the last user message; null: the default of the named set"
     )
     max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
+    bad_rows: Literal["refuse", "skip"] = Field(
+        "refuse", description="rows that cannot be used: end with the error of the first, or skip and count them"
+    )
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
     seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
     raw: bool = Field(False, description="RL rows also hold the unmodified source row, for Trinity-style workflows")

@@ -196,8 +196,7 @@ def _chat_text(
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
-    if turns[0] == 0:
-        raise DatasetError(f"{where}: the conversation starts with an assistant turn; expected a user turn before it")
+    trained = [is_trained and index > 0 for index, is_trained in enumerate(trained)]  # the first turn has no prompt
     variables = options.chat_template_kwargs
     if variables and (name := unknown_variable(json.dumps(tokenizer.chat_template), variables)):
         raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
@@ -236,7 +235,7 @@ def _chat_text(
         text += appended
         spans.append((start, end if turn_end < 0 else turn_end))
     if not spans:
-        raise DatasetError(f"{where}: nothing to train on: every assistant turn is masked")
+        raise DatasetError(f"{where}: nothing to train on: every assistant turn is masked, or has no prompt")
     return SFTText(where, text, tuple(spans), plain=False)
 
 

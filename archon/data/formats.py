@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from archon.checkpoint.chat_template import Message
-from archon.data.sources import ConvertedRows, SourceRow
+from archon.data.bad_rows import BadRows
+from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
 
 Rows = Sequence[SourceRow]
-Recognized = tuple[Rows, str | None, str | None, str]
+Columns = Mapping[str, Any]
 
 PROMPT_KEY, RESPONSE_KEY = "prompt", "response"
 ENCODED = ("input_ids", "loss_mask")
+SYSTEM = ("system", "system_prompt")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -29,6 +30,8 @@ _SHAREGPT_ROLES = {
     "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "model": "assistant",
     "assistant": "assistant",
     "tool": "tool",
@@ -36,12 +39,43 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-_QUESTIONS = ("prompt", "question", "problem", "instruction")
+_PAIR = ("chosen", "rejected")
+_INPUTS = ("input", "context")  # of an instruction: Alpaca's name, Dolly's name
+_QUESTIONS = ("prompt", "question", "problem", "instruction", "query")
 _ANSWERS = ("answer", "solution", "ground_truth", "completion", "output")
-_RESPONSES = ("solution", "completion", "output", "answer", "ground_truth")  # SFT prefers a worked solution
+_RESPONSES = ("response", "solution", "completion", "output", "answer", "ground_truth")  # SFT prefers a solution
 
 
-def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str | None) -> Recognized:
+class RowFormat(NamedTuple):
+    """How the rows of a dataset are read.
+
+    Attributes:
+        prompt_key: column of the prompt, or of the conversation; None for pairs of conversations.
+        response_key: column of the answer; None for conversations, and for RL rows without an answer.
+        description: text for the log; empty for the columns of the configuration.
+        columns: returns the columns that a row gets, from its own; None: the rows are used as they are.
+        used: source columns that are read besides the two.
+    """
+
+    prompt_key: str | None
+    response_key: str | None
+    description: str = ""
+    columns: Callable[[SourceRow], Columns] | None = None
+    used: tuple[str, ...] = ()
+
+
+class Recognized(NamedTuple):
+    """Rows in the columns `prompt_key` and `response_key`, and a description of the source for the log."""
+
+    rows: Rows
+    prompt_key: str | None
+    response_key: str | None
+    description: str
+
+
+def recognize(
+    source: Rows, kind: str, prompt_key: str | None, response_key: str | None, bad_rows: BadRows
+) -> Recognized:
     """Convert rows of a known format.
 
     Args:
@@ -49,75 +83,113 @@ def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str
         kind: "sft", "rl", "dpo" or "rw".
         prompt_key: configured column of the prompt.
         response_key: configured column of the response.
-
-    Returns:
-        The rows, the columns of prompt and response in them, and a description of what is read. The response column is
-        None for conversations, and for RL rows without an answer.
+        bad_rows: what happens to a row that is not in the format of the first row.
 
     Raises:
-        DatasetError: the columns of the first row belong to no known format; names the formats.
+        DatasetError: the columns of the first row belong to no known format (if bad rows are skipped: of no row);
+            names the formats.
     """
-    row = source[0]
-    defaults = (prompt_key, response_key) == (PROMPT_KEY, RESPONSE_KEY)
-    if not defaults or {PROMPT_KEY, RESPONSE_KEY} <= row.data.keys():
-        return source, prompt_key, response_key, ""
-    read = {"sft": _sft_rows, "rl": _rl_rows}.get(kind, _pair_rows)
-    rows, prompt_key, response_key, description = read(source, row.data.keys())
-    if not description:
-        return rows, prompt_key, response_key, ""
-    used = {prompt_key, response_key, PROMPT_KEY, "chosen", "rejected", "completion", "input", "tools", "system"}
-    unused = [] if kind == "rl" else sorted(row.data.keys() - used - {*_CONVERSATIONS, *ENCODED, "images", "image"})
-    ignored = f"; not used: {', '.join(unused)}" if unused else ""
-    return rows, prompt_key, response_key, f"{len(source):,} {description}{ignored}"
+    names = source[0].data.keys()
+    is_default = (prompt_key, response_key) == (PROMPT_KEY, RESPONSE_KEY)
+    if kind == "sft" and names >= {*ENCODED}:
+        row_format = RowFormat(*ENCODED, "tokenized rows")
+    elif not is_default or {PROMPT_KEY, RESPONSE_KEY} <= names:
+        row_format = RowFormat(prompt_key, response_key)
+    else:
+        row_format = _first_format({"sft": _sft_format, "rl": _rl_format}.get(kind, _pair_format), source, bad_rows)
+    rows, columns = source, row_format.columns
+    if columns is not None:
+        rows = bad_rows.convert(
+            source, lambda part: [SourceRow(row.where, {**row.data, **columns(row)}) for row in part]
+        )
+    if kind == "rl" and columns is not None and any("answer" in row.data for row in rows):
+        # The answers are the last turns of the conversations, unless a column has them.
+        row_format = row_format._replace(response_key=row_format.response_key or "answer")
+    unused: list[str] = []
+    if kind != "rl":  # an RL row keeps all columns, for the reward
+        keys = [key.partition(".")[0] for key in row_format[:2] if key is not None]
+        read = {*row_format[:2], *keys, *row_format.used, *SYSTEM, *(_PAIR if kind != "sft" else ()), "tools"}
+        unused = sorted({name for row in source for name in row.data} - read - {"images", "image"})
+    description = f"reading {len(source):,} {row_format.description or 'rows'}"
+    if unused:
+        description += f"; not used: {', '.join(unused)}"
+    elif not row_format.description:
+        description = ""
+    return Recognized(rows, row_format.prompt_key, row_format.response_key, description)
 
 
-def _sft_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
-    if all(name in names for name in ENCODED):
-        return source, PROMPT_KEY, RESPONSE_KEY, "tokenized rows"
+def _first_format(read: Callable[[SourceRow], RowFormat], source: Rows, bad_rows: BadRows) -> RowFormat:
+    """Return the format of the first row; if bad rows are skipped, of the first row with a known format."""
+    for row in source if bad_rows.policy == "skip" else ():
+        try:
+            return read(row)
+        except DatasetError:
+            continue
+    return read(source[0])
+
+
+def _sft_format(row: SourceRow) -> RowFormat:
+    names = row.data.keys()
     if name := next((name for name in _CONVERSATIONS if name in names), None):
-        rows = ConvertedRows(source, partial(_messages_column, convert=partial(_conversation, name=name)))
-        return rows, "messages", None, "conversations"
+        return RowFormat("messages", None, "conversations", partial(_messages_column, name=name), (name,))
     if {PROMPT_KEY, "completion"} <= names:
-        if isinstance(source[0].data["completion"], str):
-            return source, PROMPT_KEY, "completion", "prompts with completions"
-        rows = ConvertedRows(source, partial(_messages_column, convert=_prompt_completion))
-        return rows, "messages", None, "prompts with completions; training the completions"
+        if isinstance(row.data[PROMPT_KEY], str) and isinstance(row.data["completion"], str):
+            return RowFormat(PROMPT_KEY, "completion", "prompts with completions")
+        description = "prompts with completions; training the completions"
+        return RowFormat("messages", None, description, _prompt_completion, (PROMPT_KEY, "completion"))
     if {"instruction", "output"} <= names:
-        return _join_input(source, "instruction"), "instruction", "output", "instructions with outputs"
+        return _question_format("instruction", "output", "instructions with outputs")
     if "text" in names:
-        return source, "text", None, "plain texts; training every token"
+        return RowFormat("text", None, "plain texts; training every token")
     for question, answer in product(_QUESTIONS, _RESPONSES):
         if {question, answer} <= names:
-            return _join_input(source, question), question, answer, f"rows with {question!r} and {answer!r}"
+            return _question_format(question, answer, f"rows with {question!r} and {answer!r}")
     formats = (
         "prompt and response | messages | conversations (ShareGPT) | prompt and completion | instruction and output"
     )
-    raise _unknown(source[0], f"{formats} | text")
+    raise _unknown(row, f"{formats} | text")
 
 
-def _rl_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
+def _rl_format(row: SourceRow) -> RowFormat:
+    names = row.data.keys()
+    answer = _answer_column(row.data)
     name = next((name for name in _CONVERSATIONS if name in names), None)
     if name is not None and PROMPT_KEY not in names:
-        rows = ConvertedRows(source, partial(_rl_conversation, name=name))
-        return rows, "messages", _answer_column(rows[0].data), "conversations; sampling the next assistant turn"
+        gold = "a last assistant turn is the gold answer" if answer is None else f"the gold answer is {answer!r}"
+        columns = partial(_rl_conversation, name=name, has_answer=answer is not None)
+        return RowFormat("messages", answer, f"conversations; sampling the next assistant turn; {gold}", columns)
     question = next((name for name in _QUESTIONS if name in names), None)
     if question is None:
-        raise _unknown(source[0], "a prompt (a text or a list of messages), and an answer if the reward needs one")
-    answer = _answer_column(source[0].data)
+        raise _unknown(row, "a prompt (a text or a list of messages), and an answer if the reward needs one")
     description = "prompts without answers" if answer is None else f"prompts with {answer!r}"
-    return _join_input(source, question), question, answer, description
+    return _question_format(question, answer, description)
 
 
-def _pair_rows(source: Rows, names: AbstractSet[str]) -> Recognized:
-    if not {"chosen", "rejected"} <= names:
-        raise _unknown(source[0], "the columns chosen and rejected, each an answer or a conversation")
-    if PROMPT_KEY in names and isinstance(source[0].data["chosen"], str):
-        return source, PROMPT_KEY, RESPONSE_KEY, ""
-    rows = ConvertedRows(source, _pair_conversations)
-    return rows, None, None, "pairs of conversations; comparing their last turns"
+def _pair_format(row: SourceRow) -> RowFormat:
+    names = row.data.keys()
+    if not {*_PAIR} <= names:
+        raise _unknown(row, "the columns chosen and rejected, each an answer or a conversation")
+    chosen = row.data["chosen"]
+    if isinstance(chosen, str) and chosen.startswith("\n\nHuman:"):  # a transcript of hh_rlhf has its prompt
+        return RowFormat(None, None, "pairs of transcripts; comparing their last turns")
+    # `messages` next to two conversations is one of them; next to two answers it is the prompt.
+    prompts = _QUESTIONS if isinstance(chosen, list) else (*_QUESTIONS, *_CONVERSATIONS)
+    prompt = next((name for name in prompts if name in names), None)
+    if isinstance(chosen, str) and prompt in _QUESTIONS:
+        return _question_format(prompt, None, "" if prompt == PROMPT_KEY else f"pairs with {prompt!r}")
+    columns = partial(_pair_conversations, prompt_column=prompt)
+    description = "pairs of conversations; comparing their last turns"
+    return RowFormat(None, None, description, columns, () if prompt is None else (prompt,))
 
 
-def _answer_column(data: Mapping[str, Any]) -> str | None:
+def _question_format(question: str, answer: str | None, description: str) -> RowFormat:
+    """Return the format of rows with a column of questions; an instruction is joined with its input and history."""
+    if question != "instruction":
+        return RowFormat(question, answer, description)
+    return RowFormat(question, answer, description, _instruction_column, (*_INPUTS, "history"))
+
+
+def _answer_column(data: Columns) -> str | None:
     if RESPONSE_KEY in data:
         return RESPONSE_KEY
     reward_model = data.get("reward_model")
@@ -141,26 +213,27 @@ def _conversation(row: SourceRow, name: str) -> list[Message]:
             turns = json.loads(turns)
         except ValueError:
             turns = None
+    if isinstance(turns, Mapping):
+        turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise DatasetError(f"{row.where}: {name!r} is {turns!r:.80}; expected a list of messages")
     messages = []
     for turn in turns:
-        if "role" in turn or "from" not in turn:
-            messages.append(dict(turn))
-            continue
-        role = _SHAREGPT_ROLES.get(str(turn["from"]))
+        speaker = turn.get("role", turn.get("from"))
+        role = _SHAREGPT_ROLES.get(str(speaker).lower(), speaker if "role" in turn else None)
         if role is None:
             raise DatasetError(
-                f"{row.where}: a turn is from {turn['from']!r}; expected one of {', '.join(_SHAREGPT_ROLES)}"
+                f"{row.where}: a turn is from {speaker!r}; expected one of {', '.join(_SHAREGPT_ROLES)} in its field "
+                "'from', or a field 'role'"
             )
-        message = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        message |= {"role": role, "content": turn.get("value")}
-        if turn["from"] == "function_call":
+        if role == turn.get("role") and "content" in turn:
+            messages.append(dict(turn))
+            continue
+        message = {key: value for key, value in turn.items() if key not in ("role", "from", "value")}
+        message = {"role": role, "content": turn.get("value"), **message}
+        if speaker == "function_call":
             message |= {"content": "", "tool_calls": [_sharegpt_call(row, turn.get("value"))]}
         messages.append(message)
-    system = row.data.get("system")
-    if isinstance(system, str) and system and messages[0].get("role") != "system":
-        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
@@ -171,60 +244,72 @@ def _sharegpt_call(row: SourceRow, value: Any) -> dict[str, Any]:
         raise DatasetError(f"{row.where}: a function_call is {value!r:.80}; expected JSON with a name") from None
 
 
-def _messages_column(row: SourceRow, convert: Callable[[SourceRow], list[Message]]) -> dict[str, Any]:
-    return {**row.data, "messages": convert(row)}
-
-
 def _messages_of(row: SourceRow, name: str, role: str) -> list[Message]:
     """Return a column that holds a text or messages, as messages; a text has the role `role`."""
     value = row.data.get(name)
     return [{"role": role, "content": value}] if isinstance(value, str) else _conversation(row, name)
 
 
-def _prompt_completion(row: SourceRow) -> list[Message]:
-    prompt = _messages_of(row, PROMPT_KEY, "user")
-    return [*({**message, "weight": 0} for message in prompt), *_messages_of(row, "completion", "assistant")]
+def _messages_column(row: SourceRow, name: str) -> Columns:
+    return {"messages": _conversation(row, name)}
 
 
-def _pair_conversations(row: SourceRow) -> dict[str, Any]:
-    """Return a row with full conversations in `chosen` and `rejected`; answers are put after the column `prompt`."""
-    pair = dict(row.data)
-    for name in ("chosen", "rejected"):
-        if isinstance(row.data.get(name), str) and PROMPT_KEY not in row.data:
+def _prompt_completion(row: SourceRow) -> Columns:
+    prompt = [{**message, "weight": 0} for message in _messages_of(row, PROMPT_KEY, "user")]
+    return {"messages": [*prompt, *_messages_of(row, "completion", "assistant")]}
+
+
+def _pair_conversations(row: SourceRow, prompt_column: str | None) -> Columns:
+    """Return `chosen` and `rejected` as full conversations, with the prompt if they hold only answers."""
+    pair: dict[str, list[Message] | str] = {}
+    for name in _PAIR:
+        if isinstance(row.data.get(name), str) and prompt_column is None:
             pair[name] = row.data[name]  # a transcript of hh_rlhf
             continue
         turns = _messages_of(row, name, "assistant")
-        if PROMPT_KEY in row.data:
-            prompt = _messages_of(row, PROMPT_KEY, "user")
-            asked = [(turn.get("role"), turn.get("content")) for turn in turns]
-            if (prompt[-1].get("role"), prompt[-1].get("content")) not in asked:
+        if prompt_column is not None:
+            prompt = _messages_of(row, prompt_column, "user")
+            question = (prompt[-1]["role"], _stripped(prompt[-1]["content"]))
+            if turns[0]["role"] not in ("user", "system"):
                 turns = [*prompt, *turns]
-            elif prompt[0].get("role") == "system" != turns[0].get("role"):
+            elif question not in [(turn["role"], _stripped(turn["content"])) for turn in turns]:
+                raise DatasetError(
+                    f"{row.where}: the conversation {name!r} does not contain {prompt_column!r}, {question[1]!r:.80}; "
+                    f"expected the same question, or remove the column {prompt_column!r}"
+                )
+            elif prompt[0]["role"] == "system" != turns[0]["role"]:
                 turns = [prompt[0], *turns]
         pair[name] = turns
     return pair
 
 
-def _join_input(source: Rows, question: str) -> Rows:
-    """Return Alpaca rows with the column `input` after the instruction; other rows unchanged."""
-    return ConvertedRows(source, _alpaca_row) if question == "instruction" else source
+def _stripped(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
 
 
-def _alpaca_row(row: SourceRow) -> dict[str, Any]:
-    instruction, extra = row.data.get("instruction"), row.data.get("input")
-    if not isinstance(instruction, str) or row.data.get("history"):
-        name = "history" if isinstance(instruction, str) else "instruction"
-        raise DatasetError(
-            f"{row.where}: {name!r} is {row.data.get(name)!s:.80}; expected an instruction in one string, without "
-            "history: write the turns into a column messages"
-        )
-    return {**row.data, "instruction": f"{instruction}\n\n{extra}" if extra else instruction}
+def _instruction_column(row: SourceRow) -> Columns:
+    """Return the instruction of an Alpaca row with its input, after the turns of its history if there are any."""
+    instruction, history = row.data.get("instruction"), row.data.get("history") or []
+    if not isinstance(instruction, str):
+        raise DatasetError(f"{row.where}: 'instruction' is {instruction!s:.80}; expected an instruction in one string")
+    extra = next((row.data[name] for name in _INPUTS if row.data.get(name)), None)
+    text = f"{instruction}\n\n{extra}" if extra else instruction
+    if not history:
+        return {"instruction": text}
+    messages: list[Message] = []
+    for turn in history if isinstance(history, list) else [history]:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
+            raise DatasetError(f"{row.where}: 'history' holds {turn!r:.80}; expected pairs [question, answer]")
+        messages += [{"role": role, "content": part} for role, part in zip(("user", "assistant"), turn, strict=True)]
+    # The history is in the messages now, so the column asks for nothing more.
+    return {"instruction": [*messages, {"role": "user", "content": text}], "history": None}
 
 
-def _rl_conversation(row: SourceRow, name: str) -> dict[str, Any]:
-    """Return a row with a prompt; a last assistant turn becomes the answer, unless the row has one."""
+def _rl_conversation(row: SourceRow, name: str, has_answer: bool) -> Columns:
+    """Return the prompt of a conversation; a last assistant turn becomes the answer, unless the row has one."""
     messages = _conversation(row, name)
-    if messages[-1].get("role") != "assistant":
-        return {**row.data, "messages": messages}
-    prompt = {**row.data, "messages": messages[:-1]}
-    return prompt if _answer_column(row.data) else prompt | {"answer": messages[-1].get("content")}
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return {"messages": messages}
+    prompt: dict[str, Any] = {"messages": messages[:-1]}
+    return prompt if has_answer else prompt | {"answer": last["content"] or last.get("tool_calls")}

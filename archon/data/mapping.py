@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from archon.checkpoint.chat_template import Message, stop_token_ids
+from archon.checkpoint.chat_template import (
+    THINKING_FIELDS,
+    Message,
+    chat_template,
+    has_chat_template,
+    stop_token_ids,
+    unknown_variable,
+)
+from archon.data.bad_rows import BadRows, Policy
 from archon.data.encoding import SFTText, TurnOptions, encode_prompt, encode_sft, plain_prompt, sft_text
-from archon.data.formats import ENCODED, recognize
+from archon.data.formats import ENCODED, SYSTEM, Recognized, recognize
 from archon.data.image_rows import (
     IMAGE,
     SFTExpander,
@@ -21,7 +33,7 @@ from archon.data.image_rows import (
 )
 from archon.data.images import ImageReader
 from archon.data.rows import RowDataset
-from archon.data.sources import SourceRow, column_value
+from archon.data.sources import SourceRow, column_value, has_column
 from archon.data.token_rows import TokenRows, encode_rows, row_lengths
 from archon.schema.errors import DatasetError
 
@@ -39,6 +51,7 @@ def rl_dataset(
     tokenizer: Any = None,
     max_length: int | None = None,
     reader: ImageReader | None = None,
+    bad_rows: Policy = "refuse",
 ) -> RowDataset:
     """Return RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
@@ -56,42 +69,66 @@ def rl_dataset(
         reader: image reader of a vision-language model: the column `images` has images, and `messages` their
         placeholders
             (`<image>` in the text). Without a reader the column is like any other.
+        bad_rows: "skip" leaves out rows that cannot be used, also prompts that the chat template refuses.
 
     Raises:
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
     """
-    rows = []
-    configured = response_key
-    source = list(source)
     column = next((column for column in ("images", "image") if any(row.data.get(column) for row in source)), None)
     if reader is None and column is not None:
         logger.warning("%s: the model reads no images; column %r goes to the reward alone", name, column)
-    recognized, prompt_key, response_key = _recognize(source, name, "rl", prompt_key, response_key)
-    for row in recognized:
-        messages = conversation(row, prompt_key, system_prompt, instruction)
-        gold = {}
-        if response_key is not None:
-            # A recognized column may be empty in some rows; the reward decides whether it needs an answer.
-            value_of = require_column if response_key == configured else column_value
-            answer = value_of(row, response_key)
-            if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-                answer = str(answer)
-            if isinstance(answer, str):
-                _require_text(answer, response_key, row.where)
-            gold["answer"] = answer
-        prompt = plain_prompt(messages)
-        if reader is not None and (sources := image_sources(row.data)):
-            messages = insert_image_parts(messages, len(sources), row.where)
-        extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}
-        rows.append({**extra, "messages": messages, "prompt": prompt, **gold})
-    if max_length is None:
-        return RowDataset(name, rows)
-    if tokenizer is None:
+    bad = BadRows(bad_rows)
+    recognized = _recognize(source, name, "rl", prompt_key, response_key, bad)
+    if max_length is not None and tokenizer is None:
         raise DatasetError(f"max_length is {max_length} for dataset {name}, in tokens; pass a tokenizer too")
-    lengths = [
-        len(encode_image_prompt(tokenizer, row, reader)[0] if reader else encode_prompt(tokenizer, row)) for row in rows
-    ]
-    return drop_long_rows(name, rows, lengths, max_length)
+    is_rendered = tokenizer is not None and (max_length is not None or bad_rows == "skip")
+
+    def convert(part: Sequence[SourceRow]) -> list[tuple[dict[str, Any], int]]:
+        rows = [_rl_row(row, recognized, response_key, system_prompt, instruction, reader) for row in part]
+        if not is_rendered:
+            return [(row, 0) for row in rows]
+        pairs = zip(rows, [row.where for row in part], strict=True)
+        if reader is not None:
+            return [(row, len(encode_image_prompt(tokenizer, row, reader, where=where)[0])) for row, where in pairs]
+        return [(row, len(encode_prompt(tokenizer, row, where))) for row, where in pairs]
+
+    converted = bad.convert(recognized.rows, convert)
+    bad.report(name, converted)
+    dataset = RowDataset(name, [row for row, _ in converted], n_skipped=len(bad.errors))
+    return dataset if max_length is None else drop_long_rows(dataset, [length for _, length in converted], max_length)
+
+
+def _rl_row(
+    row: SourceRow,
+    recognized: Recognized,
+    configured: str | None,
+    system_prompt: str | None,
+    instruction: str | None,
+    reader: ImageReader | None,
+) -> dict[str, Any]:
+    """Return an RL row; `configured` is the column of the answer that the user named."""
+    prompt_key, response_key = recognized.prompt_key, recognized.response_key
+    assert prompt_key is not None
+    messages = conversation(row, prompt_key, system_prompt, instruction)
+    if messages[-1]["role"] == "assistant":
+        raise DatasetError(
+            f"{row.where}: the prompt ends with an assistant turn, and RL samples the next one; remove the turn, or "
+            "read the column 'messages' with the default keys, which takes a last assistant turn as the gold answer"
+        )
+    gold = {}
+    if response_key is not None:
+        # A recognized column may be empty in some rows; the reward decides whether it needs an answer.
+        answer = require_column(row, response_key) if response_key == configured else _optional(row, response_key)
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
+        if isinstance(answer, str):
+            _require_text(answer, response_key, row.where)
+        gold["answer"] = answer
+    prompt = plain_prompt(messages)
+    if reader is not None and (sources := image_sources(row.data)):
+        messages = insert_image_parts(messages, len(sources), row.where)
+    extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}
+    return {**extra, "messages": messages, "prompt": prompt, **gold}
 
 
 def sft_dataset(
@@ -106,6 +143,7 @@ def sft_dataset(
     max_length: int | None = None,
     reader: ImageReader | None = None,
     turns: TurnOptions | None = None,
+    bad_rows: Policy = "refuse",
 ) -> RowDataset:
     """Return SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
@@ -125,8 +163,13 @@ def sft_dataset(
         turns: which turns of a conversation are trained, and whether long ones are cut after a turn.
         reader: image reader of a vision-language model: rows with a column `images` keep it, with one placeholder per
             image token.
+        bad_rows: "skip" leaves out rows that cannot be used.
     """
-    source, prompt_key, response_key = _recognize(source, name, "sft", prompt_key, response_key)
+    bad = BadRows(bad_rows)
+    recognized = _recognize(source, name, "sft", prompt_key, response_key, bad)
+    source, response_key = recognized.rows, recognized.response_key
+    assert recognized.prompt_key is not None
+    prompt_key = recognized.prompt_key
     encode = partial(
         _sft_rows,
         tokenizer=tokenizer,
@@ -138,10 +181,13 @@ def sft_dataset(
         reader=reader,
         turns=turns,
     )
-    rows = encode_rows(source, encode, name) if reader is None else encode(source)
-    if max_length is None:
-        return RowDataset(name, rows)
-    return drop_long_rows(name, rows, row_lengths(rows, ["input_ids"]), max_length)
+    if response_key is None and (turn_notes := _turn_notes(source, prompt_key)):
+        logger.warning("%s: of %d conversations, %s", name, len(source), turn_notes)
+    warn_without_thinking(name, source, [response_key or prompt_key], tokenizer, turns)
+    rows = encode_rows(source, encode, name, bad) if reader is None else bad.convert(source, encode)
+    bad.report(name, rows)
+    dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
+    return dataset if max_length is None else drop_long_rows(dataset, row_lengths(rows, ["input_ids"]), max_length)
 
 
 def _sft_rows(
@@ -156,15 +202,20 @@ def _sft_rows(
     reader: ImageReader | None,
     turns: TurnOptions | None,
 ) -> list[dict[str, Any]]:
-    if all(column in source[0].data for column in ENCODED):
+    if (prompt_key, response_key) == ENCODED:
         rows = encoded_rows(source)
-    elif prompt_key == "text" and response_key is None and isinstance(source[0].data["text"], str):
+    elif prompt_key == "text" and response_key is None and isinstance(source[0].data.get("text"), str):
         texts = [(row.where, _text(row)) for row in source]
         rows = encode_sft(tokenizer, [SFTText(where, text, ((0, len(text)),), plain=True) for where, text in texts])
     else:
         examples, row_images = [], []
         for row in source:
             require_no_intent(row, reader)
+            if row.data.get("label") is False:
+                raise DatasetError(
+                    f"{row.where}: 'label' is false, which marks an unwanted answer (KTO), and SFT would learn it; "
+                    "keep the rows whose label is true, or train on pairs of chosen and rejected answers"
+                )
             messages = conversation(row, prompt_key, system_prompt, instruction)
             row_images.append(image_sources(row.data) if reader else [])
             if row_images[-1]:
@@ -185,13 +236,63 @@ def _sft_rows(
 
 
 def _recognize(
-    source: Sequence[SourceRow], name: str, kind: str, prompt_key: str, response_key: str | None
-) -> tuple[Sequence[SourceRow], str, str | None]:
-    source, prompt, response, description = recognize(source, kind, prompt_key, response_key)
-    if description:
-        logger.warning("%s: reading %s", name, description)
-    assert prompt is not None  # only pairs have conversations in two columns
-    return source, prompt, response
+    source: Sequence[SourceRow], name: str, kind: str, prompt_key: str, response_key: str | None, bad: BadRows
+) -> Recognized:
+    recognized = recognize(source, kind, prompt_key, response_key, bad)
+    if recognized.description:
+        logger.warning("%s: %s", name, recognized.description)
+    return recognized
+
+
+def _turn_notes(source: Sequence[SourceRow], prompt_key: str) -> str:
+    """Return how many conversations have turns that a reader of the data may not expect; empty if none has."""
+    counts: Counter[str] = Counter()
+    for row in source:
+        messages = row.data.get(prompt_key)
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            continue
+        roles = [message.get("role") for message in messages]
+        counts["start with an assistant turn, which has no prompt and is not trained"] += roles[:1] == ["assistant"]
+        counts["end with a user turn, which has no answer"] += roles[-1:] == ["user"]
+        is_empty = any(not message.get("content") and _is_empty_answer(message) for message in messages)
+        counts["have an empty assistant turn, which is trained"] += is_empty
+        repeats = any(first == second in ("user", "assistant") for first, second in pairwise(roles))
+        counts["have two turns of one role in succession"] += repeats
+    return "; ".join(f"{count} {note}" for note, count in counts.items() if count)
+
+
+def warn_without_thinking(
+    name: str, source: Sequence[SourceRow], columns: Sequence[str], tokenizer: Any, turns: TurnOptions | None
+) -> None:
+    """Warn if the generation prompt opens thinking, and no answer or conversation in `columns` has any."""
+    if not has_chat_template(tokenizer):
+        return
+    options = turns.chat_template_kwargs if turns else {}
+    if not chat_template(tokenizer, **options).opens_thinking:
+        return
+    for row in source:
+        for column in columns:
+            value = row.data.get(column)
+            messages = value if isinstance(value, list) else [{"content": value}]
+            for message in messages:
+                if isinstance(message, Mapping) and (
+                    "</think>" in str(message.get("content")) or any(map(message.get, THINKING_FIELDS))
+                ):
+                    return
+    has_switch = unknown_variable(json.dumps(tokenizer.chat_template), ["enable_thinking"]) is None
+    switch = "set chat_template_kwargs={enable_thinking: false} here and in requests"
+    choice = switch if has_switch else "use a template that does not open thinking"
+    logger.warning(
+        "%s: the generation prompt of the chat template ends with <think>, but no row has thinking: the model learns "
+        "to answer without thinking, after a prompt that opens it; %s, or add thinking to the rows",
+        *(name, choice),
+    )
+
+
+def _is_empty_answer(message: Mapping[str, Any]) -> bool:
+    fields = (message.get(name) for name in ("content", "tool_calls", *THINKING_FIELDS))
+    is_trained = all(message.get(name) in (None, 1) for name in ("weight", "train"))
+    return message.get("role") == "assistant" and is_trained and not any(fields)
 
 
 def _text(row: SourceRow) -> str:
@@ -218,6 +319,9 @@ _INTENT = (
     "sample_weight",
     "mask",
     "train_mask",
+    "loss_mask",
+    "history",
+    "chat_template_kwargs",
     "image",
     "images",
     "video",
@@ -229,7 +333,7 @@ _INTENT = (
 def require_no_intent(row: SourceRow, reader: ImageReader | None = None) -> None:
     """Raise DatasetError for a column with a value that training would have to honor, such as a weight of the row."""
     for column in _INTENT:
-        if row.data.get(column) is None or (reader is not None and column in ("image", "images")):
+        if row.data.get(column) in (None, []) or (reader is not None and column in ("image", "images")):
             continue
         raise DatasetError(
             f"{row.where}: column {column!r} is {str(row.data[column])[:60]!r}, and this training does not use it; "
@@ -246,7 +350,7 @@ def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
     """
     rows = []
     for row in source:
-        ids, mask = ([int(value) for value in require_column(row, column)] for column in ENCODED)
+        ids, mask = (_whole_numbers(row, column) for column in ENCODED)
         if len(ids) != len(mask):
             raise DatasetError(
                 f"{row.where}: {len(ids)} input_ids but {len(mask)} values of loss_mask; expected equal lengths"
@@ -257,12 +361,25 @@ def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
     return rows
 
 
-def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
+def _whole_numbers(row: SourceRow, column: str) -> list[int]:
+    values = require_column(row, column)
+    try:
+        numbers = [int(value) for value in values]
+        is_exact = all(number == value for number, value in zip(numbers, values, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        is_exact = False
+    if not is_exact:
+        raise DatasetError(f"{row.where}: {column!r} is {values!s:.80}; expected a list of whole numbers")
+    return numbers
+
+
+def drop_long_rows(dataset: RowDataset, lengths: Sequence[int], max_length: int) -> RowDataset:
     """Return the rows of at most `max_length` tokens, and log how many were dropped.
 
     Raises:
         DatasetError: all rows are longer.
     """
+    name, rows = dataset.name, dataset.rows
     numbers = [number for number, length in enumerate(lengths) if length <= max_length]
     kept = rows.select(numbers) if isinstance(rows, TokenRows) else [rows[number] for number in numbers]
     n_filtered = len(rows) - len(kept)
@@ -274,7 +391,7 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
     if n_filtered:
         what = f"{n_filtered} of {len(rows)} rows that are longer than max_length={max_length} tokens"
         logger.warning("%s: dropped %s", name, what)
-    return RowDataset(name, kept, n_filtered)
+    return replace(dataset, rows=kept, n_filtered=n_filtered)
 
 
 def require_column(row: SourceRow, key: str) -> Any:
@@ -285,6 +402,12 @@ def require_column(row: SourceRow, key: str) -> Any:
     if isinstance(value, float) and math.isnan(value):
         raise DatasetError(f"{row.where}: {key!r} is NaN; expected a value")
     return value
+
+
+def _optional(row: SourceRow, key: str) -> Any:
+    """Return the value of a column; None if it is missing or NaN."""
+    value = column_value(row, key) if has_column(row, key) else None
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def assistant_message(row: SourceRow, key: str) -> Message:
@@ -317,8 +440,8 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
                 f"{row.where}: {prompt_key!r} must be a string or a list of messages {{'role': …, 'content': …}}"
             )
         messages = [{**message, "content": _content(message, row.where)} for message in prompt]
-    system = row.data.get("system")
-    system_prompt = system if isinstance(system, str) and prompt_key != "system" else system_prompt
+    systems = [row.data.get(name) for name in SYSTEM if name != prompt_key]
+    system_prompt = next((system for system in systems if isinstance(system, str) and system), system_prompt)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     asked = [message for message in messages if message["role"] == "user"]

@@ -10,10 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.chat_template import Message
+from archon.checkpoint.chat_template import Message, has_chat_template
+from archon.data.bad_rows import BadRows, Policy
 from archon.data.encoding import TurnOptions, encode_sft, sft_text
 from archon.data.formats import RESPONSE_KEY, recognize
-from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column, require_no_intent
+from archon.data.mapping import (
+    assistant_message,
+    conversation,
+    drop_long_rows,
+    require_column,
+    require_no_intent,
+    warn_without_thinking,
+)
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, open_rows
@@ -23,6 +31,7 @@ from archon.schema.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_ASSISTANT = "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -38,6 +47,7 @@ def pair_dataset(
     instruction: str | None = None,
     max_length: int | None = None,
     turns: TurnOptions | None = None,
+    bad_rows: Policy = "refuse",
 ) -> RowDataset:
     r"""Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
 
@@ -56,26 +66,35 @@ def pair_dataset(
         instruction: as in `rl_dataset`.
         max_length: drop pairs in which either example has more tokens.
         turns: options of the chat template; the last turn alone is trained.
+        bad_rows: "skip" leaves out pairs that cannot be used.
 
     Raises:
         DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
     """
-    source, prompt_key, _, description = recognize(source, "dpo", prompt_key, RESPONSE_KEY)
-    if description:
-        logger.warning("%s: reading %s", name, description)
+    bad = BadRows(bad_rows)
+    recognized = recognize(source, "dpo", prompt_key, RESPONSE_KEY, bad)
+    if recognized.description:
+        logger.warning("%s: %s", name, recognized.description)
+    if identical := sum(row.data.get(chosen_key) == row.data.get(rejected_key) for row in source):
+        logger.warning(
+            "%s: %d of %d pairs have two identical answers, which teach nothing", name, identical, len(source)
+        )
+    warn_without_thinking(name, recognized.rows, (chosen_key, rejected_key), tokenizer, turns)
     encode = partial(
         _pair_rows,
         tokenizer=tokenizer,
-        prompt_key=prompt_key,
+        prompt_key=recognized.prompt_key,
         answer_keys=(chosen_key, rejected_key),
         system_prompt=system_prompt,
         instruction=instruction,
         turns=replace(turns or TurnOptions(), train_turns="last"),
     )
-    rows = encode_rows(source, encode, name)
+    rows = encode_rows(recognized.rows, encode, name, bad)
+    bad.report(name, rows)
+    dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     if max_length is None:
-        return RowDataset(name, rows)
-    return drop_long_rows(name, rows, row_lengths(rows, ["chosen_ids", "rejected_ids"]), max_length)
+        return dataset
+    return drop_long_rows(dataset, row_lengths(rows, ["chosen_ids", "rejected_ids"]), max_length)
 
 
 def _pair_rows(
@@ -91,7 +110,8 @@ def _pair_rows(
     examples = []
     for row in source:
         require_no_intent(row)
-        pair = [_conversation(row, prompt_key, key, system_prompt, instruction) for key in answer_keys]
+        plain = not has_chat_template(tokenizer)
+        pair = [_conversation(row, prompt_key, key, system_prompt, instruction, plain) for key in answer_keys]
         if pair[0][:-1] != pair[1][:-1]:
             raise DatasetError(
                 f"{row.where}: {answer_keys[0]!r} and {answer_keys[1]!r} differ before their last turns; expected two "
@@ -111,12 +131,20 @@ def _pair_rows(
 
 
 def _conversation(
-    row: SourceRow, prompt_key: str | None, key: str, system_prompt: str | None, instruction: str | None
+    row: SourceRow, prompt_key: str | None, key: str, system_prompt: str | None, instruction: str | None, plain: bool
 ) -> list[Message]:
     if prompt_key is not None:
         return [*conversation(row, prompt_key, system_prompt, instruction), assistant_message(row, key)]
     if isinstance(require_column(row, key), str):
-        row = SourceRow(row.where, row.data | {key: parse_transcript(row, key)})
+        turns = parse_transcript(row, key)
+        if plain and turns[-1]["role"] == "assistant":
+            # Without a chat template the markers are the format: the text is kept as it is.
+            before, _, answer = row.data[key].rpartition(_ASSISTANT)
+            row = SourceRow(row.where, row.data | {key: before})
+            messages = conversation(row, key, system_prompt, instruction)
+            messages[-1]["content"] += _ASSISTANT
+            return [*messages, {"role": "assistant", "content": answer}]
+        row = SourceRow(row.where, row.data | {key: turns})
     messages = conversation(row, key, system_prompt, instruction)
     if messages[-1]["role"] != "assistant":
         raise DatasetError(
@@ -129,7 +157,10 @@ def parse_transcript(row: SourceRow, key: str) -> list[Message]:
     r"""Return the turns of a text in the format of hh_rlhf: `\n\nHuman: … \n\nAssistant: …`."""
     before, *turns = _TURN.split(row.data[key])
     if before.strip() or not turns:
-        raise DatasetError(f"{row.where}: {key!r} must start with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
+        raise DatasetError(
+            f"{row.where}: {key!r} must start with '\\n\\nHuman: ', got {row.data[key][:40]!r}; or put the question "
+            "in a column prompt"
+        )
     pairs = zip(turns[::2], turns[1::2], strict=True)
     return [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
 

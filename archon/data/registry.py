@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from archon.checkpoint.chat_template import set_prompt_separator
 from archon.data import image_datasets, named_datasets, pairs, shapes
+from archon.data.bad_rows import Policy
 from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.data.encoding import TurnOptions, tokenizer_identity
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
@@ -109,8 +110,8 @@ def load_rows(
 
         def prepare() -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
             prepared = load()
-            facts = {"n_filtered": prepared.n_filtered, "source_fingerprint": prepared.source_fingerprint}
-            return prepared.rows, {"name": prepared.name, **facts}
+            names = ("name", "n_filtered", "n_skipped", "source_fingerprint")
+            return prepared.rows, {name: getattr(prepared, name) for name in names}
 
         rows, facts = cached_rows(files, [kind, *recipe, tokenizer_identity(tokenizer)], prepare)
         dataset = RowDataset(rows=rows, **facts)
@@ -124,6 +125,18 @@ def _turn_options(config: DatasetConfig, kind: DatasetKind) -> TurnOptions | Non
     if config.long_rows == "truncate" and (kind != "sft" or config.max_length is None):
         raise DatasetError(f"long_rows is 'truncate' for {config.path}; it needs SFT rows and max_length")
     return TurnOptions(**config.model_dump(include={*TurnOptions.__dataclass_fields__}))
+
+
+class RowOptions(TypedDict, total=False):
+    """Options of rows that `get_custom_dataset` passes on.
+
+    Attributes:
+        turns: which turns of a conversation are trained, for "sft", "dpo" and "rw".
+        bad_rows: "refuse" ends with the error of the first row that cannot be used, "skip" leaves out such rows.
+    """
+
+    turns: TurnOptions | None
+    bad_rows: Policy
 
 
 def get_custom_dataset(
@@ -142,7 +155,7 @@ def get_custom_dataset(
     seed: int = 0,
     raw: bool = False,
     reader: ImageReader | None = None,
-    turns: TurnOptions | None = None,
+    **options: Unpack[RowOptions],
 ) -> RowDataset:
     """Return rows of a named dataset (`VALID_DATASETS`), a JSONL, parquet or Hugging Face dataset, or an environment.
 
@@ -168,7 +181,7 @@ def get_custom_dataset(
         raw: RL rows also hold the source row, under `raw_task`. Rows of a file or a hub dataset without the two columns
             then hold nothing else, and are not dropped by length.
         reader: image reader of a vision-language model: rows keep their images, see `rl_dataset` and `sft_dataset`.
-        turns: which turns of a conversation are trained, for "sft", "dpo" and "rw".
+        options: see `RowOptions`.
 
     Raises:
         DatasetError: missing, empty or malformed data; names the file, the line and the key.
@@ -193,8 +206,8 @@ def get_custom_dataset(
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
         shared["instruction"] = instruction
-    if turns is not None and turns != TurnOptions():
-        shared["turns"] = turns
+    # A loader need not have an option whose value is the default.
+    shared |= {key: value for key, value in options.items() if value not in (None, TurnOptions(), "refuse")}
     if named is not None:
         if data_dir is not None:
             shared["path"] = data_dir
@@ -272,7 +285,7 @@ def _loader_options(name: str, loader: Loader, options: dict[str, Any]) -> dict[
     accepted = inspect.signature(loader).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         return options
-    for option in ("system_prompt", "instruction", "max_length", "turns"):
+    for option in ("system_prompt", "instruction", "max_length", "turns", "bad_rows"):
         if options.get(option) is not None and option not in accepted:
             raise DatasetError(
                 f"{option} is {options[option]!r}, but the loader of dataset {name!r} ({loader.__qualname__}) has no "

@@ -43,12 +43,14 @@ class RowDataset(Sequence[Row]):
         name: name of the dataset, for messages.
         rows: the rows.
         n_filtered: number of rows that were dropped because they were longer than `max_length` tokens.
+        n_skipped: number of rows that were left out because they cannot be used.
         source_fingerprint: hash of the source rows and options that encoded rows were rendered from; None if unknown.
     """
 
     name: str
     rows: Sequence[Row]
     n_filtered: int = 0
+    n_skipped: int = 0
     source_fingerprint: str | None = None
 
     def __len__(self) -> int:

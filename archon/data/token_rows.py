@@ -18,10 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
+from archon.data.bad_rows import BadRows, Policy
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
 
@@ -32,10 +33,12 @@ Encode = Callable[[Sequence[SourceRow]], list[Row]]
 
 CHUNK = 500
 """Rows that are encoded together. A smaller data set stays a list."""
+Chunk: TypeAlias = "tuple[TokenRows | None, list[tuple[str, str]]]"
+"""Encoded rows of a chunk, None if there are none, and the errors of its skipped rows."""
 _POOL_SECONDS = 20.0  # expected time from which worker processes are started; a start takes some seconds
 CACHED_BYTES = 2**24
 """Size of source files from which their rows are cached."""
-_FORMAT = 1  # of a cached folder; raise it when the encoding of rows changes
+_FORMAT = 2  # of a cached folder; raise it when the encoding of rows changes
 
 
 class TokenRows(Sequence[Row]):
@@ -117,41 +120,47 @@ def row_lengths(rows: Sequence[Row], names: Sequence[str]) -> list[int]:
     return [max(len(row[name]) for name in names if name in row) for row in rows]
 
 
-def encode_rows(source: Sequence[SourceRow], encode: Encode, title: str) -> Sequence[Row]:
+def encode_rows(
+    source: Sequence[SourceRow], encode: Encode, title: str, bad_rows: BadRows | None = None
+) -> Sequence[Row]:
     """Encode rows in chunks, with a progress bar, and in one process per core if that takes long.
 
     Args:
         source: rows.
         encode: returns rows of token lists for some source rows; can be pickled.
         title: of the progress bar.
+        bad_rows: what happens to rows that cannot be used; by default the first one is an error.
 
     Returns:
         A list, or `TokenRows` for more than `CHUNK` rows.
     """
+    bad = bad_rows or BadRows()
     if len(source) <= CHUNK:
-        return encode(source)
+        return bad.convert(source, encode)
     _require_main()
     start = time.monotonic()
-    first = encode(source[:CHUNK])
+    first = _encode_chunk(source[:CHUNK], encode, bad.policy)
     expected = (time.monotonic() - start) * (len(source) / CHUNK - 1)
     chunks = [source[at : at + CHUNK] for at in range(CHUNK, len(source), CHUNK)]
-    parts = [TokenRows.of(first)]
+    parts = [first]
     with _progress(title, len(source), expected) as advance:
         advance(CHUNK)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if expected > _POOL_SECONDS and cores > 1 and parent_process() is None:
             try:
                 # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
-                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode,)) as pool:
-                    for part in pool.map(_encode_chunk, chunks):
+                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode, bad.policy)) as pool:
+                    for part in pool.map(_encode_in_worker, chunks):
                         parts.append(part)
-                        advance(len(part))
+                        advance(CHUNK)
             except BrokenProcessPool:  # a script without `if __name__ == "__main__"` cannot be imported by a worker
                 del parts[1:]
         for chunk in chunks[len(parts) - 1 :]:
-            parts.append(TokenRows.of(encode(chunk)))
+            parts.append(_encode_chunk(chunk, encode, bad.policy))
             advance(len(chunk))
-    return TokenRows.concatenate(parts)
+    bad.errors += [error for _, errors in parts for error in errors]
+    encoded = [rows for rows, _ in parts if rows is not None]
+    return TokenRows.concatenate(encoded) if encoded else []
 
 
 def _require_main() -> None:
@@ -163,18 +172,24 @@ def _require_main() -> None:
         raise DatasetError("a worker process imports this script: put its work under `if __name__ == '__main__':`")
 
 
-_encoder: Encode | None = None
+def _encode_chunk(chunk: Sequence[SourceRow], encode: Encode, policy: Policy) -> Chunk:
+    bad = BadRows(policy)
+    rows = bad.convert(chunk, encode)
+    return TokenRows.of(rows) if rows else None, bad.errors
 
 
-def _set_encoder(encode: Encode) -> None:
+_encoder: tuple[Encode, Policy] | None = None
+
+
+def _set_encoder(*encoder: Any) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
-    _encoder = encode
+    _encoder = encoder
 
 
-def _encode_chunk(chunk: Sequence[SourceRow]) -> TokenRows:
+def _encode_in_worker(chunk: Sequence[SourceRow]) -> Chunk:
     assert _encoder is not None
-    return TokenRows.of(_encoder(chunk))
+    return _encode_chunk(chunk, *_encoder)
 
 
 @contextmanager

@@ -305,6 +305,15 @@ def test_a_dry_run_of_training_finds_what_the_run_would_stumble_over(
     assert archon("sft", *sft_overrides, f"model.path={bare}", "model.init_from_scratch=true", "--dry-run").code == 0
 
 
+def test_a_dry_run_counts_the_rows_that_are_left_out(archon, sft_overrides, tmp_path):
+    talks = [[{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]] * 3 + [[]]
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"prompt": "1+1=", "conversations": t}) for t in talks))
+    overrides = [*sft_overrides, f"train_data={{path: {tmp_path / 'talks.jsonl'}}}", "--dry-run"]
+    assert "talks.jsonl:4: 'conversations' is []" in archon("sft", *overrides).complaint
+    done = archon("sft", *overrides, "train_data.bad_rows=skip")
+    assert done.code == 0 and "# train_data: 3 rows, 1 skipped" in done.out
+
+
 def test_a_dry_run_alone_says_how_many_processes_the_run_needs(archon, rl_overrides):
     done = archon("rl", *rl_overrides, "actor.layout=d2", "--dry-run")
     assert done.code == 0 and "# train_data: " in done.out

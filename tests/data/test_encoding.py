@@ -162,7 +162,7 @@ def test_many_rows_are_as_one_by_one() -> None:
     ("template", "messages", "message"),
     [
         (CHATML, [USER], "here: nothing to train on: the conversation has no assistant turn"),
-        (CHATML, [answer("12"), USER, answer("30")], "here: the conversation starts with an assistant turn"),
+        (CHATML, [answer("12"), USER], "here: nothing to train on: every assistant turn is masked, or has no prompt"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
         (BY_NUMBER, [USER, answer("12")], "here: the chat template renders the messages up to number 1 differently"),
         (CHATML.replace("<|im_end|>", ""), [USER, answer("12")], "here: the chat template ends .* would never stop"),

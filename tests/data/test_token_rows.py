@@ -14,6 +14,7 @@ from archon.data import token_rows
 from archon.data.config import TrainingDataConfig
 from archon.data.registry import load_rows
 from archon.data.token_rows import TokenRows
+from archon.schema.errors import DatasetError
 from tests.data.toy_tokenizers import CHATML, toy_tokenizer
 
 ROWS = 1300
@@ -59,6 +60,25 @@ def test_the_rows_of_arrays_and_of_worker_processes_are_those_of_a_list(
     assert list(shorter.rows) == [row for row in plain.rows if len(row["input_ids"]) < longest]
     assert shorter.n_filtered == ROWS - len(shorter.rows) > 0
     assert list(load(file, limit=7).rows) == plain.rows[:7]
+
+
+def test_bad_rows_of_every_chunk_are_skipped_and_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_rows, "CHUNK", 300)
+    plain = list(load(file).rows)
+    lines = file.read_text().splitlines()
+    bad = [*range(300), 700, ROWS - 1]  # all rows of the first chunk
+    for number in bad:
+        lines[number] = lines[number].replace("assistant", "user")
+    file.write_text("\n".join(lines))
+    good = [row for number, row in enumerate(plain) if number not in bad]
+    with pytest.raises(DatasetError, match=r"talks\.jsonl:1: nothing to train on.*set bad_rows to skip"):
+        load(file)
+    for seconds in (20.0, 0.0):  # without and with worker processes
+        monkeypatch.setattr(token_rows, "_POOL_SECONDS", seconds)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        for _ in ("prepared", "from the cache"):
+            dataset = load(file, bad_rows="skip", seed=int(seconds))
+            assert list(dataset.rows) == good and dataset.n_skipped == len(bad)
 
 
 def test_a_second_start_reads_the_cache_unless_data_tokenizer_or_options_changed(

@@ -51,6 +51,20 @@ COUNTING = "{{ messages | length }} turns\n" + CHATML
 NO_SYSTEM = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 )
+# Requires that user and assistant turns alternate, as Gemma's and Mistral's.
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+)
+# Its generation prompt opens thinking, as Qwen3.5's and DeepSeek R1's.
+OPEN_THINKING = (
+    "{% set thinking = enable_thinking is not defined or enable_thinking %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% if '</think>' not in message.content %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% if not thinking %}\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
 
 
 def toy_tokenizer(chat_template: str | None = None, eos: str | None = "<|im_end|>", bos: str | None = None):

@@ -23,6 +23,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/data/test_chat_template.py",),
     ),
     Mutant(
+        "an assistant turn without a prompt is trained",
+        "archon/data/encoding.py",
+        "is_trained and index > 0 for",
+        "is_trained for",
+        ("tests/data/test_formats.py",),
+    ),
+    Mutant(
         "a turn whose thinking the template removed is trained",
         "archon/data/encoding.py",
         'complete or options.stripped_thinking == "train"',

@@ -1,0 +1,70 @@
+"""Rows that cannot be used: they end the run, or they are skipped and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from archon.data.sources import SourceRow
+from archon.schema.errors import DatasetError, ImageError
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Policy = Literal["refuse", "skip"]
+
+_ERRORS = (DatasetError, ImageError)
+_SHOWN = 3  # reasons in the report
+
+
+@dataclass
+class BadRows:
+    """What happens to rows that cannot be used.
+
+    Attributes:
+        policy: "refuse" raises the error of the first such row; "skip" leaves all of them out.
+        errors: location of every skipped row, and the error without it.
+    """
+
+    policy: Policy = "refuse"
+    errors: list[tuple[str, str]] = field(default_factory=list)
+
+    def convert(self, rows: Sequence[SourceRow], function: Callable[[Sequence[SourceRow]], list[Item]]) -> list[Item]:
+        """Return `function(rows)`; if it raises and bad rows are skipped, apply it row by row."""
+        try:
+            return function(rows)
+        except _ERRORS as error:
+            if self.policy == "refuse":
+                hint = "; to leave such rows out, set bad_rows to skip" if len(rows) > 1 else ""
+                raise type(error)(f"{error}{hint}") from error
+        converted: list[Item] = []
+        for row in rows:
+            try:
+                converted += function([row])
+            except _ERRORS as error:
+                self.errors.append((row.where, str(error).removeprefix(f"{row.where}: ")))
+        return converted
+
+    def report(self, name: str, converted: Sequence[Any]) -> None:
+        """Log the number of skipped rows, and of the rows with each of the most frequent errors.
+
+        Raises:
+            DatasetError: no row is left.
+        """
+        if not self.errors:
+            return
+        skipped, total = len(self.errors), len(converted) + len(self.errors)
+        if not converted:
+            where, error = self.errors[0]
+            raise DatasetError(f"{name}: none of the {total} rows can be used; the first is {where}: {error}")
+        first: dict[str, str] = {}
+        for where, error in self.errors:
+            first.setdefault(error, where)
+        counts = Counter(error for _, error in self.errors).most_common()
+        reasons = [f"{count}: {error} (first {first[error]})" for error, count in counts[:_SHOWN]]
+        if len(counts) > _SHOWN:
+            reasons.append(f"{sum(count for _, count in counts[_SHOWN:])}: other reasons")
+        logger.warning("%s: skipped %d of %d rows that cannot be used: %s", name, skipped, total, " | ".join(reasons))
