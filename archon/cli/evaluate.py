@@ -15,6 +15,7 @@ import typer
 
 from archon.cli.config import config_command, load_config, to_yaml
 from archon.cli.options import ConfigFile, LoRAFolder, Overrides
+from archon.schema.config import expand_path
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(
-    checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder or hub id; omit with --url")] = None,
+    checkpoint: Annotated[str | None, typer.Argument(help="checkpoint folder or hub id; omit with --url")] = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="named dataset, file or folder")] = None,
@@ -50,9 +51,12 @@ def command(
     from archon.cli.eval_config import EvalConfig
 
     all_overrides = list(overrides or [])
-    if checkpoint is not None and "=" in checkpoint.name and not checkpoint.exists():
-        checkpoint, all_overrides = None, [str(checkpoint), *all_overrides]
-    if (checkpoint is None) == (url is None):
+    path = None
+    if checkpoint is not None and "=" in checkpoint.partition("/")[0] and not Path(checkpoint).exists():
+        all_overrides.insert(0, checkpoint)
+    elif checkpoint is not None:
+        path = expand_path(Path(checkpoint))
+    if (path is None) == (url is None):
         raise ConfigError("expected either a checkpoint folder or --url of an OpenAI endpoint")
     if lora is not None and url is not None:
         raise ConfigError("--lora requires a checkpoint and does not work with --url; load the LoRA on the server")
@@ -62,7 +66,7 @@ def command(
     folder = out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; choose another folder with --out")
-    evaluate(resolved, folder, checkpoint, url, model, lora)
+    evaluate(resolved, folder, path, url, model, lora)
 
 
 def evaluate(
