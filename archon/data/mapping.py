@@ -118,9 +118,8 @@ def _rl_row(
     gold = {}
     if response_key is not None:
         # A recognized column may be empty in some rows; the reward decides whether it needs an answer.
-        answer = require_column(row, response_key) if response_key == configured else _optional(row, response_key)
-        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-            answer = str(answer)
+        value_of = require_column if response_key == configured else _optional
+        answer = _gold_answer(value_of(row, response_key))
         if isinstance(answer, str):
             _require_text(answer, response_key, row.where)
         gold["answer"] = answer
@@ -129,6 +128,15 @@ def _rl_row(
         messages = insert_image_parts(messages, len(sources), row.where)
     extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}
     return {**extra, "messages": messages, "prompt": prompt, **gold}
+
+
+def _gold_answer(answer: Any) -> Any:
+    """Return a gold answer, with numbers, messages (the last one) and text parts as text."""
+    if isinstance(answer, list) and answer and all(map(_is_message, answer)):
+        answer = answer[-1].get("content")
+    if isinstance(answer, list) and answer and all(map(_is_text_part, answer)):
+        return "".join(part["text"] for part in answer)
+    return str(answer) if isinstance(answer, (int, float)) and not isinstance(answer, bool) else answer
 
 
 def sft_dataset(
@@ -460,6 +468,10 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and message["role"] == "assistant")
 
 
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _content(message: Message, where: str) -> str:
     """Return the content of a message as text, with `<image>` for image parts without data; None as an empty text.
 
@@ -471,7 +483,7 @@ def _content(message: Message, where: str) -> str:
         return content
     texts = []
     for part in content:
-        if part["type"] == "text" and isinstance(part.get("text"), str):
+        if _is_text_part(part):
             texts.append(part["text"])
         elif part["type"] == "image" and part.keys() <= {"type", "text"}:
             texts.append(IMAGE)
