@@ -147,3 +147,4 @@ async def score_answers(
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -104,7 +104,8 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
     for number, text in enumerate(prompts, start=1):
         row = {"messages": [{"role": "user", "content": text}]} if use_chat else {"prompt": text}
         ids = encode_prompt(tokenizer, row, f"prompt {number}")
-        requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
+        for _ in range(config.n_samples):
+            requests.append(ModelRequest(ids, gconfig, rid=f"for prompt {number}", tokenizer=tokenizer))
     return requests
 
 
@@ -135,5 +136,11 @@ async def as_completed(
 
     # Create tasks in order: as_completed starts coroutines in set order, and seeds depend on the order of arrival.
     tasks = [asyncio.create_task(generate(index)) for index in range(len(requests))]
-    for task in asyncio.as_completed(tasks):
-        yield await task
+    try:
+        for task in asyncio.as_completed(tasks):
+            yield await task
+    finally:
+        # After the first error, asyncio would print a traceback for each further task that failed.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

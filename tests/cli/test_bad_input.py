@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 
@@ -229,6 +230,14 @@ def test_chat_template_that_refuses_the_prompt(archon, checkpoint, template):
     (checkpoint / "chat_template.jinja").write_text(template)
     complaint = archon("generate", checkpoint, "--prompt", "1+1=").complaint
     assert "prompt 1: the chat template refuses this conversation" in complaint
+
+
+def test_prompts_that_leave_no_room_for_an_answer(archon, checkpoint, caplog):
+    prompts = [f"--prompt={'1' * length}" for length in (1, 64, 65)]
+    complaint = archon("generate", checkpoint, *prompts).complaint
+    assert "request for prompt 2: the prompt of 64 tokens leaves no room" in complaint
+    gc.collect()
+    assert not caplog.records, "asyncio logs a traceback for an exception that nobody reads"
 
 
 def test_prompts_file_that_is_not_text(archon, checkpoint):
