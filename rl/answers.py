@@ -46,9 +46,10 @@ class CheckpointAnswerer:
 
     async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
         """Sample one answer."""
-        prompt = encode_prompt(self._tokenizer, dict(row))
+        prompt = encode_prompt(self._tokenizer, row)
         gconfig = self._gconfig.model_copy(update={"seed": seed})
-        response = await self._engine.agenerate(ModelRequest(prompt, gconfig, tokenizer=self._tokenizer))
+        rid = f"for {getattr(row, 'where', 'a row')}"
+        response = await self._engine.agenerate(ModelRequest(prompt, gconfig, rid=rid, tokenizer=self._tokenizer))
         question, text = self._tokenizer.batch_decode([prompt, response.output_tokens], skip_special_tokens=True)
         return Answer(question, text, response.stop_reason, response.output_len, (prompt, response.output_tokens))
 
@@ -74,6 +75,7 @@ class EndpointAnswerer:
     async def answer(self, row: Mapping[str, Any], seed: int | None) -> Answer:
         """Request one answer."""
         options = {"model": self._model, **self._sampling} | ({} if seed is None else {"seed": seed % 2**31})
+        prompt_ids = None if self._tokenizer is None else encode_prompt(self._tokenizer, row)
         try:
             async with self._slots:
                 if "messages" in row:
@@ -86,8 +88,7 @@ class EndpointAnswerer:
             raise RolloutError(f"{self._url}: {error}") from None
         length = None if completion.usage is None else completion.usage.completion_tokens
         reason, ids = str(completion.choices[0].finish_reason), None
-        if self._tokenizer is not None:
-            prompt_ids = encode_prompt(self._tokenizer, dict(row))
+        if prompt_ids is not None:
             answer_ids = list(tokenize(self._tokenizer, text, "an answer")["input_ids"])
             ids = prompt_ids, answer_ids + ([self._tokenizer.eos_token_id] if reason == "stop" else [])
             prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any
 
@@ -15,6 +15,10 @@ class WorkflowRow(dict[str, Any]):
     `**`, `dict(row)` and `keys` skip the reward's positional arguments such as `prompt`; `row["prompt"]`, `get`, `in`
     and `items` do not.
     """
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__(row)
+        self.where = getattr(row, "where", "this row")  # for errors
 
     def keys(self) -> Any:
         """Return the column names without the reward's positional arguments."""

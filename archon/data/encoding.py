@@ -79,14 +79,17 @@ def plain_prompt(messages: Sequence[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str = "this row", **options: Any) -> list[int]:
+def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str | None = None, **options: Any) -> list[int]:
     """Return the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
 
-    `options` (`enable_thinking`) are passed to the chat template; the row's `tools` too.
+    `options` (`enable_thinking`) are passed to the chat template; the row's `tools` too. Errors name `where`, which
+    defaults to the location of a row that `get_custom_dataset` has read.
 
     Raises:
         DatasetError: the row has neither `messages` nor `prompt`, or the chat template ignores its tools.
     """
+    if where is None:
+        where = str(getattr(row, "where", "this row"))
     if has_chat_template(tokenizer) and "messages" in row:
         tools = parse_tools(row.get("tools"), where)
         messages = [prepare_message(message, where) for message in row["messages"]]

@@ -91,7 +91,7 @@ def encode_image_prompt(
     sources = image_sources(row)
     if sources and "messages" in row:
         require_image_template(tokenizer, "this row")
-    tokens = encode_prompt(tokenizer, dict(row), **options)
+    tokens = encode_prompt(tokenizer, row, **options)
     if reader is None:
         if sources:
             raise ImageError(f"the row has {len(sources)} images, but the model has no image reader")

@@ -32,7 +32,7 @@ from archon.data.image_rows import (
     require_image_template,
 )
 from archon.data.images import ImageReader
-from archon.data.rows import RowDataset
+from archon.data.rows import LocatedRow, RowDataset
 from archon.data.sources import SourceRow, column_value, has_column
 from archon.data.token_rows import TokenRows, encode_rows, row_lengths
 from archon.schema.errors import DatasetError
@@ -127,7 +127,7 @@ def _rl_row(
     if reader is not None and (sources := image_sources(row.data)):
         messages = insert_image_parts(messages, len(sources), row.where)
     extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}
-    return {**extra, "messages": messages, "prompt": prompt, **gold}
+    return LocatedRow(row.where, {**extra, "messages": messages, "prompt": prompt, **gold})
 
 
 def _gold_answer(answer: Any) -> Any:

@@ -19,6 +19,14 @@ _TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory
 _FINGERPRINT_ROWS = 64
 
 
+class LocatedRow(dict[str, Any]):
+    """Row that knows its location in the source, for errors."""
+
+    def __init__(self, where: str, values: Row) -> None:
+        super().__init__(values)
+        self.where = where
+
+
 def row_fingerprint(rows: Sequence[Any], key: Callable[[Any], Any] = lambda row: row) -> str:
     """Return a hash of `key` of some evenly spaced rows, which detects other rows or another order."""
     count = min(_FINGERPRINT_ROWS, len(rows))

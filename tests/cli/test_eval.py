@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from archon.training.metrics import read_jsonl
+from tests.data.toy_tokenizers import CHATML, toy_tokenizer
 from tests.serve.served import served
 
 ROWS = [("1+2=", "3"), ("2+2=", "4"), ("5+2=", "7"), ("3+1=", "4")]
@@ -169,3 +170,14 @@ def test_temperature_sets_how_a_checkpoint_answers(archon, checkpoint, data, tmp
         assert done.code == 0, done.err
         texts.append({a["group"]: a["completion"] for a in read_jsonl(out / "answers.jsonl")})
     assert texts[0] == texts[1] == texts[2] != texts[3]
+
+
+def test_a_row_that_the_template_refuses_is_named(archon, checkpoint, data, tmp_path):
+    tokenizer = toy_tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    data.write_text("".join(json.dumps({"prompt": p, "tools": tools * (p == "c")}) + "\n" for p in "abc"))
+    options = ("--data", data, "--reward", REWARD, f"tokenizer={tmp_path / 'tokenizer'}")
+    for out, source in (("direct", [checkpoint]), ("served", ["--url", "http://127.0.0.1:9/v1"])):
+        complaint = archon("eval", *source, *options, "--out", tmp_path / out).complaint
+        assert f"{data}:3: it has tools, but the tokenizer's chat template ignores them" in complaint
