@@ -84,7 +84,7 @@ class EndpointAnswerer:
                 else:
                     completion = await self._client.completions.create(prompt=row["prompt"], **options)
                     prompt, text = str(row["prompt"]), completion.choices[0].text
-        except self._error as error:
+        except (self._error, ValueError) as error:  # ValueError: a value that JSON cannot hold
             raise RolloutError(f"{self._url}: {error}") from None
         length = None if completion.usage is None else completion.usage.completion_tokens
         reason, ids = str(completion.choices[0].finish_reason), None

@@ -124,6 +124,7 @@ def _rl_row(
             _require_text(answer, response_key, row.where)
         gold["answer"] = answer
     prompt = plain_prompt(messages)
+    _require_text(prompt, prompt_key, row.where)
     if reader is not None and (sources := image_sources(row.data)):
         messages = insert_image_parts(messages, len(sources), row.where)
     extra = {key: value for key, value in row.data.items() if key not in (prompt_key, configured)}

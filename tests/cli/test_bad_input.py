@@ -191,6 +191,15 @@ def test_gold_answer_that_is_no_text(archon, dataset, rl_overrides):
     assert f"{dataset}:5: 'response' holds half of a surrogate pair at character 1" in complaint
 
 
+def test_prompt_that_is_no_text(archon, dataset, checkpoint, rl_overrides, tmp_path):
+    dataset.write_text('{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+\\ud800", "response": "2"}\n')
+    where = f"{dataset}:2: 'prompt' holds half of a surrogate pair at character 2"
+    assert where in archon("rl", *rl_overrides, "--dry-run").complaint
+    evaluation = ("--data", dataset, "--reward", "exact_match", "--out", tmp_path / "out")
+    for source in ([checkpoint], ["--url", "http://127.0.0.1:9/v1"]):
+        assert where in archon("eval", *source, *evaluation).complaint
+
+
 @pytest.mark.parametrize("what", ["file", "key", "type"])
 def test_checkpoint_whose_json_holds_half_a_surrogate_pair(archon, checkpoint, what, tmp_path):
     if what == "type":
