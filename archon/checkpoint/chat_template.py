@@ -415,7 +415,7 @@ def _common_length(first: str, second: str) -> int:
 def _template_error(messages: Sequence[Message], where: str, error: Exception) -> DatasetError:
     from jinja2 import TemplateError
 
-    roles = [message.get("role") for message in messages]
+    roles = [f"{message.get('role')!s:.80}" for message in messages]
     reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
     return DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {reason}")
 

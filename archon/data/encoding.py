@@ -319,7 +319,7 @@ def _is_trained(message: Message, where: str) -> bool:
     """Return whether `weight` and `train` of a message allow it to be trained."""
     for name in ("weight", "train"):
         if message.get(name) not in (None, 0, 1):
-            raise DatasetError(f"{where}: {name!r} of a message is {message[name]!r}; expected 0 or 1")
+            raise DatasetError(f"{where}: {name!r} of a message is {message[name]!r:.80}; expected 0 or 1")
     return all(message.get(name) in (None, 1) for name in ("weight", "train"))
 
 

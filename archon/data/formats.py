@@ -223,7 +223,7 @@ def _conversation(row: SourceRow, name: str) -> list[Message]:
         role = _SHAREGPT_ROLES.get(str(speaker).lower(), speaker if "role" in turn else None)
         if role is None:
             raise DatasetError(
-                f"{row.where}: a turn is from {speaker!r}; expected one of {', '.join(_SHAREGPT_ROLES)} in its field "
+                f"{row.where}: a turn is from {speaker!r:.80}; expected one of {', '.join(_SHAREGPT_ROLES)} in its field "
                 "'from', or a field 'role'"
             )
         if role == turn.get("role") and "content" in turn:

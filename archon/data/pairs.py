@@ -148,7 +148,7 @@ def _conversation(
     messages = conversation(row, key, system_prompt, instruction)
     if messages[-1]["role"] != "assistant":
         raise DatasetError(
-            f"{row.where}: the last turn of {key!r} has the role {messages[-1]['role']!r}; expected 'assistant'"
+            f"{row.where}: the last turn of {key!r} has the role {messages[-1]['role']!r:.80}; expected 'assistant'"
         )
     return messages
 
