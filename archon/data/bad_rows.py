@@ -1,4 +1,4 @@
-"""Rows that cannot be used: they end the run, or they are skipped and counted."""
+"""Rows that cannot be used: they end the run, or they are skipped and counted. Notes on the others are counted too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError, ImageError
@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Policy = Literal["refuse", "skip"]
+Notes: TypeAlias = "Counter[tuple[str, str]]"
+"""Number of rows with something that a user may not expect, by its kind and a text."""
 
 _ERRORS = (DatasetError, ImageError)
 _SHOWN = 3  # reasons in the report
@@ -27,23 +29,32 @@ class BadRows:
     Attributes:
         policy: "refuse" raises the error of the first such row; "skip" leaves all of them out.
         errors: location of every skipped row, and the error without it.
+        notes: of the rows that are used.
     """
 
     policy: Policy = "refuse"
     errors: list[tuple[str, str]] = field(default_factory=list)
+    notes: Notes = field(default_factory=Counter)
 
-    def convert(self, rows: Sequence[SourceRow], function: Callable[[Sequence[SourceRow]], list[Item]]) -> list[Item]:
-        """Return `function(rows)`; if it raises and bad rows are skipped, apply it row by row."""
+    def convert(
+        self, rows: Sequence[SourceRow], function: Callable[[Sequence[SourceRow], Notes], list[Item]]
+    ) -> list[Item]:
+        """Return `function(rows, notes)`; if it raises and bad rows are skipped, apply it row by row."""
+        rows, notes = [*rows], Counter[tuple[str, str]]()  # rows of a file are parsed here; its errors end the run
         try:
-            return function(rows)
+            converted = function(rows, notes)
+            self.notes += notes
+            return converted
         except _ERRORS as error:
             if self.policy == "refuse":
                 hint = "; to leave such rows out, set bad_rows to skip" if len(rows) > 1 else ""
                 raise type(error)(f"{error}{hint}") from error
-        converted: list[Item] = []
+        converted = []
         for row in rows:
+            notes = Counter()
             try:
-                converted += function([row])
+                converted += function([row], notes)
+                self.notes += notes
             except _ERRORS as error:
                 self.errors.append((row.where, str(error).removeprefix(f"{row.where}: ")))
         return converted

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from archon.checkpoint.chat_template import Message
-from archon.data.bad_rows import BadRows
+from archon.data.bad_rows import Policy
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
 
@@ -63,27 +63,25 @@ class RowFormat(NamedTuple):
     columns: Callable[[SourceRow], Columns] | None = None
     used: tuple[str, ...] = ()
 
+    def convert(self, row: SourceRow) -> SourceRow:
+        """Return a row with the two columns."""
+        return row if self.columns is None else SourceRow(row.where, {**row.data, **self.columns(row)})
 
-class Recognized(NamedTuple):
-    """Rows in the columns `prompt_key` and `response_key`, and a description of the source for the log."""
-
-    rows: Rows
-    prompt_key: str | None
-    response_key: str | None
-    description: str
+    def unused(self, row: SourceRow) -> set[str]:
+        """Return the columns of a source row that training does not read."""
+        keys = {key.partition(".")[0] for key in self[:2] if key is not None}
+        return row.data.keys() - keys - {*self[:2], *self.used, *SYSTEM, "tools", "images", "image"}
 
 
-def recognize(
-    source: Rows, kind: str, prompt_key: str | None, response_key: str | None, bad_rows: BadRows
-) -> Recognized:
-    """Convert rows of a known format.
+def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str | None, policy: Policy) -> RowFormat:
+    """Return the format of rows.
 
     Args:
         source: rows.
         kind: "sft", "rl", "dpo" or "rw".
         prompt_key: configured column of the prompt.
         response_key: configured column of the response.
-        bad_rows: what happens to a row that is not in the format of the first row.
+        policy: "skip" looks for the first row with a known format.
 
     Raises:
         DatasetError: the columns of the first row belong to no known format (if bad rows are skipped: of no row);
@@ -92,35 +90,15 @@ def recognize(
     names = source[0].data.keys()
     is_default = (prompt_key, response_key) == (PROMPT_KEY, RESPONSE_KEY)
     if kind == "sft" and names >= {*ENCODED}:
-        row_format = RowFormat(*ENCODED, "tokenized rows")
-    elif not is_default or {PROMPT_KEY, RESPONSE_KEY} <= names:
-        row_format = RowFormat(prompt_key, response_key)
-    else:
-        row_format = _first_format({"sft": _sft_format, "rl": _rl_format}.get(kind, _pair_format), source, bad_rows)
-    rows, columns = source, row_format.columns
-    if columns is not None:
-        rows = bad_rows.convert(
-            source, lambda part: [SourceRow(row.where, {**row.data, **columns(row)}) for row in part]
-        )
-    if kind == "rl" and columns is not None and any("answer" in row.data for row in rows):
-        # The answers are the last turns of the conversations, unless a column has them.
-        row_format = row_format._replace(response_key=row_format.response_key or "answer")
-    unused: list[str] = []
-    if kind != "rl":  # an RL row keeps all columns, for the reward
-        keys = [key.partition(".")[0] for key in row_format[:2] if key is not None]
-        read = {*row_format[:2], *keys, *row_format.used, *SYSTEM, *(_PAIR if kind != "sft" else ()), "tools"}
-        unused = sorted({name for row in source for name in row.data} - read - {"images", "image"})
-    description = f"reading {len(source):,} {row_format.description or 'rows'}"
-    if unused:
-        description += f"; not used: {', '.join(unused)}"
-    elif not row_format.description:
-        description = ""
-    return Recognized(rows, row_format.prompt_key, row_format.response_key, description)
+        return RowFormat(*ENCODED, "tokenized rows")
+    if not is_default or {PROMPT_KEY, RESPONSE_KEY} <= names:
+        return RowFormat(prompt_key, response_key)
+    return _first_format({"sft": _sft_format, "rl": _rl_format}.get(kind, _pair_format), source, policy)
 
 
-def _first_format(read: Callable[[SourceRow], RowFormat], source: Rows, bad_rows: BadRows) -> RowFormat:
+def _first_format(read: Callable[[SourceRow], RowFormat], source: Rows, policy: Policy) -> RowFormat:
     """Return the format of the first row; if bad rows are skipped, of the first row with a known format."""
-    for row in source if bad_rows.policy == "skip" else ():
+    for row in source if policy == "skip" else ():
         try:
             return read(row)
         except DatasetError:
@@ -223,8 +201,8 @@ def _conversation(row: SourceRow, name: str) -> list[Message]:
         role = _SHAREGPT_ROLES.get(str(speaker).lower(), speaker if "role" in turn else None)
         if role is None:
             raise DatasetError(
-                f"{row.where}: a turn is from {speaker!r:.80}; expected one of {', '.join(_SHAREGPT_ROLES)} in its field "
-                "'from', or a field 'role'"
+                f"{row.where}: a turn is from {speaker!r:.80}; expected one of {', '.join(_SHAREGPT_ROLES)} in its "
+                "field 'from', or a field 'role'"
             )
         if role == turn.get("role") and "content" in turn:
             messages.append(dict(turn))

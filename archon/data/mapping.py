@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +19,9 @@ from archon.checkpoint.chat_template import (
     stop_token_ids,
     unknown_variable,
 )
-from archon.data.bad_rows import BadRows, Policy
+from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.encoding import SFTText, TurnOptions, encode_prompt, encode_sft, plain_prompt, sft_text
-from archon.data.formats import ENCODED, SYSTEM, Recognized, recognize
+from archon.data.formats import ENCODED, SYSTEM, RowFormat, recognize
 from archon.data.image_rows import (
     IMAGE,
     SFTExpander,
@@ -38,6 +37,8 @@ from archon.data.token_rows import TokenRows, encode_rows, row_lengths
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
+
+COLUMN, TURNS, THINKING = "column", "turns", "thinking"  # kinds of notes
 
 
 def rl_dataset(
@@ -74,25 +75,30 @@ def rl_dataset(
     Raises:
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
     """
+    source = [*source]
     column = next((column for column in ("images", "image") if any(row.data.get(column) for row in source)), None)
     if reader is None and column is not None:
         logger.warning("%s: the model reads no images; column %r goes to the reward alone", name, column)
-    bad = BadRows(bad_rows)
-    recognized = _recognize(source, name, "rl", prompt_key, response_key, bad)
     if max_length is not None and tokenizer is None:
         raise DatasetError(f"max_length is {max_length} for dataset {name}, in tokens; pass a tokenizer too")
+    bad = BadRows(bad_rows)
+    row_format = recognize(source, "rl", prompt_key, response_key, bad_rows)
+    log_format(name, source, row_format)
+    recognized = bad.convert(source, lambda part, notes: [row_format.convert(row) for row in part])
+    if row_format.columns is not None and any("answer" in row.data for row in recognized):
+        # The answers are the last turns of the conversations, unless a column has them.
+        row_format = row_format._replace(response_key=row_format.response_key or "answer")
     is_rendered = tokenizer is not None and (max_length is not None or bad_rows == "skip")
 
-    def convert(part: Sequence[SourceRow]) -> list[tuple[dict[str, Any], int]]:
-        rows = [_rl_row(row, recognized, response_key, system_prompt, instruction, reader) for row in part]
+    def convert(part: Sequence[SourceRow], notes: Notes) -> list[tuple[dict[str, Any], int]]:
+        rows = [_rl_row(row, row_format, response_key, system_prompt, instruction, reader) for row in part]
         if not is_rendered:
             return [(row, 0) for row in rows]
-        pairs = zip(rows, [row.where for row in part], strict=True)
         if reader is not None:
-            return [(row, len(encode_image_prompt(tokenizer, row, reader, where=where)[0])) for row, where in pairs]
-        return [(row, len(encode_prompt(tokenizer, row, where))) for row, where in pairs]
+            return [(row, len(encode_image_prompt(tokenizer, row, reader)[0])) for row in rows]
+        return [(row, len(encode_prompt(tokenizer, row))) for row in rows]
 
-    converted = bad.convert(recognized.rows, convert)
+    converted = bad.convert(recognized, convert)
     bad.report(name, converted)
     dataset = RowDataset(name, [row for row, _ in converted], n_skipped=len(bad.errors))
     return dataset if max_length is None else drop_long_rows(dataset, [length for _, length in converted], max_length)
@@ -100,14 +106,14 @@ def rl_dataset(
 
 def _rl_row(
     row: SourceRow,
-    recognized: Recognized,
+    row_format: RowFormat,
     configured: str | None,
     system_prompt: str | None,
     instruction: str | None,
     reader: ImageReader | None,
 ) -> dict[str, Any]:
     """Return an RL row; `configured` is the column of the answer that the user named."""
-    prompt_key, response_key = recognized.prompt_key, recognized.response_key
+    prompt_key, response_key = row_format.prompt_key, row_format.response_key
     assert prompt_key is not None
     messages = conversation(row, prompt_key, system_prompt, instruction)
     if messages[-1]["role"] == "assistant":
@@ -175,42 +181,41 @@ def sft_dataset(
         bad_rows: "skip" leaves out rows that cannot be used.
     """
     bad = BadRows(bad_rows)
-    recognized = _recognize(source, name, "sft", prompt_key, response_key, bad)
-    source, response_key = recognized.rows, recognized.response_key
-    assert recognized.prompt_key is not None
-    prompt_key = recognized.prompt_key
+    row_format = recognize(source, "sft", prompt_key, response_key, bad_rows)
+    log_format(name, source, row_format)
     encode = partial(
         _sft_rows,
+        row_format=row_format,
         tokenizer=tokenizer,
-        prompt_key=prompt_key,
-        response_key=response_key,
         system_prompt=system_prompt,
         instruction=instruction,
         max_length=max_length,
         reader=reader,
         turns=turns,
     )
-    if response_key is None and (turn_notes := _turn_notes(source, prompt_key)):
-        logger.warning("%s: of %d conversations, %s", name, len(source), turn_notes)
-    warn_without_thinking(name, source, [response_key or prompt_key], tokenizer, turns)
     rows = encode_rows(source, encode, name, bad) if reader is None else bad.convert(source, encode)
     bad.report(name, rows)
+    log_notes(name, len(source), bad.notes, tokenizer, turns)
     dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     return dataset if max_length is None else drop_long_rows(dataset, row_lengths(rows, ["input_ids"]), max_length)
 
 
 def _sft_rows(
     source: Sequence[SourceRow],
+    notes: Notes,
     *,
+    row_format: RowFormat,
     tokenizer: Any,
-    prompt_key: str,
-    response_key: str | None,
     system_prompt: str | None,
     instruction: str | None,
     max_length: int | None,
     reader: ImageReader | None,
     turns: TurnOptions | None,
 ) -> list[dict[str, Any]]:
+    prompt_key, response_key = row_format.prompt_key, row_format.response_key
+    assert prompt_key is not None  # only pairs have none
+    notes.update((COLUMN, column) for row in source for column in row_format.unused(row))
+    source = [row_format.convert(row) for row in source]
     if (prompt_key, response_key) == ENCODED:
         rows = encoded_rows(source)
     elif prompt_key == "text" and response_key is None and isinstance(source[0].data.get("text"), str):
@@ -226,12 +231,15 @@ def _sft_rows(
                     "keep the rows whose label is true, or train on pairs of chosen and rejected answers"
                 )
             messages = conversation(row, prompt_key, system_prompt, instruction)
+            if response_key is None:
+                notes.update((TURNS, note) for note in _turn_notes(row.data[prompt_key]))
             row_images.append(image_sources(row.data) if reader else [])
             if row_images[-1]:
                 require_image_template(tokenizer, row.where)
                 messages = insert_image_parts(messages, len(row_images[-1]), row.where)
             if response_key is not None:
                 messages.append(assistant_message(row, response_key))
+            notes[THINKING, ""] += has_thinking(messages)
             examples.append(sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns))
         rows = encode_sft(tokenizer, examples)
         if reader is not None:
@@ -244,50 +252,23 @@ def _sft_rows(
     return rows
 
 
-def _recognize(
-    source: Sequence[SourceRow], name: str, kind: str, prompt_key: str, response_key: str | None, bad: BadRows
-) -> Recognized:
-    recognized = recognize(source, kind, prompt_key, response_key, bad)
-    if recognized.description:
-        logger.warning("%s: %s", name, recognized.description)
-    return recognized
+def log_format(name: str, source: Sequence[SourceRow], row_format: RowFormat) -> None:
+    """Log the rows and their format, unless the configuration names the columns."""
+    if row_format.description:
+        logger.warning("%s: reading %s %s", name, f"{len(source):,}", row_format.description)
 
 
-def _turn_notes(source: Sequence[SourceRow], prompt_key: str) -> str:
-    """Return how many conversations have turns that a reader of the data may not expect; empty if none has."""
-    counts: Counter[str] = Counter()
-    for row in source:
-        messages = row.data.get(prompt_key)
-        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-            continue
-        roles = [message.get("role") for message in messages]
-        counts["start with an assistant turn, which has no prompt and is not trained"] += roles[:1] == ["assistant"]
-        counts["end with a user turn, which has no answer"] += roles[-1:] == ["user"]
-        is_empty = any(not message.get("content") and _is_empty_answer(message) for message in messages)
-        counts["have an empty assistant turn, which is trained"] += is_empty
-        repeats = any(first == second in ("user", "assistant") for first, second in pairwise(roles))
-        counts["have two turns of one role in succession"] += repeats
-    return "; ".join(f"{count} {note}" for note, count in counts.items() if count)
-
-
-def warn_without_thinking(
-    name: str, source: Sequence[SourceRow], columns: Sequence[str], tokenizer: Any, turns: TurnOptions | None
-) -> None:
-    """Warn if the generation prompt opens thinking, and no answer or conversation in `columns` has any."""
-    if not has_chat_template(tokenizer):
+def log_notes(name: str, total: int, notes: Notes, tokenizer: Any, turns: TurnOptions | None) -> None:
+    """Log the notes on rows: unused columns, unusual turns, and missing thinking after a prompt that opens it."""
+    if columns := sorted(column for kind, column in notes if kind == COLUMN):
+        logger.warning("%s: columns that are not used: %s", name, ", ".join(columns))
+    if unusual := [f"{count} {note}" for (kind, note), count in notes.items() if kind == TURNS]:
+        logger.warning("%s: of %d conversations, %s", name, total, "; ".join(unusual))
+    if not has_chat_template(tokenizer) or notes[THINKING, ""]:
         return
     options = turns.chat_template_kwargs if turns else {}
     if not chat_template(tokenizer, **options).opens_thinking:
         return
-    for row in source:
-        for column in columns:
-            value = row.data.get(column)
-            messages = value if isinstance(value, list) else [{"content": value}]
-            for message in messages:
-                if isinstance(message, Mapping) and (
-                    "</think>" in str(message.get("content")) or any(map(message.get, THINKING_FIELDS))
-                ):
-                    return
     has_switch = unknown_variable(json.dumps(tokenizer.chat_template), ["enable_thinking"]) is None
     switch = "set chat_template_kwargs={enable_thinking: false} here and in requests"
     choice = switch if has_switch else "use a template that does not open thinking"
@@ -296,6 +277,27 @@ def warn_without_thinking(
         "to answer without thinking, after a prompt that opens it; %s, or add thinking to the rows",
         *(name, choice),
     )
+
+
+def has_thinking(messages: Sequence[Message]) -> bool:
+    """Return whether any message has thinking, in a field or in its text."""
+    return any("</think>" in message["content"] or any(map(message.get, THINKING_FIELDS)) for message in messages)
+
+
+def _turn_notes(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a reader of the data may not expect in the turns of a conversation."""
+    roles = [message["role"] for message in messages]
+    notes = {
+        "start with an assistant turn, which has no prompt and is not trained": roles[0] == "assistant",
+        "end with a user turn, which has no answer": roles[-1] == "user",
+        "have an empty assistant turn, which is trained": any(
+            not message.get("content") and _is_empty_answer(message) for message in messages
+        ),
+        "have two turns of one role in succession": any(
+            first == second in ("user", "assistant") for first, second in pairwise(roles)
+        ),
+    }
+    return [note for note, is_present in notes.items() if is_present]
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:

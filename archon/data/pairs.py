@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.chat_template import Message, has_chat_template
-from archon.data.bad_rows import BadRows, Policy
+from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.encoding import TurnOptions, encode_sft, sft_text
-from archon.data.formats import RESPONSE_KEY, recognize
+from archon.data.formats import RESPONSE_KEY, RowFormat, recognize
 from archon.data.mapping import (
+    COLUMN,
+    THINKING,
     assistant_message,
     conversation,
     drop_long_rows,
+    has_thinking,
+    log_format,
+    log_notes,
     require_column,
     require_no_intent,
-    warn_without_thinking,
 )
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
@@ -32,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ASSISTANT = "\n\nAssistant:"
+_IDENTICAL = "identical"  # kind of a note
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -72,25 +77,24 @@ def pair_dataset(
         DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
     """
     bad = BadRows(bad_rows)
-    recognized = recognize(source, "dpo", prompt_key, RESPONSE_KEY, bad)
-    if recognized.description:
-        logger.warning("%s: %s", name, recognized.description)
-    if identical := sum(row.data.get(chosen_key) == row.data.get(rejected_key) for row in source):
-        logger.warning(
-            "%s: %d of %d pairs have two identical answers, which teach nothing", name, identical, len(source)
-        )
-    warn_without_thinking(name, recognized.rows, (chosen_key, rejected_key), tokenizer, turns)
+    row_format = recognize(source, "dpo", prompt_key, RESPONSE_KEY, bad_rows)
+    log_format(name, source, row_format)
     encode = partial(
         _pair_rows,
+        row_format=row_format,
         tokenizer=tokenizer,
-        prompt_key=recognized.prompt_key,
         answer_keys=(chosen_key, rejected_key),
         system_prompt=system_prompt,
         instruction=instruction,
         turns=replace(turns or TurnOptions(), train_turns="last"),
     )
-    rows = encode_rows(recognized.rows, encode, name, bad)
+    rows = encode_rows(source, encode, name, bad)
     bad.report(name, rows)
+    if identical := bad.notes[_IDENTICAL, ""]:
+        logger.warning(
+            "%s: %d of %d pairs have two identical answers, which teach nothing", name, identical, len(source)
+        )
+    log_notes(name, len(source), bad.notes, tokenizer, turns)
     dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     if max_length is None:
         return dataset
@@ -99,24 +103,31 @@ def pair_dataset(
 
 def _pair_rows(
     source: Sequence[SourceRow],
+    notes: Notes,
     *,
+    row_format: RowFormat,
     tokenizer: Any,
-    prompt_key: str | None,
     answer_keys: tuple[str, str],
     system_prompt: str | None,
     instruction: str | None,
     turns: TurnOptions,
 ) -> list[dict[str, list[int]]]:
     examples = []
-    for row in source:
+    plain = not has_chat_template(tokenizer)
+    for source_row in source:
+        notes.update((COLUMN, column) for column in row_format.unused(source_row) - {*answer_keys})
+        row = row_format.convert(source_row)
         require_no_intent(row)
-        plain = not has_chat_template(tokenizer)
-        pair = [_conversation(row, prompt_key, key, system_prompt, instruction, plain) for key in answer_keys]
+        pair = [
+            _conversation(row, row_format.prompt_key, key, system_prompt, instruction, plain) for key in answer_keys
+        ]
         if pair[0][:-1] != pair[1][:-1]:
             raise DatasetError(
                 f"{row.where}: {answer_keys[0]!r} and {answer_keys[1]!r} differ before their last turns; expected two "
                 "answers to one conversation"
             )
+        notes[_IDENTICAL, ""] += pair[0] == pair[1]
+        notes[THINKING, ""] += has_thinking([*pair[0], pair[1][-1]])
         examples += [sft_text(tokenizer, messages, row.where, row.data.get("tools"), turns) for messages in pair]
     encoded = encode_sft(tokenizer, examples)
     return [

@@ -59,33 +59,6 @@ class JsonLines(Sequence[SourceRow]):
         return _json_row(_parse_json(line.rstrip(), path, number), f"{path}:{number}")
 
 
-class ConvertedRows(Sequence[SourceRow]):
-    """Rows whose data `convert` computes when they are read.
-
-    Args:
-        source: rows.
-        convert: returns the new data of a row; can be pickled.
-    """
-
-    def __init__(self, source: Sequence[SourceRow], convert: Callable[[SourceRow], dict[str, Any]]) -> None:
-        self.source = source
-        self.convert = convert
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @overload
-    def __getitem__(self, index: int) -> SourceRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> ConvertedRows: ...
-    def __getitem__(self, index: int | slice) -> SourceRow | ConvertedRows:
-        """Return a row, or some rows that are not converted yet."""
-        if isinstance(index, slice):
-            return ConvertedRows(self.source[index], self.convert)
-        row = self.source[index]
-        return SourceRow(row.where, self.convert(row))
-
-
 def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[SourceRow]:
     """Return all rows of one split, see `open_rows`."""
     return list(open_rows(path, split, subset))

@@ -22,19 +22,19 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from archon.data.bad_rows import BadRows, Policy
+from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Encode = Callable[[Sequence[SourceRow]], list[Row]]
+Encode = Callable[[Sequence[SourceRow], Notes], list[Row]]
 
 CHUNK = 500
 """Rows that are encoded together. A smaller data set stays a list."""
-Chunk: TypeAlias = "tuple[TokenRows | None, list[tuple[str, str]]]"
-"""Encoded rows of a chunk, None if there are none, and the errors of its skipped rows."""
+Chunk: TypeAlias = "tuple[TokenRows | None, BadRows]"
+"""Encoded rows of a chunk, None if there are none, and its skipped rows and notes."""
 _POOL_SECONDS = 20.0  # expected time from which worker processes are started; a start takes some seconds
 CACHED_BYTES = 2**24
 """Size of source files from which their rows are cached."""
@@ -127,7 +127,7 @@ def encode_rows(
 
     Args:
         source: rows.
-        encode: returns rows of token lists for some source rows; can be pickled.
+        encode: returns rows of token lists for some source rows, and adds to their notes; can be pickled.
         title: of the progress bar.
         bad_rows: what happens to rows that cannot be used; by default the first one is an error.
 
@@ -158,7 +158,9 @@ def encode_rows(
         for chunk in chunks[len(parts) - 1 :]:
             parts.append(_encode_chunk(chunk, encode, bad.policy))
             advance(len(chunk))
-    bad.errors += [error for _, errors in parts for error in errors]
+    for _, report in parts:
+        bad.errors += report.errors
+        bad.notes += report.notes
     encoded = [rows for rows, _ in parts if rows is not None]
     return TokenRows.concatenate(encoded) if encoded else []
 
@@ -175,7 +177,7 @@ def _require_main() -> None:
 def _encode_chunk(chunk: Sequence[SourceRow], encode: Encode, policy: Policy) -> Chunk:
     bad = BadRows(policy)
     rows = bad.convert(chunk, encode)
-    return TokenRows.of(rows) if rows else None, bad.errors
+    return TokenRows.of(rows) if rows else None, bad
 
 
 _encoder: tuple[Encode, Policy] | None = None

@@ -137,7 +137,7 @@ def test_the_history_of_an_instruction_comes_before_it(tmp_path: Path) -> None:
 def test_columns_that_are_not_used_are_named_in_every_row_and_format(tmp_path: Path, caplog: Any) -> None:
     read(tmp_path, "sft", {"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b", "labels": [1]})
     read(tmp_path, "sft", {"q": "a", "extra": {"a": "b"}, "topic": "c"}, prompt_key="q", response_key="extra.a")
-    assert "reading 2 rows; not used: labels" in caplog.text and "reading 1 rows; not used: topic" in caplog.text
+    assert "not used: labels" in caplog.text and "not used: topic" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_input_of_an_instruction_and_a_system_column_are_read_in_every_kind(
     assert (read_row["messages"], read_row["answer"], read_row["output"]) == (asked, "3", "3")
     tokenizer, (encoded,) = read(tmp_path, "sft", row)
     assert "Be brief.<|im_end|>\n<|im_start|>user\nAdd.\n\n1+2<|im_end|>" in tokenizer.decode(encoded["input_ids"])
-    assert "1 instructions with outputs; not used: source" in caplog.text
+    assert "reading 1 instructions with outputs" in caplog.text and "not used: source" in caplog.text
     _, (pair,) = read(tmp_path, "dpo", {"system": "Be brief.", "prompt": "a", "chosen": "b", "rejected": "c"})
     assert tokenizer.decode(pair["chosen_ids"]).startswith("<|im_start|>system\nBe brief.")
 
