@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
 from archon.remote.clients import http_client, loop_client, loop_session
-from archon.schema.errors import RolloutError
+from archon.schema.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -169,6 +169,11 @@ class EpisodeEngine:
     def _prepare(self, req: ModelRequest) -> None:
         if self._check is not None and not req.sampling_checked:
             self._check(req.gconfig)
+        if self._check is not None and req.constraint is not None:
+            raise ConfigError(
+                f"request {req.rid} constrains its answer, but the trainer cannot recompute the logprobs of "
+                "constrained sampling; remove the constraint (evaluation may use one)"
+            )
         if req.gconfig.seed is None:
             # model_copy skips the validation of new(); this runs for every sample.
             seed = derive_seed(self._context.seed, self._requests)

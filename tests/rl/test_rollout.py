@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -399,6 +400,31 @@ def test_values_the_trainer_cannot_replay_are_refused_for_training_and_allowed_f
         asyncio.run(rollout.run(prompts(2)))
     episodes = asyncio.run(rollout.run(prompts(2), is_eval=True))
     assert all(episode.trajectories for episode in episodes)
+
+
+def test_constraints_are_refused_for_training_and_allowed_for_evaluation(
+    engine: InProcessEngine, tokenizer: Any
+) -> None:
+    class AnyToken:
+        def allowed(self, vocab_size: int) -> np.ndarray:
+            return np.ones(vocab_size, dtype=bool)
+
+        def accept(self, token: int) -> None: ...
+
+    class Constrained(RLVRWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            asked = ModelRequest(self.tokenizer("1").input_ids, GCONFIG.new(n_samples=1), constraint=AnyToken())
+            await engine.agenerate(asked)
+            return await super().arun_episode(engine, data)
+
+    rollout = Rollout(
+        engine,
+        Constrained(rewards.constant, GCONFIG, tokenizer),
+        check=lambda gconfig: check_recomputable(gconfig, 1.0),
+    )
+    with pytest.raises(ConfigError, match="cannot recompute the logprobs of constrained sampling"):
+        asyncio.run(rollout.run(prompts(2)))
+    assert all(episode.trajectories for episode in asyncio.run(rollout.run(prompts(2), is_eval=True)))
 
 
 def test_sampling_defaults_are_explicit() -> None:

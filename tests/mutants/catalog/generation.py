@@ -41,6 +41,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_sampler.py", "tests/generation/test_answers.py"),
     ),
     Mutant(
+        "a constraint does not see the tokens of its answer",
+        "archon/generation/sequence.py",
+        "self.constraint.accept(token)",
+        "self.constraint.accept(self.prompt[-1])",
+        ("tests/generation/test_answers.py", "tests/serve/test_constraints.py"),
+    ),
+    Mutant(
+        "the answers to one request share the state of their constraint",
+        "archon/serve/protocol.py",
+        "constraint=None if self.constraint is None else self.constraint.copy(),",
+        "constraint=self.constraint,",
+        ("tests/serve/test_constraints.py",),
+    ),
+    Mutant(
         "sequences are twins when rows of different steps agree",
         "archon/generation/generator.py",
         "sequence.drawn = (self.stats.steps, row, token)",
