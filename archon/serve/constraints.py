@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -193,7 +194,9 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         token_bytes = TokenBytes(tokenizer)
-        self._tokenizer = tokenizer
+        self._encoder = copy(tokenizer.backend_tokenizer)  # private: grammars are compiled in other threads
+        self._encoder.no_padding()
+        self._encoder.no_truncation()
         self.tokens = [token_bytes(number) for number in range(len(tokenizer))]
         self.special_token_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
         self.eos_token_id, self.bos_token_id = stop_token_ids(tokenizer)[0], None
@@ -201,6 +204,6 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Return the tokens of a text; none if it cannot be tokenized, which lets llguidance search for them."""
         try:
-            return list(self._tokenizer(text.decode(), add_special_tokens=False)["input_ids"])
+            return list(self._encoder.encode(text.decode(), add_special_tokens=False).ids)
         except Exception:  # noqa: BLE001 (tokenizers raises this class for a character without a token)
             return []
