@@ -333,6 +333,21 @@ def test_a_built_model_has_no_undefined_buffer_and_no_dropout(tmp_path: Path, li
         load_model(source)
 
 
+@pytest.mark.parametrize(
+    ("logits", "contract", "message"),
+    [
+        (LOGITS.replace("cu_seqlens", "cu_seqlens[:]"), "generation", "forward fails without cu_seqlens"),
+        (f"return torch.dropout({LOGITS.removeprefix('return ')}, 0.5, True)", "isolation", "remove dropout"),
+    ],
+    ids=["no boundaries", "functional dropout"],
+)
+def test_check_model_says_what_a_forward_by_hand_gets_wrong(
+    tmp_path: Path, logits: str, contract: str, message: str
+) -> None:
+    done = Package(tmp_path, ("model/model.py", LOGITS, logits)).check("--only", contract)
+    assert message in done.stderr and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
 def test_check_model_names_the_layer_that_differs_from_transformers(tmp_path: Path) -> None:
     done = Package(tmp_path, LAYER_SCALE).check("--reference", "llama", "--only", "parity")
     assert "the first difference is in layer 0" in done.stderr, done.stdout + done.stderr
