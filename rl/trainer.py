@@ -37,7 +37,7 @@ from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch
 from archon.rl.monitor import Monitor
 from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
-from archon.rl.rewards.lookup import is_verifier
+from archon.rl.rewards.lookup import is_verifier, reward_name
 from archon.rl.rewards.reward_model import RewardModel
 from archon.rl.rewards.trl import per_answer
 from archon.rl.rollout import Rollout, RolloutBatch
@@ -73,7 +73,8 @@ class RLTrainer(BaseTrainer):
         config: the run configuration.
         runner: run directory, logs and signals; None: `train` opens and closes one.
         model: without `config`: checkpoint folder, or fields of the section `actor`.
-        reward: without `config`: a function in archon's or TRL's form, or a value of the field `reward`.
+        reward: without `config`: a function in archon's or TRL's form, or a value of the field `reward`. A resume warns
+            if its name (`reward_name`) has changed.
         train_dataset: without `config`: a dataset path, or rows (list, `RowDataset`, Hugging Face dataset).
         eval_dataset: without `config`: held-out rows, as `train_dataset`.
         fields: without `config`: other fields of the configuration, such as `total_steps`.
@@ -100,7 +101,7 @@ class RLTrainer(BaseTrainer):
     ) -> None:
         self._reward_function = reward if callable(reward) else None
         if callable(reward):
-            fields["reward"] = f"{reward.__module__}.{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+            fields["reward"] = reward_name(reward)
         elif reward is not None:
             fields["reward"] = reward
         datasets = {"train_data": train_dataset, "eval_data": eval_dataset}
@@ -261,13 +262,15 @@ class RLTrainer(BaseTrainer):
 
     def position(self) -> dict[str, Any]:
         """Return the data position after the last complete step, for resuming."""
-        position = {"prompts": self._cursor}
+        position = {"prompts": self._cursor, "reward": str(self.config.reward)}
         return position if self.demonstrations is None else position | {"demonstrations": self._demonstrations_cursor}
 
     def load_position(self, state: dict[str, Any]) -> None:
         """Continue at a position that `position` returned."""
         self.prompts.load_state_dict(state["prompts"])
         self._cursor = state["prompts"]
+        if state.get("reward", reward := str(self.config.reward)) != reward:
+            self._log(f"warning: the reward is {reward}; until step {self.step} it was {state['reward']}")
         if self.demonstrations is not None:
             self.demonstrations.load_state_dict(state["demonstrations"])
             self._demonstrations_cursor = state["demonstrations"]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,21 @@ register_reward = _NAMED.register
 """Registers the decorated function under a name: `@register_reward("close_enough")`."""
 
 
+def reward_name(function: Callable[..., Any]) -> str:
+    """Return the name of a reward function: its dotted path, with the bound arguments of a `functools.partial`.
+
+    An instance of a class is named `module.Class()`, whatever its state.
+    """
+    if isinstance(function, functools.partial):
+        bound = ", ".join(
+            [*map(repr, function.args), *(f"{key}={value!r}" for key, value in function.keywords.items())]
+        )
+        return f"{reward_name(function.func)}({re.sub(' at 0x[0-9a-f]+', '', bound)})"
+    if hasattr(function, "__qualname__"):
+        return f"{function.__module__}.{function.__qualname__}"
+    return f"{type(function).__module__}.{type(function).__qualname__}()"
+
+
 def get_reward_fn(name: str) -> Callable[..., Any]:
     """Return the reward function of a name in `VALID_REWARD_FN`, a dotted path, or an environment.
 
@@ -46,6 +63,11 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
     if environment := parse_environment(name):
         scorer: Callable[..., Any] = environment_function(environment, "reward")(environment)
         return scorer
+    if name.endswith(")"):
+        raise RewardError(
+            f"the reward {name} was passed to RLTrainer as an object, which its name cannot restore; pass reward=… to "
+            "RLTrainer again"
+        )
     name = translate_path(name)
     short = _short_name(name)
     if short in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:

@@ -13,6 +13,22 @@ def count_digits(prompt: str, completions: str, prompt_ids: Any, completion_ids:
     return float(sum(character.isdigit() for character in completions))
 
 
+def scaled_digits(
+    prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, scale: float = 1.0, **data: Any
+) -> float:
+    return scale * count_digits(prompt, completions, prompt_ids, completion_ids)
+
+
+class DigitReward:
+    """A reward with state."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+        return scaled_digits(prompt, completions, prompt_ids, completion_ids, scale=self.scale)
+
+
 def constant(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return 1.0
 

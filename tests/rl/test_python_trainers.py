@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from archon.rl import PreferenceTrainer, RLTrainer, SFTConfig, SFTTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError, DatasetError, RewardError
 from archon.training.metrics import read_jsonl
-from tests.rl.rewards_for_tests import count_digits
+from tests.rl.rewards_for_tests import DigitReward, count_digits, scaled_digits
 
 SUMS = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(12)]
 
@@ -98,6 +99,36 @@ def test_arguments_of_trl_are_refused_with_those_of_archon(model: dict[str, Any]
             SFTTrainer(**run | arguments)  # type: ignore[arg-type]
     with pytest.raises(DatasetError, match=r"train_data is a dict with keys train, test; .* such as dataset.'train'."):
         SFTTrainer(**run | {"train_dataset": {"train": SUMS, "test": SUMS}})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reward", "name", "changed"),
+    [
+        (partial(scaled_digits, scale=2.0), "scaled_digits(scale=2.0)", partial(scaled_digits, scale=3.0)),
+        (DigitReward(2.0), "DigitReward()", scaled_digits),
+    ],
+)
+def test_a_reward_object_runs_and_a_resume_names_the_change(
+    model: dict[str, Any], tmp_path: Path, reward: Any, name: str, changed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = {"n_samples": 4, "max_new_tokens": 3}
+    run = {"model": model, "train_dataset": SUMS, "run_dir": str(tmp_path / "run"), "gconfig": sampling}
+    RLTrainer(**run, reward=reward, total_steps=1, rollout={"dump_groups": 32}).train()
+    samples = read_jsonl(tmp_path / "run" / "trajectories.jsonl")
+    assert all(row["reward"] == 2 * sum(map(str.isdigit, row["completion"])) for row in samples)
+    capsys.readouterr()
+    RLTrainer(**run, reward=reward, total_steps=2, resume=True).train()
+    assert "the reward is" not in capsys.readouterr().out
+    RLTrainer(**run, reward=changed, total_steps=3, resume=True).train()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: the reward is tests.rl.rewards_for_tests.scaled_digits" in said
+    assert f"until step 2 it was tests.rl.rewards_for_tests.{name}" in said
+    config = RLConfig.parse(
+        {"actor": model, "run_dir": str(tmp_path / "x"), "reward": f"tests.rl.{name}"}
+        | {"total_steps": 1, "train_data": {"path": str(next((tmp_path / "run" / "data").glob("train*")))}}
+    )
+    with pytest.raises(RewardError, match="was passed to RLTrainer as an object"):
+        RLTrainer(config).train()
 
 
 def test_arguments_that_do_not_make_a_run_are_refused(model: dict[str, Any], tmp_path: Path) -> None:
