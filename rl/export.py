@@ -23,7 +23,7 @@ def require_exact_export(config: EngineConfig) -> None:
     """Raise ConfigError if the model's export rounds weights, which `export_difference` would take for an error."""
     adapter = load_spec(config.path).adapter
     stored = stored_dtypes(checkpoint_folder(config.path), adapter)
-    dtypes = {str(stored[name]).removeprefix("torch.") for name in adapter.hf_shapes()}
+    dtypes = {str(stored.get(name, torch.float32)).removeprefix("torch.") for name in adapter.hf_shapes()}
     narrow = sorted((dtypes if config.export_dtype == "checkpoint" else {config.export_dtype}) - {"float32", "float64"})
     if narrow and config.lora is None:
         raise ConfigError(

@@ -249,12 +249,14 @@ def _write_weights(
 def stored_dtypes(folder: Path, adapter: BaseStateDictAdapter) -> dict[str, torch.dtype]:
     """Return the dtype that each Hugging Face tensor of `adapter`, and a value head, has in a checkpoint.
 
-    Tensors that the checkpoint lacks or quantizes have the dtype of its config.
+    Tensors that the checkpoint lacks or quantizes have the dtype of its config. A folder without weights, whose config
+    names no dtype, has none.
     """
-    default = config_dtype(read_hf_config(folder))
+    hf_config = read_hf_config(folder)
+    default = config_dtype(hf_config)
     names = [*adapter.hf_shapes(), "score.weight"]
     if not any((folder / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):  # the weights were initialized
-        return dict.fromkeys(names, default)
+        return dict.fromkeys(names, default) if hf_config.get("dtype") or hf_config.get("torch_dtype") else {}
     with HFCheckpoint(folder) as checkpoint:
         reader = adapter.for_keys(checkpoint.entries)
         tensors = checkpoint.tensors(reader)

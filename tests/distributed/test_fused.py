@@ -81,7 +81,7 @@ def test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32(
     stored: tuple[Path, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path, ranks: Callable[[int], Pool]
 ) -> None:
     folder, state, _ = stored
-    case = Case("p2", "fused", dtype="bfloat16", config={"optimizer": None})
+    case = Case("p2", "fused", dtype="bfloat16", config={"optimizer": None, "export_dtype": "bfloat16"})
     ranks(2).run(checkpoints.reexport, case, str(folder), str(tmp_path / "out"))
     exported = load_file(tmp_path / "out" / "model.safetensors")
     carried = fused_family.passthrough_tensors(MODELS["fused"]["num_hidden_layers"]).keys()
