@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
 from archon.checkpoint.chat_template import (
@@ -34,7 +34,7 @@ from archon.schema.errors import DatasetError, TokenizerError
 
 __all__ = ["SFTText", "TurnOptions", "encode_prompt", "encode_sft", "next_turn_ids", "render", "sft_text", "tokenize"]
 
-_BATCH = 1000  # texts per call of the tokenizer, which encodes them in parallel
+_BATCH = 2**17  # characters per call of the tokenizer, which encodes texts in parallel; more are slower (memory caches)
 
 
 class SFTText(NamedTuple):
@@ -405,8 +405,9 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
         raise TokenizerError("the tokenizer has neither a chat template nor an end-of-text token; set one of them")
     rows = []
     split = _splits_freely(tokenizer)
-    for first in range(0, len(examples), _BATCH):
-        batch = examples[first : first + _BATCH]
+    totals = accumulate(len(example.text) for example in examples)
+    for _, group in groupby(zip(totals, examples, strict=True), lambda pair: pair[0] // _BATCH):
+        batch = [example for _, example in group]
         if split:
             rows += _encode_pieces(tokenizer, batch)
             continue

@@ -155,7 +155,7 @@ def run_training(archon, checkpoints, folder: Path, draw: random.Random, kind: s
     if kind == "dpo":
         command = ["preference", f"loss={draw.choice(['dpo', 'ipo', 'reward'])}"]
     held_out = draw.random() < 0.3
-    overrides += as_overrides("eval_data", case.path, options) if held_out else []
+    overrides += as_overrides("eval_data", case.path, options | {"split": "train"}) if held_out else []
     outcome = archon(*command, *overrides, *["--dry-run"] * dry_run)
     if outcome.code:
         complaint(outcome, file_of(case))
