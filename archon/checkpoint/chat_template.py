@@ -26,6 +26,7 @@ Span = tuple[int, int]
 Report = tuple[int | str, int]
 
 SEPARATOR = "prompt_separator"  # key of tokenizer_config.json
+TEMPLATE_VARIABLES = "chat_template_kwargs"  # another one
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_TEXT = "a text that no template writes by itself"
@@ -398,6 +399,35 @@ def set_prompt_separator(tokenizer: Any, separator: str) -> None:
             f"separator is {separator!r}, but the tokenizer was used with {prompt_separator(tokenizer)!r}; a model "
             "needs one separator in all its data"
         )
+
+
+def set_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Give variables of the chat template (`enable_thinking`) other defaults; the tokenizer is saved with them.
+
+    Raises:
+        DatasetError: the template has no such variable, or the tokenizer was used with other defaults.
+    """
+    if not variables:
+        return
+    source = json.dumps(getattr(tokenizer, "chat_template", None))
+    if (name := unknown_variable(source, variables)) is not None:
+        raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
+    if (used := tokenizer.init_kwargs.get(TEMPLATE_VARIABLES)) == variables:
+        return
+    if used is not None:
+        raise DatasetError(
+            f"chat_template_kwargs is {dict(variables)}, but the tokenizer was used with {used}; a model needs one "
+            "value in all its data"
+        )
+    # transformers removes the line feed after a block, so the template still starts a line.
+    prefix = ""
+    for name, value in variables.items():
+        prefix += f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+    prefix += "\n"
+    template = tokenizer.chat_template
+    is_named = isinstance(template, dict)
+    tokenizer.chat_template = {key: prefix + text for key, text in template.items()} if is_named else prefix + template
+    tokenizer.init_kwargs[TEMPLATE_VARIABLES] = dict(variables)
 
 
 def add_thinking_aliases(message: Message) -> Message:

@@ -62,6 +62,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
     """Load the checkpoint with its LoRA, and print the answer to every prompt."""
     import torch
 
+    from archon.checkpoint.chat_template import set_template_variables
     from archon.checkpoint.hf_io import load_model
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.tokenizer import load_tokenizer, saved_tokenizer
@@ -71,6 +72,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     trained = (None if lora is None else saved_tokenizer(lora)) or path
     tokenizer = load_tokenizer(config.tokenizer or trained, path)
+    set_template_variables(tokenizer, config.chat_template_kwargs)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(path, device=device, dtype=dtype, lora=lora)

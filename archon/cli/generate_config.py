@@ -27,6 +27,9 @@ class GenerateConfig(GenerationHyperparameters):
     prompts: list[str] = Field(default_factory=list, description="prompts to answer; also --prompt, repeatable")
     prompts_file: Annotated[Path | None, EXPANDED] = Field(None, description="one prompt per line; also --prompts-file")
     chat: bool | Literal["auto"] = Field("auto", description="use the chat template; auto: if the tokenizer has one")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as enable_thinking"
+    )
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the checkpoint's")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="dtype of the weights and the KV cache")

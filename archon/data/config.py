@@ -37,6 +37,10 @@ class DatasetConfig(StrictModel):
     separator: str | None = Field(
         None, description="text between prompt and answer without a chat template; null: the tokenizer's, else none"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="variables of the chat template, such as enable_thinking; defaults of the exported template",
+    )
     system_prompt: str | None = Field(None, description="system message of rows that have none")
     instruction: str | None = Field(
         None, description="text appended to the last user message; null: the default of the named set"
@@ -83,9 +87,6 @@ class TrainingDataConfig(DatasetConfig):
     )
     ignore_fields: list[str] = Field(
         default_factory=list, description="fields of messages, and tools, that the chat template may leave out"
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="variables of the chat template, such as enable_thinking; of SFT and pairs"
     )
     long_rows: Literal["drop", "truncate"] = Field(
         "drop", description="SFT rows longer than max_length: drop them, or cut conversations after a whole turn"

@@ -28,7 +28,6 @@ from archon.checkpoint.chat_template import (
     render_calls,
     stop_token_ids,
     stop_tokens,
-    unknown_variable,
 )
 from archon.schema.errors import DatasetError, TokenizerError
 
@@ -63,14 +62,12 @@ class TurnOptions:
         stripped_thinking: "mask" or "train" assistant turns without their thinking. Most templates remove the
             thinking of earlier turns.
         ignore_fields: fields of messages that may be lost because the template does not render them.
-        chat_template_kwargs: variables of the chat template, such as enable_thinking.
         long_rows: "drop" a conversation with too many tokens, or "truncate" it after its last trained turn that fits.
     """
 
     train_turns: Literal["all", "last"] = "all"
     stripped_thinking: Literal["mask", "train"] = "mask"
     ignore_fields: list[str] = field(default_factory=list)
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     long_rows: Literal["drop", "truncate"] = "drop"
 
 
@@ -200,10 +197,7 @@ def _chat_text(
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
     trained = [is_trained and index > 0 for index, is_trained in enumerate(trained)]  # the first turn has no prompt
-    variables = options.chat_template_kwargs
-    if variables and (name := unknown_variable(json.dumps(tokenizer.chat_template), variables)):
-        raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
-    chat = chat_template(tokenizer, **variables)
+    chat = chat_template(tokenizer)
     rendering = chat.render(messages, where, tools)
     if tools and "tools" not in options.ignore_fields:
         _require_tool_template(chat, where)

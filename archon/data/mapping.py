@@ -195,7 +195,7 @@ def sft_dataset(
     )
     rows = encode_rows(source, encode, name, bad) if reader is None else bad.convert(source, encode)
     bad.report(name, rows)
-    log_notes(name, len(source), bad.notes, tokenizer, turns)
+    log_notes(name, len(source), bad.notes, tokenizer)
     dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     return dataset if max_length is None else drop_long_rows(dataset, row_lengths(rows, ["input_ids"]), max_length)
 
@@ -258,7 +258,7 @@ def log_format(name: str, source: Sequence[SourceRow], row_format: RowFormat) ->
         logger.warning("%s: reading %s %s", name, f"{len(source):,}", row_format.description)
 
 
-def log_notes(name: str, total: int, notes: Notes, tokenizer: Any, turns: TurnOptions | None) -> None:
+def log_notes(name: str, total: int, notes: Notes, tokenizer: Any) -> None:
     """Log the notes on rows: unused columns, unusual turns, and missing thinking after a prompt that opens it."""
     if columns := sorted(column for kind, column in notes if kind == COLUMN):
         logger.warning("%s: columns that are not used: %s", name, ", ".join(columns))
@@ -266,11 +266,10 @@ def log_notes(name: str, total: int, notes: Notes, tokenizer: Any, turns: TurnOp
         logger.warning("%s: of %d conversations, %s", name, total, "; ".join(unusual))
     if not has_chat_template(tokenizer) or notes[THINKING, ""]:
         return
-    options = turns.chat_template_kwargs if turns else {}
-    if not chat_template(tokenizer, **options).opens_thinking:
+    if not chat_template(tokenizer).opens_thinking:
         return
     has_switch = unknown_variable(json.dumps(tokenizer.chat_template), ["enable_thinking"]) is None
-    switch = "set chat_template_kwargs={enable_thinking: false} here and in requests"
+    switch = "set chat_template_kwargs={enable_thinking: false}, which the export keeps"
     choice = switch if has_switch else "use a template that does not open thinking"
     logger.warning(
         "%s: the generation prompt of the chat template ends with <think>, but no row has thinking: the model learns "

@@ -94,7 +94,7 @@ def pair_dataset(
         logger.warning(
             "%s: %d of %d pairs have two identical answers, which teach nothing", name, identical, len(source)
         )
-    log_notes(name, len(source), bad.notes, tokenizer, turns)
+    log_notes(name, len(source), bad.notes, tokenizer)
     dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     if max_length is None:
         return dataset

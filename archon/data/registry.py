@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
-from archon.checkpoint.chat_template import set_prompt_separator
+from archon.checkpoint.chat_template import set_prompt_separator, set_template_variables
 from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.bad_rows import Policy
 from archon.data.config import DatasetConfig, TrainingDataConfig
@@ -96,7 +96,10 @@ def load_rows(
     turns = _turn_options(config, kind)
     if config.separator is not None and tokenizer is not None:
         set_prompt_separator(tokenizer, config.separator)
-    options = config.model_dump(exclude={"limit", "separator", *TurnOptions.__dataclass_fields__})
+    if tokenizer is not None:
+        set_template_variables(tokenizer, config.chat_template_kwargs)
+    of_tokenizer = {"separator", "chat_template_kwargs"}
+    options = config.model_dump(exclude={"limit", *of_tokenizer, *TurnOptions.__dataclass_fields__})
     load = partial(get_custom_dataset, kind=kind, tokenizer=tokenizer, reader=reader, turns=turns, **options)
     if kind == "rl":
         dataset = load()

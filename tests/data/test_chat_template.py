@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from archon.checkpoint.chat_template import chat_template, render, stop_token_ids
-from archon.data.encoding import TurnOptions, encode_prompt, encode_sft, next_turn_ids, sft_text
+from archon.checkpoint.chat_template import chat_template, render, set_template_variables, stop_token_ids
+from archon.checkpoint.tokenizer import load_tokenizer, write_tokenizer
+from archon.data.encoding import TurnOptions, encode_prompt, next_turn_ids, sft_text
 from archon.schema.errors import DatasetError
 from tests.data.test_encoding import trained_text
 from tests.data.toy_tokenizers import CHATML, THINKING, toy_tokenizer
@@ -206,9 +208,26 @@ def test_the_text_is_that_of_the_tokenizer_with_its_options() -> None:
         "<|im_start|>user\nq<|im_end|>\n",
         "<|im_start|>assistant\na<|im_end|>\n",
     ]
-    options = TurnOptions(chat_template_kwargs={"enable_thinking": True})
-    (row,) = encode_sft(tokenizer, [sft_text(tokenizer, messages, "here", options=options)])
-    assert tokenizer.decode(row["input_ids"]) == rendering.text
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  "])
+def test_variables_become_defaults_of_the_template_that_is_saved(start: str, tmp_path: Path) -> None:
+    source = start + "{% if enable_thinking is defined %}{{ enable_thinking }}{{ names }}{% endif %}" + CHATML
+    tokenizer, plain = toy_tokenizer(source), toy_tokenizer(source)
+    variables = {"enable_thinking": False, "names": ["it's", None, 1.5]}
+    expected = render(plain, QUESTION_AND_ANSWER, "here", **variables)
+    for _ in range(2):  # the second time changes nothing
+        set_template_variables(tokenizer, variables)
+        assert render(tokenizer, QUESTION_AND_ANSWER, "here") == expected
+    other = render(plain, QUESTION_AND_ANSWER, "here", **variables | {"enable_thinking": True})
+    assert render(tokenizer, QUESTION_AND_ANSWER, "here", enable_thinking=True) == other
+    assert sft_text(tokenizer, QUESTION_AND_ANSWER, "here").text == expected
+    write_tokenizer(tmp_path, tokenizer, None)
+    loaded = load_tokenizer(str(tmp_path))
+    assert render(loaded, QUESTION_AND_ANSWER, "here") == expected
+    set_template_variables(loaded, variables)
+    with pytest.raises(DatasetError, match="a model needs one value in all its data"):
+        set_template_variables(loaded, {"enable_thinking": True})
 
 
 def test_a_prompt_that_obeys_the_user_is_not_trained() -> None:
@@ -242,7 +261,7 @@ def test_a_variable_that_the_template_does_not_have_is_refused() -> None:
     tokenizer = toy_tokenizer("{% if enable_thinking %}{% endif %}" + CHATML)
     for name in ("enable_thinkin", "tools"):
         with pytest.raises(DatasetError, match=f"the chat template has no variable '{name}'"):
-            trained_text(tokenizer, QUESTION_AND_ANSWER, TurnOptions(chat_template_kwargs={name: False}))
+            set_template_variables(tokenizer, {name: False})
 
 
 def test_arguments_that_a_template_concatenates_are_json() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from archon.checkpoint.chat_template import set_template_variables
 from archon.data import get_custom_dataset
 from archon.schema.errors import DatasetError
 from tests.data.test_encoding import trained_text_of
@@ -152,18 +153,19 @@ def test_columns_that_are_not_used_are_named_in_every_row_and_format(tmp_path: P
 def test_a_prompt_that_opens_thinking_without_thinking_in_the_rows_is_told(
     tmp_path: Path, kind: str, template: str, warning: str | None, caplog: Any
 ) -> None:
-    from archon.data.encoding import TurnOptions
+    tokenizer = toy_tokenizer(template)
 
-    def warned(answer: str, **options: Any) -> bool:
+    def warned(answer: str) -> bool:
         caplog.clear()
         row = {"prompt": "a", "response": answer, "chosen": answer, "rejected": "c"}
-        read(tmp_path, kind, row, tokenizer=toy_tokenizer(template), **options)
+        read(tmp_path, kind, row, tokenizer=tokenizer)
         return "ends with <think>, but no row has thinking" in caplog.text and str(warning) in caplog.text
 
     assert warned("b") == (warning is not None)
     if template == OPEN_THINKING:
         assert not warned("<think>\nhm\n</think>\n\nb")
-        assert not warned("b", turns=TurnOptions(chat_template_kwargs={"enable_thinking": False}))
+        set_template_variables(tokenizer, {"enable_thinking": False})
+        assert not warned("b")
 
 
 def test_the_turns_of_a_prompt_are_not_trained_and_a_system_column_is_used(tmp_path: Path) -> None:
