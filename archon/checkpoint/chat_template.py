@@ -478,15 +478,19 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
     """Return a compiled template with probes, and whether it has `{% generation %}` marks, outside and inside macros.
 
     A probe at the start of a loop's body reports the loop's item; the one after a loop reports its end. Loops inside
-    macros and other buffered blocks have no probe. A `{% generation %}` block
-    becomes two probes around its content.
+    macros and other buffered blocks have no probe. A `{% generation %}` block becomes two probes around its content.
     """
     import jinja2
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    environment = _compile_jinja_template(source).environment.overlay()
-    environment.__class__ = _Sandbox
+    compiled = _compile_jinja_template(source).environment
+    extensions = [type(extension) for extension in compiled.extensions.values()]
+    environment: Any = _Sandbox(
+        trim_blocks=compiled.trim_blocks, lstrip_blocks=compiled.lstrip_blocks, extensions=extensions
+    )
+    environment.filters |= compiled.filters
+    environment.globals |= compiled.globals
     for name in (_ITEM, _PLACE):
         environment.filters[name] = jinja2.pass_context(partial(_call_variable, name))
     tree = environment.parse(source)
@@ -520,7 +524,7 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
         return result
 
     tree.body = instrument(tree.body)
-    for node in tree.find_all((nodes.Output, nodes.Call, nodes.Name, nodes.Const)):
+    for node in tree.find_all((nodes.Output, nodes.Filter, nodes.Name, nodes.Const)):
         if node.lineno is None:
             node.set_lineno(1)
         if node.environment is None:
