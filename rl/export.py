@@ -18,9 +18,8 @@ LOGIT_TOLERANCE = 1e-5
 """Largest accepted `export_difference`, relative and in float32."""
 
 
-@torch.no_grad()
 def require_exact_export(config: EngineConfig) -> None:
-    """Raise ConfigError if the model's export rounds weights, which `export_difference` would take for an error."""
+    """Raise ConfigError if the export of a model rounds its weights: `export_difference` would exceed the tolerance."""
     adapter = load_spec(config.path).adapter
     stored = stored_dtypes(checkpoint_folder(config.path), adapter)
     dtypes = {str(stored.get(name, torch.float32)).removeprefix("torch.") for name in adapter.hf_shapes()}
@@ -32,6 +31,7 @@ def require_exact_export(config: EngineConfig) -> None:
         )
 
 
+@torch.no_grad()
 def export_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
     """Return max|a − b| / max|b| for the float32 logits a of `model` and b of transformers.
 

@@ -187,10 +187,13 @@ def test_run_from_nothing_ends_with_an_export_that_transformers_computes_alike(
     export = tmp_path / "run" / "export"
     tokenizer = load_tokenizer(export)
     documents = [tokenizer(text)["input_ids"] for text in ("1+1=", "98+76=174")]
+    outputs: list[torch.Tensor] = []
+    trainer.engine.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     assert export_difference(trainer.engine.model, export, documents) <= LOGIT_TOLERANCE
     with torch.no_grad():
         next(trainer.engine.model.parameters()).mul_(1.001)
     assert export_difference(trainer.engine.model, export, documents) > LOGIT_TOLERANCE
+    assert not any(output.requires_grad for output in outputs), "the comparison needs no gradients"
 
 
 def test_bpe_without_a_dataset_names_the_missing_field(tmp_path: Path) -> None:
