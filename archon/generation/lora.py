@@ -30,7 +30,7 @@ class ServedLoRA:
     Attributes:
         key: its unique number, also its name in layers.
         version: version of its weights; sampled tokens carry it.
-        stop_ids: ids that end an answer; None: those of the generator.
+        stop_ids: ids that end an answer; None: the generator's ids.
         unfinished: number of its unfinished requests.
         requests, prompt_tokens, answer_tokens: counts since loading; answer tokens count when sampled.
     """

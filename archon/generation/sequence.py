@@ -99,7 +99,7 @@ class Sequence:
     def append(self, token: int, logprob: float, version: int, top_logprobs: TopLogprobs | None = None) -> None:
         """Append a sampled token, and set `stop_reason` if it is the last.
 
-        If no token was allowed, the token is dropped and the request fails with `error`.
+        If the constraint rejects the token, it is dropped and the request fails with `error`.
         """
         if self.constraint is not None:
             try:

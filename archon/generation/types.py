@@ -101,13 +101,13 @@ class GeneratorConfig(StrictModel):
 
 
 class Constraint(Protocol):
-    """Restriction of the tokens of one answer, for example to a grammar. It has a state, so no two answers share it."""
+    """Stateful restriction of the tokens of one answer, for example to a grammar."""
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """Return which tokens may follow the answer so far, bool [vocab_size]."""
+        """Return a mask of the tokens that may come next, bool [vocab_size]."""
 
     def accept(self, token: int) -> None:
-        """Append a sampled token. Raises RolloutError if it is not allowed, as no token was."""
+        """Append a sampled token; raise RolloutError if it is not allowed, which happens if the mask is all False."""
 
 
 @dataclass

@@ -144,12 +144,14 @@ class ToolChoice(protocol.RequestModel):
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = Field(None, min_length=1, description="of the tool, for type tool")
-    disable_parallel_tool_use: bool | None = Field(None, description="true: an answer has only its first call")
+    disable_parallel_tool_use: bool | None = Field(None, description="true: calls after the first are left out")
 
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError(f"got type {self.type!r} and name {self.name!r:.80}; type tool has a name, others none")
+            raise ValueError(
+                f"got type {self.type!r} and name {self.name!r:.80}; set name for type 'tool', and only for it"
+            )
         return self
 
 
@@ -195,20 +197,22 @@ class CountBody(protocol.Conversation):
         last = self.messages[-1]
         blocks = [] if isinstance(last.content, str) else last.content
         if last.role == "assistant" and not all(isinstance(block, TextBlock) for block in blocks):
-            raise ValueError("the answer continues the last message, the assistant's, which may have only text")
+            raise ValueError(
+                "the last message is the assistant's, which the answer continues; expected only text blocks in it"
+            )
         return self
 
     def render_options(self) -> dict[str, bool]:
-        """Return how the prompt ends: with a new answer, or the assistant's last message, which is continued."""
+        """Return how the prompt ends: by continuing the assistant's last message, or with the start of a new answer."""
         is_prefilled = self.messages[-1].role == "assistant"
         return {"add_generation_prompt": not is_prefilled, "continue_final_message": is_prefilled}
 
     def forced_tool(self) -> str | bool:
-        """Return the tool that the answer has to call, or whether it has to call any."""
+        """Return the name of the forced tool; True if any call is forced."""
         return False if self.tool_choice is None else self.tool_choice.name or self.tool_choice.type == "any"
 
     def single_call(self) -> bool:
-        """Return whether the answer has only its first call."""
+        """Return whether calls after the first are left out."""
         return self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use is True
 
     def thinking_mode(self) -> protocol.Thinking | None:

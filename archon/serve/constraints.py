@@ -1,4 +1,4 @@
-"""Constrained answers: grammars of JSON, choices, regular expressions and tool calls, compiled by llguidance.
+"""Constrained decoding: grammars of JSON, choices, regular expressions and tool calls, compiled by llguidance.
 
 Grammars are written in llguidance's variant of Lark, https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -20,7 +20,7 @@ from archon.serve.call_syntax import Schemas, load_json, schema_types
 from archon.serve.token_bytes import TokenBytes
 from archon.serve.tool_calls import CallForm
 
-# A space, or a line break with indentation: with more, a model may write white space until the limit of the answer.
+# A space, or a line break with indentation. With unlimited white space a model may write nothing else until the limit.
 _WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,32}"}
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -37,7 +37,7 @@ def _library() -> Any:
 
 
 def json_grammar(schema: Mapping[str, Any] | str) -> str:
-    """Return the grammar of JSON that matches a schema, which may be JSON text. Raises RolloutError for other text."""
+    """Return the grammar of a JSON schema, an object or its JSON text; raise RolloutError if the text is no schema."""
     if isinstance(schema, str):
         try:
             schema = load_json(schema)
@@ -49,12 +49,12 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Return the grammar of texts that match a regular expression as a whole."""
+    """Return the grammar of texts that fully match a regular expression."""
     return f"/(?:{_library().regex_to_lark(pattern)})/"
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of some texts."""
+    """Return the grammar that accepts exactly these texts."""
     return " | ".join(_quote(choice) for choice in choices)
 
 
@@ -63,9 +63,10 @@ def _quote(text: str) -> str:
 
 
 class AnswerGrammar:
-    """Writer of the grammar of one answer, with the special tokens of a tokenizer.
+    """Builder of the grammar of one answer: methods add rules, and `write` returns them with the rule `start`.
 
-    The rule `start` is missing; `write` adds it.
+    Args:
+        tokenizer: its special tokens are written as token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -74,17 +75,17 @@ class AnswerGrammar:
         self._rules: list[str] = []
 
     def write(self, start: str) -> str:
-        """Return the whole grammar."""
+        """Return the grammar whose answers match the expression `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule, and return its name."""
+        """Add a rule with a generated name, and return the name."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def literal(self, text: str) -> str:
-        """Return the grammar of a text. Special tokens are named by their ids: no text matches them."""
+        """Return the grammar of one text, with special tokens as token ids, since characters never match them."""
         pieces = re.split(f"({'|'.join(map(re.escape, self._special)) or '(?!)'})", text)
         return " ".join(
             f"<[{self._special[piece]}]>" if piece in self._special else _quote(piece) for piece in pieces if piece
@@ -118,7 +119,7 @@ class AnswerGrammar:
         return " ".join([start, *parameters, end])
 
     def _bare_value(self, value: Any, schema: Mapping[str, Any], after: str) -> str:
-        """Return the grammar of an argument outside of JSON: text, unless its schema allows no string."""
+        """Return the grammar of an argument that is bare text; JSON if its schema excludes strings."""
         types = schema_types(value)
         if types and "string" not in types:
             definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -130,24 +131,24 @@ class AnswerGrammar:
 
 
 class GrammarConstraint:
-    """Constraint of an answer to a grammar, see `archon.generation.types.Constraint`."""
+    """Position of one answer in a grammar; implements `archon.generation.types.Constraint`."""
 
     def __init__(self, matcher: Any, n_tokens: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros((1, -(-n_tokens // 32)), dtype=np.int32)
 
     def copy(self) -> GrammarConstraint:
-        """Return the constraint of another answer, in the same state."""
+        """Return an independent constraint in the same state, for another answer."""
         return GrammarConstraint(self._matcher.deep_copy(), 32 * self._mask.shape[1])
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """Return which tokens may follow, bool [vocab_size]; tokens that the tokenizer lacks may not."""
+        """Return a mask of the tokens that may follow, bool [vocab_size]; False for ids that the tokenizer lacks."""
         _library().numpy.fill_next_token_bitmask(self._matcher, self._mask)
         bits = np.unpackbits(self._mask[0].view(np.uint8), bitorder="little", count=vocab_size)
         return bits.astype(bool)
 
     def accept(self, token: int) -> None:
-        """Append a token; raises RolloutError if the grammar has no token for this place."""
+        """Append a token; raise RolloutError if the grammar does not allow it."""
         at_dead_end = self._matcher.is_stopped() and not self._matcher.is_accepting()
         if at_dead_end or not self._matcher.consume_token(token):
             raise RolloutError(
@@ -167,11 +168,13 @@ class GrammarCompiler:
         """The tokenizer in llguidance's form; takes a second for a large vocabulary."""
         llguidance, ends = _library(), stop_token_ids(self._tokenizer)
         if not ends:
-            raise RolloutError("the tokenizer has no end-of-text token, and only that ends a constrained answer")
+            raise RolloutError(
+                "the tokenizer has no end-of-text token, which a constrained answer must end with; set eos_token"
+            )
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)), eos_token=list(ends))
 
     def compile(self, grammar: str) -> GrammarConstraint:
-        """Return the constraint of an answer to a grammar.
+        """Compile a grammar into the constraint of one answer.
 
         Raises:
             RolloutError: the grammar is invalid, too large, or needs something that llguidance does not support.
@@ -190,7 +193,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer's bytes of each token, in the form that llguidance reads."""
+    """Bytes of each token of a tokenizer, in the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Any) -> None:
         token_bytes = TokenBytes(tokenizer)
@@ -202,7 +205,7 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = stop_token_ids(tokenizer)[0], None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text; none if it cannot be tokenized, which lets llguidance search for them."""
+        """Return the tokens of a text. An empty list makes llguidance search the vocabulary itself."""
         try:
             return list(self._encoder.encode(text.decode(), add_special_tokens=False).ids)
         except Exception:  # noqa: BLE001 (tokenizers raises this class for a character without a token)

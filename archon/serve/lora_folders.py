@@ -50,11 +50,11 @@ class LoRAFolders:
 
 
 def lora_stop_ids(folder: Path | None, checkpoint: Path, tokenizer: Any) -> tuple[int, ...] | None:
-    """Return the ids that end an answer of a LoRA of `checkpoint`; None if it has no tokenizer.
+    """Return the stop ids of a LoRA of `checkpoint`; None if the LoRA has no tokenizer.
 
     Args:
         folder: folder of the LoRA's tokenizer, if it has one.
-        checkpoint: the base checkpoint, whose stop ids end answers too.
+        checkpoint: the base checkpoint; its stop ids are included.
         tokenizer: the served tokenizer.
 
     Raises:

@@ -187,7 +187,7 @@ class ChatBody(OpenAISampling, protocol.Conversation):
         return {**(self.response_format.json_schema or {}), "type": self.response_format.type}
 
     def forced_tool(self) -> str | bool:
-        """Return the tool that the answer has to call, or whether it has to call any."""
+        """Return the name of the forced tool; True if any call is forced."""
         return (
             self.tool_choice.function.name
             if isinstance(self.tool_choice, NamedTool)
@@ -195,7 +195,7 @@ class ChatBody(OpenAISampling, protocol.Conversation):
         )
 
     def single_call(self) -> bool:
-        """Return whether the answer has only its first call."""
+        """Return whether calls after the first are left out."""
         return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:

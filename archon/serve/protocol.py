@@ -152,7 +152,7 @@ class JsonSchema(TypedDict, total=False):
 
 
 class TextFormat(JsonSchema, total=False):
-    """The format of the answer's text; `json_schema` needs a schema."""
+    """The format of the answer's text; the type `json_schema` needs a schema."""
 
     type: Required[Literal["text", "json_object", "json_schema"]]
 
@@ -184,7 +184,7 @@ class Body(NeutralFields):
         """Return the grammar of the answer's text, or None for any text.
 
         Raises:
-            RolloutError: a constraint has no meaning, or there are several.
+            RolloutError: a constraint is invalid, or there are several.
         """
         options = self.structured_outputs or {}
         schemas = [self.guided_json, options.get("json"), {"type": "object"} if options.get("json_object") else None]
@@ -232,7 +232,7 @@ class OpenAIHints(RequestModel):
     user: str | None = Field(None, description="without effect")
     safety_identifier: str | None = Field(None, description="without effect")
     store: bool | None = Field(None, description="without effect: nothing is stored")
-    parallel_tool_calls: bool | None = Field(None, description="false: an answer has only its first call")
+    parallel_tool_calls: bool | None = Field(None, description="false: calls after the first are left out")
     prompt_cache_key: str | None = Field(None, description="without effect")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="without effect")
     prompt_cache_retention: str | None = Field(None, description="without effect")
@@ -254,18 +254,18 @@ class Conversation(RequestModel):
         raise NotImplementedError
 
     def forced_tool(self) -> str | bool:
-        """Return the name of the tool that the answer has to call, or whether it has to call any."""
+        """Return the name of the forced tool; True if any call is forced."""
         return False
 
     def single_call(self) -> bool:
-        """Return whether the answer has only its first call."""
+        """Return whether calls after the first are left out."""
         return False
 
     def called_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which the answer has to call one; none if it may answer with text.
+        """Return the tools that a forced call may use; empty if no call is forced.
 
         Raises:
-            RolloutError: there is no such tool.
+            RolloutError: the forced tool is not among the tools of the request.
         """
         forced, tools = self.forced_tool(), self.template_tools()
         called = [tool for tool in tools if forced in (True, tool["function"]["name"])]
@@ -350,7 +350,7 @@ class FunctionSpec(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(
-        None, description="no effect: the arguments of forced calls match, others are as sampled"
+        None, description="no effect: forced calls always match the schema, and other calls are as sampled"
     )
 
     def for_template(self) -> dict[str, Any]:
@@ -459,10 +459,10 @@ class ProtocolHandler(ABC):
     def grammar(self) -> str | None:
         """Return the grammar of the answers, or None if nothing constrains them.
 
-        Thinking is free. Text follows the request's format, and a tool call is written as the chat template writes it.
+        Thinking is not constrained. Text matches the requested format, and tool calls have the chat template's syntax.
 
         Raises:
-            RolloutError: such an answer cannot be constrained.
+            RolloutError: answers of this model, or in training, cannot be constrained.
         """
         body, text = self.body, self.body.text_grammar()
         called = body.called_tools() if self._format is not None else []
@@ -470,31 +470,33 @@ class ProtocolHandler(ABC):
             return None
         if self._caller.policy is not None:
             raise RolloutError(
-                "training samples from the model's whole distribution, so answers cannot be constrained; remove "
-                "response_format and its like, and leave tool_choice to 'auto'"
+                "training samples from the model's whole distribution, so answers cannot be constrained; remove the "
+                "constraint (response_format or similar), and set tool_choice to 'auto'"
             )
         grammar = AnswerGrammar(self._tokenizer)
         answers = [] if text is None or called else [grammar.rule(text)]
         if self._format is None:
             return grammar.write(*answers)
         if not body.render_options()["add_generation_prompt"]:
-            raise RolloutError("a constraint applies to a whole answer, and cannot continue the last message")
+            raise RolloutError(
+                "a constrained answer cannot continue the last message; end the messages with the user's"
+            )
         is_harmony = self._format.tools is HARMONY
         if is_harmony:
             answers = [f"{grammar.literal(f'{CHANNEL}final{MESSAGE}')} {answer}" for answer in answers]
-        # 1. Calls: forced, or instead of text
+        # 1. Tool calls: forced, or as an alternative to text
         if self.tools:
             assert self._format.tools is not None
             form = self._format.tools.form(template_text(self._tokenizer))
             if form is None:
                 raise RolloutError(
-                    f"tool calls of the format {self._format.tools.name} cannot be constrained; leave tool_choice to "
+                    f"tool calls of the format {self._format.tools.name} cannot be constrained; set tool_choice to "
                     "'auto' and remove response_format, or remove the tools"
                 )
             single = body.single_call() or isinstance(body.forced_tool(), str)
             answers.append(grammar.calls(form, tool_schemas(called or self.tools), single=single))
         answer = grammar.rule(" | ".join(answers))
-        # 2. Thinking before them
+        # 2. Optional thinking before the answer
         if is_harmony:
             start, end = f"{CHANNEL}analysis{MESSAGE}", "<|end|><|start|>assistant"
             return grammar.write(f"({grammar.literal(start)} {grammar.text_until(end)})? {answer}")

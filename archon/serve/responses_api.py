@@ -172,11 +172,11 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         return None if self.text is None else self.text.format
 
     def forced_tool(self) -> str | bool:
-        """Return the tool that the answer has to call, or whether it has to call any."""
+        """Return the name of the forced tool; True if any call is forced."""
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice == "required"
 
     def single_call(self) -> bool:
-        """Return whether the answer has only its first call."""
+        """Return whether calls after the first are left out."""
         return self.parallel_tool_calls is False
 
     def template_tools(self) -> list[dict[str, Any]]:

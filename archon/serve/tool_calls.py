@@ -290,17 +290,17 @@ Parser = MarkedParser | OpenEndedParser | HarmonyParser
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a chat template writes tool calls, for answers that have to call.
+    """Syntax of tool calls in a chat template, for constrained answers.
 
     Attributes:
         before: text before the name of a call.
         between: text between name and arguments.
         after: text after the arguments.
-        parameter: text before the name of a parameter, between name and value, and after the value, if arguments are
-            bare text; None: they are a JSON object.
+        parameter: texts before a parameter's name, between name and value, and after the value, for arguments as bare
+            text; None: the arguments are one JSON object.
         opening: text before all calls.
         closing: text after all calls.
-        separator: text between calls; None: an answer has one call.
+        separator: text between calls; None: the format allows one call per answer.
         template_pattern: regular expression that matches only chat templates with this form of the format.
     """
 
@@ -323,7 +323,7 @@ class ToolFormat:
         template_pattern: regular expression that matches only this family's chat templates.
         make: returns a parser for one answer from the tools' schemas.
         marks: special tokens of the format, which are kept in the parsed text.
-        forms: forms of calls, of which the first that matches the template is used; empty: calls cannot be forced.
+        forms: syntaxes of calls; the first one that matches the template is used. Empty: calls cannot be constrained.
     """
 
     name: str
@@ -333,7 +333,7 @@ class ToolFormat:
     forms: tuple[CallForm, ...] = ()
 
     def form(self, template: str) -> CallForm | None:
-        """Return the form of calls in a chat template; None if calls cannot be forced."""
+        """Return the syntax of calls in a chat template; None if calls cannot be constrained."""
         return next((form for form in self.forms if re.search(form.template_pattern, template)), None)
 
 
