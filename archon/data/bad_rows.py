@@ -1,4 +1,4 @@
-"""Rows that cannot be used: they end the run, or they are skipped and counted. Notes on the others are counted too."""
+"""Handling of rows that cannot be used, by an error or by skipping and counting, and counts of notes on used rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Policy = Literal["refuse", "skip"]
 Notes: TypeAlias = "Counter[tuple[str, str]]"
-"""Number of rows with something that a user may not expect, by its kind and a text."""
+"""Number of rows by kind and text of a note, which tells a user what may be unexpected in the rows."""
 
 _ERRORS = (DatasetError, ImageError)
 _SHOWN = 3  # reasons in the report
@@ -24,12 +24,12 @@ _SHOWN = 3  # reasons in the report
 
 @dataclass
 class BadRows:
-    """What happens to rows that cannot be used.
+    """Converter of rows that raises or counts the errors of rows that cannot be used.
 
     Attributes:
         policy: "refuse" raises the error of the first such row; "skip" leaves all of them out.
         errors: location of every skipped row, and the error without it.
-        notes: of the rows that are used.
+        notes: notes on the used rows.
     """
 
     policy: Policy = "refuse"
@@ -39,8 +39,8 @@ class BadRows:
     def convert(
         self, rows: Sequence[SourceRow], function: Callable[[Sequence[SourceRow], Notes], list[Item]]
     ) -> list[Item]:
-        """Return `function(rows, notes)`; if it raises and bad rows are skipped, apply it row by row."""
-        rows, notes = [*rows], Counter[tuple[str, str]]()  # rows of a file are parsed here; its errors end the run
+        """Return `function(rows, notes)`. If it raises and the policy is "skip", call it for each row alone."""
+        rows, notes = [*rows], Counter[tuple[str, str]]()  # files are parsed here: their errors end the run
         try:
             converted = function(rows, notes)
             self.notes += notes
@@ -60,10 +60,10 @@ class BadRows:
         return converted
 
     def report(self, name: str, converted: Sequence[Any]) -> None:
-        """Log the number of skipped rows, and of the rows with each of the most frequent errors.
+        """Log the number of skipped rows, with the most frequent errors and their counts.
 
         Raises:
-            DatasetError: no row is left.
+            DatasetError: all rows were skipped.
         """
         if not self.errors:
             return

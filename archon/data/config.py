@@ -47,7 +47,8 @@ class DatasetConfig(StrictModel):
     )
     max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
     bad_rows: Literal["refuse", "skip"] = Field(
-        "refuse", description="rows that cannot be used: end with the error of the first, or skip and count them"
+        "refuse",
+        description="rows that cannot be used. refuse: the first one is an error; skip: leave them out and count them",
     )
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
     seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
@@ -58,7 +59,7 @@ Data = TypeVar("Data", bound=DatasetConfig)
 
 
 def _hold_out(held_out: Data | None, info: ValidationInfo) -> Data | None:
-    """Return `eval_data`; with the path of `train_data` and no split it is the split `test`.
+    """Return `eval_data`, with the split `test` if it has the path of `train_data` and sets no split.
 
     Raises:
         ValueError: the path has no splits, so the evaluation would read the training rows.
@@ -75,7 +76,7 @@ def _hold_out(held_out: Data | None, info: ValidationInfo) -> Data | None:
 
 
 HELD_OUT = AfterValidator(_hold_out)
-"""Of a field `eval_data` next to `train_data`."""
+"""Validator of the field `eval_data` in a model that also has `train_data`."""
 
 
 class TrainingDataConfig(DatasetConfig):

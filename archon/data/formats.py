@@ -53,8 +53,8 @@ class RowFormat(NamedTuple):
         prompt_key: column of the prompt, or of the conversation; None for pairs of conversations.
         response_key: column of the answer; None for conversations, and for RL rows without an answer.
         description: text for the log; empty for the columns of the configuration.
-        columns: returns the columns that a row gets, from its own; None: the rows are used as they are.
-        used: source columns that are read besides the two.
+        columns: returns the columns to add to a row; None: rows are used unchanged.
+        used: other source columns that are read.
     """
 
     prompt_key: str | None
@@ -64,7 +64,7 @@ class RowFormat(NamedTuple):
     used: tuple[str, ...] = ()
 
     def convert(self, row: SourceRow) -> SourceRow:
-        """Return a row with the two columns."""
+        """Return a row with the columns `prompt_key` and `response_key`."""
         return row if self.columns is None else SourceRow(row.where, {**row.data, **self.columns(row)})
 
     def unused(self, row: SourceRow) -> set[str]:
@@ -81,11 +81,11 @@ def recognize(source: Rows, kind: str, prompt_key: str | None, response_key: str
         kind: "sft", "rl", "dpo" or "rw".
         prompt_key: configured column of the prompt.
         response_key: configured column of the response.
-        policy: "skip" looks for the first row with a known format.
+        policy: "skip" takes the format of the first row that has a known one.
 
     Raises:
-        DatasetError: the columns of the first row belong to no known format (if bad rows are skipped: of no row);
-            names the formats.
+        DatasetError: the first row has no known format, or no row has one if bad rows are skipped; names the
+            formats.
     """
     names = source[0].data.keys()
     is_default = (prompt_key, response_key) == (PROMPT_KEY, RESPONSE_KEY)
@@ -161,7 +161,7 @@ def _pair_format(row: SourceRow) -> RowFormat:
 
 
 def _question_format(question: str, answer: str | None, description: str) -> RowFormat:
-    """Return the format of rows with a column of questions; an instruction is joined with its input and history."""
+    """Return the format of rows with a question; an instruction also includes the input and the history of its row."""
     if question != "instruction":
         return RowFormat(question, answer, description)
     return RowFormat(question, answer, description, _instruction_column, (*_INPUTS, "history"))
@@ -223,7 +223,7 @@ def _sharegpt_call(row: SourceRow, value: Any) -> dict[str, Any]:
 
 
 def _messages_of(row: SourceRow, name: str, role: str) -> list[Message]:
-    """Return a column that holds a text or messages, as messages; a text has the role `role`."""
+    """Return the messages of a column; a text becomes one message with the role `role`."""
     value = row.data.get(name)
     return [{"role": role, "content": value}] if isinstance(value, str) else _conversation(row, name)
 
@@ -266,7 +266,7 @@ def _stripped(content: Any) -> Any:
 
 
 def _instruction_column(row: SourceRow) -> Columns:
-    """Return the instruction of an Alpaca row with its input, after the turns of its history if there are any."""
+    """Return the instruction of an Alpaca row: the turns of its history, then the instruction with its input."""
     instruction, history = row.data.get("instruction"), row.data.get("history") or []
     if not isinstance(instruction, str):
         raise DatasetError(f"{row.where}: 'instruction' is {instruction!s:.80}; expected an instruction in one string")
@@ -279,7 +279,7 @@ def _instruction_column(row: SourceRow) -> Columns:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
             raise DatasetError(f"{row.where}: 'history' holds {turn!r:.80}; expected pairs [question, answer]")
         messages += [{"role": role, "content": part} for role, part in zip(("user", "assistant"), turn, strict=True)]
-    # The history is in the messages now, so the column asks for nothing more.
+    # Clear the column: `require_no_intent` would refuse it.
     return {"instruction": [*messages, {"role": "user", "content": text}], "history": None}
 
 

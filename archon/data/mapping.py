@@ -284,7 +284,7 @@ def has_thinking(messages: Sequence[Message]) -> bool:
 
 
 def _turn_notes(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a reader of the data may not expect in the turns of a conversation."""
+    """Return notes on unusual turns of a conversation."""
     roles = [message["role"] for message in messages]
     notes = {
         "start with an assistant turn, which has no prompt and is not trained": roles[0] == "assistant",
@@ -313,7 +313,7 @@ def _text(row: SourceRow) -> str:
 
 
 def _truncate_turns(row: dict[str, Any], max_length: int, stops: Collection[int]) -> dict[str, Any]:
-    """Cut a row after its last trained stop token within `max_length`, which ends a turn; unchanged if none is."""
+    """Cut a row after the last trained turn that ends within `max_length`; return it unchanged if there is none."""
     ids, mask = row["input_ids"], row["loss_mask"]
     if len(ids) <= max_length or "images" in row:
         return row
@@ -322,7 +322,7 @@ def _truncate_turns(row: dict[str, Any], max_length: int, stops: Collection[int]
     return row if end is None else {"input_ids": ids[:end], "loss_mask": mask[:end]}
 
 
-# Columns that would change what is trained, and that neither SFT nor pairs support.
+# Columns that should change training, and that neither SFT nor pairs support.
 _INTENT = (
     "weight",
     "loss_weight",
@@ -341,12 +341,12 @@ _INTENT = (
 
 
 def require_no_intent(row: SourceRow, reader: ImageReader | None = None) -> None:
-    """Raise DatasetError for a column with a value that training would have to honor, such as a weight of the row."""
+    """Raise DatasetError for a column that should change training but is not supported, such as a row weight."""
     for column in _INTENT:
         if row.data.get(column) in (None, []) or (reader is not None and column in ("image", "images")):
             continue
         raise DatasetError(
-            f"{row.where}: column {column!r} is {str(row.data[column])[:60]!r}, and this training does not use it; "
+            f"{row.where}: column {column!r} is {str(row.data[column])[:60]!r}, which this training does not support; "
             "remove the column to train without it"
         )
 
@@ -429,7 +429,7 @@ def assistant_message(row: SourceRow, key: str) -> Message:
 
 
 def _require_text(value: str, key: str, where: str) -> None:
-    """Raise DatasetError for half of a surrogate pair, which JSON's escapes allow but no text contains."""
+    """Raise DatasetError for a lone surrogate: JSON can escape one, but it cannot be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -461,7 +461,7 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
 
 
 def _is_message(message: Any) -> bool:
-    """Return whether it is a message: a role, and a text, content parts, or (assistant only) None."""
+    """Return whether a value has a role and a valid content: text, content parts, or (assistant only) None."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")

@@ -91,9 +91,7 @@ def pair_dataset(
     rows = encode_rows(source, encode, name, bad)
     bad.report(name, rows)
     if identical := bad.notes[_IDENTICAL, ""]:
-        logger.warning(
-            "%s: %d of %d pairs have two identical answers, which teach nothing", name, identical, len(source)
-        )
+        logger.warning("%s: %d of %d pairs have two identical answers and train nothing", name, identical, len(source))
     log_notes(name, len(source), bad.notes, tokenizer)
     dataset = RowDataset(name, rows, n_skipped=len(bad.errors))
     if max_length is None:
@@ -149,7 +147,7 @@ def _conversation(
     if isinstance(require_column(row, key), str):
         turns = parse_transcript(row, key)
         if plain and turns[-1]["role"] == "assistant":
-            # Without a chat template the markers are the format: the text is kept as it is.
+            # Without a chat template the markers separate the turns, so the text is kept.
             before, _, answer = row.data[key].rpartition(_ASSISTANT)
             row = SourceRow(row.where, row.data | {key: before})
             messages = conversation(row, key, system_prompt, instruction)

@@ -131,11 +131,11 @@ def _turn_options(config: DatasetConfig, kind: DatasetKind) -> TurnOptions | Non
 
 
 class RowOptions(TypedDict, total=False):
-    """Options of rows that `get_custom_dataset` passes on.
+    """Options that `get_custom_dataset` passes to the loader of rows.
 
     Attributes:
         turns: which turns of a conversation are trained, for "sft", "dpo" and "rw".
-        bad_rows: "refuse" ends with the error of the first row that cannot be used, "skip" leaves out such rows.
+        bad_rows: "refuse" raises the error of the first row that cannot be used; "skip" leaves such rows out.
     """
 
     turns: TurnOptions | None
@@ -209,7 +209,7 @@ def get_custom_dataset(
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
         shared["instruction"] = instruction
-    # A loader need not have an option whose value is the default.
+    # Pass only values that differ from the defaults, since a loader may lack the option.
     shared |= {key: value for key, value in options.items() if value not in (None, TurnOptions(), "refuse")}
     if named is not None:
         if data_dir is not None:

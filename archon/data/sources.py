@@ -65,7 +65,7 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
 
 
 def open_rows(path: str | Path, split: str = "train", subset: str | None = None) -> Sequence[SourceRow]:
-    """Return the rows of one split. Lines of JSON are parsed when a row is read, and their errors are raised then.
+    """Return the rows of one split. A line of JSON is parsed, and may raise its error, when its row is read.
 
     Args:
         path: a file (`.jsonl`, `.json`, `.csv`, all three also with `.gz`, `.jsonl.zst`, `.parquet`, `.arrow`); a
@@ -211,7 +211,7 @@ def _open(path: Path, suffix: str) -> Any:
 
 
 def _nested_rows(row: SourceRow, split: str) -> list[SourceRow]:
-    """Return the rows in a JSON object of lists: `{"train": […], "test": […]}` or `{"data": […]}`; else the row."""
+    """Return the rows in a JSON object of lists, `{"train": […], "test": […]}` or `{"data": […]}`, or else the row."""
     tables = {
         name: value
         for name, value in row.data.items()

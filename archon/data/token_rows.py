@@ -34,7 +34,7 @@ Encode = Callable[[Sequence[SourceRow], Notes], list[Row]]
 CHUNK = 500
 """Rows that are encoded together. A smaller data set stays a list."""
 Chunk: TypeAlias = "tuple[TokenRows | None, BadRows]"
-"""Encoded rows of a chunk, None if there are none, and its skipped rows and notes."""
+"""Encoded rows of a chunk (None if all were skipped), with its errors and notes."""
 _POOL_SECONDS = 20.0  # expected time from which worker processes are started; a start takes some seconds
 CACHED_BYTES = 2**24
 """Size of source files from which their rows are cached."""
@@ -127,9 +127,9 @@ def encode_rows(
 
     Args:
         source: rows.
-        encode: returns rows of token lists for some source rows, and adds to their notes; can be pickled.
+        encode: returns rows of token lists for some source rows, and counts notes on them; can be pickled.
         title: of the progress bar.
-        bad_rows: what happens to rows that cannot be used; by default the first one is an error.
+        bad_rows: converter that handles unusable rows; by default the first one is an error.
 
     Returns:
         A list, or `TokenRows` for more than `CHUNK` rows.
