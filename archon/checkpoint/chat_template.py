@@ -451,7 +451,7 @@ def _template_error(messages: Sequence[Message], where: str, error: Exception) -
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Sandbox that reads fields of messages directly: three quarters of the time of a long conversation go there."""
+    """Sandbox with a fast path for fields of messages, which take 3/4 of the time to render long conversations."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
@@ -459,7 +459,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        key = type(obj), attr  # the only things that decide
+        key = type(obj), attr  # the result depends only on these
         if key not in _SAFE:
             _SAFE[key] = super().is_safe_attribute(obj, attr, value)
         return _SAFE[key]

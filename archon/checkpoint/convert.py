@@ -53,7 +53,7 @@ class OpenWeights:
     Attributes:
         hf_config: the Hugging Face config of the model.
         assets: the folder of the config.
-        tokenizer: the folder of the tokenizer; None: `assets`.
+        tokenizer: the folder of the tokenizer; None for `assets`.
         adapter: maps between Hugging Face and native names.
         tensors: tensors by Hugging Face key, in the order of the model's parameters.
     """
@@ -87,8 +87,8 @@ def convert(
         target: new or empty folder. A native target holds only weights; `ArchonEngine.load` reads it.
         to: format of `target`.
         origin: format of `source`; None detects it.
-        like: Hugging Face folder with the config and the tokenizer; by default `source`. Required for a native source,
-            whose run's tokenizer is written if it was saved with it.
+        like: Hugging Face folder with the config and the tokenizer; by default `source`. Required for a native source;
+            its own tokenizer is written if it has one.
         layout: `megatron` layout; by default one rank. `vocab_rows` is computed here.
         vocab_multiple: for `megatron`: the embedding is padded with zeros to a multiple of this times tp.
         dtype: for `hf`: dtype of the written weights; by default, and for the other formats, dtypes are unchanged.

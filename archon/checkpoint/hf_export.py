@@ -66,7 +66,7 @@ def save_hf(
         hf_config: the config to write; by default the config of `like`. Its dtype fields are set to the weights' dtype.
         like: checkpoint folder with the config, generation config and tokenizer files to copy. May be `path`.
         tokenizer: a tokenizer, or its folder, to save instead of the files of `like`.
-        dtype: dtype to convert the parameters to, or `like` for the dtype that each has in the checkpoint `like`; by
+        dtype: dtype to convert the parameters to, or "like" for each tensor's dtype in the checkpoint `like`; by
             default they keep their dtypes, as buffers always do. Parameters in full precision, such as the decays of
             delta nets, are converted too: transformers' models have one dtype (their `_keep_in_fp32_modules` do not
             name decays), so its `save_pretrained` writes them in it.
@@ -95,7 +95,9 @@ def save_hf(
     adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
     buffers = keys_of(adapter, adapter.buffer_shapes)
     if dtype == "like" and assets is None:
-        raise CheckpointError(f"{path}: dtype is 'like', and like is not set; set it to a checkpoint, or dtype to None")
+        raise CheckpointError(
+            f"{path}: dtype is 'like', but like is not set; set like to a checkpoint, or dtype to None"
+        )
     stored = stored_dtypes(assets, adapter) if dtype == "like" and assets is not None else {}
     uniform = dtype if isinstance(dtype, torch.dtype) else None
     target = Path(os.path.realpath(path))
@@ -112,7 +114,7 @@ def save_hf(
             of_model = type(adapter)(config, is_critic=True) if is_critic else adapter
             _check_names_and_shapes(target, of_model, shapes)
             # The config has the widest parameter dtype, which represents all others exactly. Router biases and
-            # decays may be wider still, and so may single tensors of `like`, whose dtype stays.
+            # decays may be wider, and with dtype="like" so may single tensors.
             wider = buffers | keys_of(adapter, adapter.full_precision_names)
             dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
             model_dtype = functools.reduce(torch.promote_types, dtypes)
@@ -226,7 +228,7 @@ class _ShardWriter:
 def _write_weights(
     weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype_of: Callable[[str], torch.dtype | None]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write weights in the dtype of their name (None: unchanged); return (shape, dtype) by name."""
+    """Write each weight in the dtype `dtype_of(name)` (None: unchanged); return (shape, dtype) by name."""
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
@@ -247,10 +249,10 @@ def _write_weights(
 
 
 def stored_dtypes(folder: Path, adapter: BaseStateDictAdapter) -> dict[str, torch.dtype]:
-    """Return the dtype that each Hugging Face tensor of `adapter`, and a value head, has in a checkpoint.
+    """Return the dtypes in a checkpoint of all Hugging Face tensors of `adapter` and of a value head.
 
-    Tensors that the checkpoint lacks or quantizes have the dtype of its config. A folder without weights, whose config
-    names no dtype, has none.
+    Tensors that the checkpoint lacks or quantizes get the dtype of its config. For a folder without weights whose
+    config has no dtype, the result is empty.
     """
     hf_config = read_hf_config(folder)
     default = config_dtype(hf_config)

@@ -201,7 +201,7 @@ def materialize(
             "or a layout that shards it over more ranks"
         ) from None
     model.tie_weights()
-    # A buffer that a family registers holds arbitrary memory now; NaN shows whether it is computed or loaded.
+    # Buffers hold arbitrary memory now. Fill them with NaN, which remains where `init_buffers` leaves a buffer out.
     family = model.model_class.__name__
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:

@@ -42,10 +42,10 @@ _READ_FIELDS = {
 }
 # Fields without effect on a trained LoRA.
 _IGNORED_FIELDS = {
-    "task_type",  # adds modules_to_save for a new head, which are refused
+    "task_type",  # may add modules_to_save, which is refused
     "auto_mapping",
     "inference_mode",
-    "layers_pattern",  # name of the module of layers; the tensors' names are checked
+    "layers_pattern",  # the tensors' names are checked instead
     "megatron_config",
     "megatron_core",
     "runtime_config",  # where PEFT computes initial values
@@ -76,7 +76,7 @@ class PeftConfig:
         parameters: names or name suffixes of parameters.
         excluded: modules without a LoRA, in the format of `modules`.
         layers: layers with a LoRA; None for all.
-        dropout: dropout of the LoRA's input while PEFT trains it.
+        dropout: dropout of the LoRA's inputs in training by PEFT.
     """
 
     path: Path
