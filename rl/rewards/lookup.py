@@ -39,7 +39,7 @@ register_reward = _NAMED.register
 def reward_name(function: Callable[..., Any]) -> str:
     """Return the name of a reward function: its dotted path, with the bound arguments of a `functools.partial`.
 
-    An instance of a class is named `module.Class()`, whatever its state.
+    The name of an instance is `module.Class()`, without its state.
     """
     if isinstance(function, functools.partial):
         bound = ", ".join(

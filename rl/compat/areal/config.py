@@ -1,4 +1,4 @@
-"""AReaL's configuration files, which archon refuses with the keys to write."""
+"""Detection of AReaL's configuration files, which archon refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from archon.schema.errors import ConfigError
 
-# Sections and fields that only AReaL's files have at the top.
+# Top-level keys that only AReaL's files have.
 _AREAL_KEYS = ("experiment_name", "trial_name", "allocation_mode")
 
 

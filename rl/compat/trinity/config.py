@@ -139,17 +139,17 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
 
 
 def _warmup_steps(settings: Mapping[str, Any]) -> int:
-    """Return the steps of the warm-up, negative if the file sets a share of all steps."""
+    """Return the warm-up steps; negative if they are unset or set by a ratio."""
     steps = settings.get("algorithm.optimizer.lr_warmup_steps")
     return -1 if steps is None else int(steps)
 
 
 def _require_rollouts(data: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for the first layout of Trinity-RFT's files, and for algorithms of other commands."""
+    """Raise ConfigError for the layout of Trinity-RFT's first releases, and for algorithms without rollouts."""
     if isinstance(data.get("data"), dict):
         raise ConfigError(
-            f"{source}: the section data is of the first releases of Trinity-RFT; write its keys where a newer example "
-            f"has them, such as {TRAIN}path"
+            f"{source}: the section data belongs to the first releases of Trinity-RFT; write its keys as newer "
+            f"examples do, such as {TRAIN}path"
         )
     if (kind := (data.get("algorithm") or {}).get("algorithm_type")) in _COMMANDS:
         raise ConfigError(
@@ -212,7 +212,7 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
     if tokens not in (None, answer_tokens):
         raise ConfigError(
             f"{source}: {EVAL}rollout_args.max_tokens is {tokens}, and {answer_tokens or 'unset'} in training; archon "
-            "evaluates with the training's limit"
+            "evaluates with the training limit; set both to one value"
         )
     if "eval_data" in config:
         shared = ("prompt_key", "response_key", "raw", "max_length")

@@ -294,7 +294,7 @@ T = "buffer.explorer_input.taskset."
         ),
         (T + "default_workflow_type", "frozen_lake_workflow", "'frozen_lake_workflow': write gym_env_workflow"),
         ("algorithm.policy_loss_fn_args.tau", 1.0, "expected 0: archon does not divide the loss"),
-        ("data", {"dataset_path": "x"}, "the section data is of the first releases"),
+        ("data", {"dataset_path": "x"}, "the section data belongs to the first releases"),
         ("archon", "layout", "archon is 'layout', expected a mapping"),
     ],
 )
