@@ -355,7 +355,7 @@ class BaseArchonModel(nn.Module, Generic[Args]):
                 raise
             raise FamilyError(
                 f"{self.model_class.__name__}.forward fails without cu_seqlens ({error}); generation, shared prefixes "
-                "and context parallelism pass tree_attn_meta alone: use tree_attn_meta.attend, as archon's layers do"
+                "and context parallelism pass only tree_attn_meta: use tree_attn_meta.attend, as archon's layers do"
             ) from error
         finally:
             self._runs_decoder, self.output, self.score = False, output, score

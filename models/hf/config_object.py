@@ -15,9 +15,9 @@ from archon.schema.errors import ConfigError, FamilyError
 _DISABLED = {"use_sliding_window": False, "mlp_bias": False, "pretraining_tp": 1}
 """Fields of dense decoders that have no effect with these values."""
 _SET_BY_THE_ENGINE = frozenset({"router_aux_loss_coef"})
-"""Fields that are options of a run in archon, not of a model."""
+"""Fields that archon sets in the run configuration instead of the model."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of one field; transformers may write another name than a family reads."""
+"""Aliases of one field: transformers may write another alias than a family reads."""
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -29,7 +29,7 @@ class HFConfig(Mapping[str, Any]):
     """Config with its fields as keys and as attributes, like a transformers config.
 
     The attributes `rope_theta`, `rope_scaling` and `rope_parameters` exist in both RoPE styles, and the number of
-    experts has each of its names. The object records the fields that are read.
+    experts under all its names. The object records the fields that are read.
 
     Args:
         hf_config: A parsed `config.json`, a transformers config, or a mock of one.
