@@ -222,7 +222,7 @@ def import_schema(path: str) -> type[StrictModel]:
 def config_command(schema: str) -> type[TyperCommand]:
     """Return a command class with the keys of `schema` ("module:Class", imported lazily).
 
-    `--help` lists the keys. A key that is written as an option, or an option as a key, is an error with the spelling.
+    `--help` lists the keys. An error corrects a key that is written as an option, and an option written as a key.
     """
 
     class ConfigCommand(TyperCommand):
@@ -230,7 +230,7 @@ def config_command(schema: str) -> type[TyperCommand]:
             options = {name: option for option in self.params for name in option.opts if name.startswith("--")}
             try:
                 remaining: list[str] = super().parse_args(ctx, args)
-            except Exception as error:  # releases of typer keep click's class of unknown options in different places
+            except Exception as error:  # the class of unknown options moves between releases of typer
                 name = str(getattr(error, "option_name", ""))
                 key = name.removeprefix("--").replace("-", "_")
                 if name in options or key not in leaves(import_schema(schema)):

@@ -52,7 +52,7 @@ def command(
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
     folder = model_folder(path, CONFIG_FILES)
     is_usable = True
-    if path.exists() or [*folder.glob("*.safetensors")]:  # else only the config of a hub id was downloaded
+    if path.exists() or [*folder.glob("*.safetensors")]:  # of a hub id only the config may be in the cache
         weights, is_usable = describe_weights(folder)
         print(f"  weights      {weights}")
     if has_tokenizer(folder):
@@ -73,7 +73,7 @@ def command(
 
 
 def describe_weights(folder: Path) -> tuple[str, bool]:
-    """Return the size and dtypes of a folder's weights, or why archon cannot read them, and whether it can."""
+    """Return (text, readable): size and dtypes of a folder's weights, or the reason why archon cannot read them."""
     from archon.checkpoint.hf_reader import HFCheckpoint
     from archon.schema.errors import CheckpointError
 

@@ -53,7 +53,7 @@ class BuiltEngine:
     Attributes:
         model: the model, or this rank's stages of a pipeline.
         lora_sizes: matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
-        lora_dropouts: `lora_dropout` of LoRAs that were loaded, by name; exports keep it.
+        lora_dropouts: `lora_dropout` of each loaded LoRA by name; exports keep it.
         loras: the trainers of a multi-LoRA model by name.
         optimizer: the optimizer; None without one and in a multi-LoRA model.
         scheduler: the learning-rate schedule of `optimizer`.

@@ -323,8 +323,8 @@ class EngineConfig(StrictModel):
     )
     export_dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = Field(
         "checkpoint",
-        description="dtype of exported weights. checkpoint: each tensor has its dtype in the checkpoint at path; LoRAs "
-        "in PEFT's format stay float32",
+        description="dtype of exported weights. checkpoint: the dtype of each tensor in the checkpoint at path. LoRAs "
+        "in PEFT's format are always float32",
     )
     fp8: Fp8Choice = Field(
         "none",

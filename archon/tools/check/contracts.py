@@ -120,7 +120,7 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
 
 
 def _join_by_error(lines: Sequence[str]) -> str:
-    """Join lines "field = value (style): error", with each error once and the fields that it has."""
+    """Join lines "field = value (style): error", with each error once, after the names of all its fields."""
     variants: dict[str, list[str]] = {}
     for line in lines:
         variant, _, error = line.partition("): ")

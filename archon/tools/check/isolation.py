@@ -45,7 +45,9 @@ def check_isolation(seed: int, model_type: str) -> int:
     with torch.no_grad():
         before = model(tokens, positions, cu_seqlens, longest).split(LENGTHS)
         if not torch.equal(torch.cat(before), model(tokens, positions, cu_seqlens, longest)):
-            raise ContractError("a second forward of the same tokens has other logits; remove dropout and other noise")
+            raise ContractError(
+                "two forwards of the same tokens give different logits; remove dropout and other randomness"
+            )
         for changed, document in enumerate(tokens.split(LENGTHS)):
             parts = list(tokens.split(LENGTHS))
             parts[changed] = (document + 1) % vocab

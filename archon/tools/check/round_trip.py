@@ -96,13 +96,13 @@ def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torc
 
 
 TWO_DIGITS = {"num_hidden_layers": 11, "num_experts": 12, "num_local_experts": 12, "n_routed_experts": 12}
-"""Sizes with indices of two digits, which a conversion may sort as text."""
+"""Sizes with two-digit indices, which a conversion that sorts names as text puts in the wrong order."""
 
 
 def native_round_trip(seed: int, model_type: str, folder: Path, **sizes: int) -> int:
     """Write fresh weights, load them, and write them again; return the number of tensors.
 
-    For families that transformers does not have, and for conversions written by hand.
+    For families that transformers lacks, and for handwritten conversions.
 
     Args:
         seed: seed of the configuration and the weights.

@@ -118,7 +118,7 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         args = spec.model_args_class.from_hf_config(config)
     except ConfigError as error:
         field = spec.model_args_class.hf_fields.get(name)
-        # A reader written by hand may report any argument; layer_types determines the number of layers.
+        # A handwritten reader may report any argument; layer_types determines the number of layers.
         natives = [field.native] if field else [argument.name for argument in fields(spec.model_args_class)]
         names = (name, "layer_types", *natives)
         if not any(other in str(error) for other in names):

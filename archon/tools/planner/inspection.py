@@ -94,12 +94,12 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
     )
 
 
-# Endings of architectures with heads that archon does not read.
+# Suffixes of architectures whose heads archon does not read.
 _OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice", "RewardModel")
 
 
 def _head(config: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Return whether the architecture is a reward model, and the reason why archon cannot load its head, if any."""
+    """Return whether the architecture is a reward model, and why archon cannot load its head, or None."""
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     is_reward_model, labels = name.endswith("ForSequenceClassification"), config.get("id2label")
