@@ -188,15 +188,8 @@ class ChatBody(OpenAISampling, protocol.Conversation):
 
     def forced_tool(self) -> str | bool:
         """Return the name of the forced tool; True if any call is forced."""
-        return (
-            self.tool_choice.function.name
-            if isinstance(self.tool_choice, NamedTool)
-            else self.tool_choice == "required"
-        )
-
-    def single_call(self) -> bool:
-        """Return whether calls after the first are left out."""
-        return self.parallel_tool_calls is False
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice == "required"
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools for the chat template."""

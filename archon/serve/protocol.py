@@ -127,6 +127,7 @@ class NeutralFields(RequestModel):
     lora_path: Unsupported = None
 
 
+# Typed dictionaries, because fields `json` and `schema` would hide methods of a pydantic model.
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Choices = Annotated[list[StopString], Field(min_length=1)]
 
@@ -198,7 +199,7 @@ class Body(NeutralFields):
         grammars = [json_grammar(schema) for schema in schemas if schema is not None]
         patterns, choices = (self.guided_regex, options.get("regex")), (self.guided_choice, options.get("choice"))
         grammars += [regex_grammar(pattern) for pattern in patterns if pattern is not None]
-        grammars += [choice_grammar(options) for options in choices if options is not None]
+        grammars += [choice_grammar(texts) for texts in choices if texts is not None]
         if len(grammars) > 1:
             raise RolloutError(f"the request constrains its answer in {len(grammars)} ways; send one constraint")
         return grammars[0] if grammars else None
@@ -236,6 +237,10 @@ class OpenAIHints(RequestModel):
     prompt_cache_key: str | None = Field(None, description="without effect")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="without effect")
     prompt_cache_retention: str | None = Field(None, description="without effect")
+
+    def single_call(self) -> bool:
+        """Return whether calls after the first are left out."""
+        return self.parallel_tool_calls is False
 
 
 class Conversation(RequestModel):

@@ -175,10 +175,6 @@ class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
         """Return the name of the forced tool; True if any call is forced."""
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice == "required"
 
-    def single_call(self) -> bool:
-        """Return whether calls after the first are left out."""
-        return self.parallel_tool_calls is False
-
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools for the chat template."""
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
