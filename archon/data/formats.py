@@ -279,7 +279,7 @@ def _instruction_column(row: SourceRow) -> Columns:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)):
             raise DatasetError(f"{row.where}: 'history' holds {turn!r:.80}; expected pairs [question, answer]")
         messages += [{"role": role, "content": part} for role, part in zip(("user", "assistant"), turn, strict=True)]
-    # Clear the column: `require_no_intent` would refuse it.
+    # Clear the column: `reject_unsupported_columns` would refuse it.
     return {"instruction": [*messages, {"role": "user", "content": text}], "history": None}
 
 

@@ -224,7 +224,7 @@ def _sft_rows(
     else:
         examples, row_images = [], []
         for row in source:
-            require_no_intent(row, reader)
+            reject_unsupported_columns(row, reader)
             if row.data.get("label") is False:
                 raise DatasetError(
                     f"{row.where}: 'label' is false, which marks an unwanted answer (KTO), and SFT would learn it; "
@@ -289,9 +289,7 @@ def _turn_notes(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = {
         "start with an assistant turn, which has no prompt and is not trained": roles[0] == "assistant",
         "end with a user turn, which has no answer": roles[-1] == "user",
-        "have an empty assistant turn, which is trained": any(
-            not message.get("content") and _is_empty_answer(message) for message in messages
-        ),
+        "have an empty assistant turn, which is trained": any(map(_is_empty_answer, messages)),
         "have two turns of one role in succession": any(
             first == second in ("user", "assistant") for first, second in pairwise(roles)
         ),
@@ -300,9 +298,9 @@ def _turn_notes(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
-    fields = (message.get(name) for name in ("content", "tool_calls", *THINKING_FIELDS))
-    is_trained = all(message.get(name) in (None, 1) for name in ("weight", "train"))
-    return message.get("role") == "assistant" and is_trained and not any(fields)
+    if message["role"] != "assistant" or any(map(message.get, ("content", "tool_calls", *THINKING_FIELDS))):
+        return False
+    return all(message.get(name) in (None, 1) for name in ("weight", "train"))
 
 
 def _text(row: SourceRow) -> str:
@@ -323,7 +321,7 @@ def _truncate_turns(row: dict[str, Any], max_length: int, stops: Collection[int]
 
 
 # Columns that should change training, and that neither SFT nor pairs support.
-_INTENT = (
+_UNSUPPORTED_COLUMNS = (
     "weight",
     "loss_weight",
     "sample_weight",
@@ -340,9 +338,9 @@ _INTENT = (
 )
 
 
-def require_no_intent(row: SourceRow, reader: ImageReader | None = None) -> None:
+def reject_unsupported_columns(row: SourceRow, reader: ImageReader | None = None) -> None:
     """Raise DatasetError for a column that should change training but is not supported, such as a row weight."""
-    for column in _INTENT:
+    for column in _UNSUPPORTED_COLUMNS:
         if row.data.get(column) in (None, []) or (reader is not None and column in ("image", "images")):
             continue
         raise DatasetError(

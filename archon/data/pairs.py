@@ -23,8 +23,8 @@ from archon.data.mapping import (
     has_thinking,
     log_format,
     log_notes,
+    reject_unsupported_columns,
     require_column,
-    require_no_intent,
 )
 from archon.data.named_datasets import require_tokenizer
 from archon.data.rows import RowDataset
@@ -115,7 +115,7 @@ def _pair_rows(
     for source_row in source:
         notes.update((COLUMN, column) for column in row_format.unused(source_row) - {*answer_keys})
         row = row_format.convert(source_row)
-        require_no_intent(row)
+        reject_unsupported_columns(row)
         pair = [
             _conversation(row, row_format.prompt_key, key, system_prompt, instruction, plain) for key in answer_keys
         ]

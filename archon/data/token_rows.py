@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -138,25 +139,25 @@ def encode_rows(
     if len(source) <= CHUNK:
         return bad.convert(source, encode)
     _require_main()
+    encode_chunk = partial(_encode_chunk, encode=encode, policy=bad.policy)
     start = time.monotonic()
-    first = _encode_chunk(source[:CHUNK], encode, bad.policy)
+    parts = [encode_chunk(source[:CHUNK])]
     expected = (time.monotonic() - start) * (len(source) / CHUNK - 1)
     chunks = [source[at : at + CHUNK] for at in range(CHUNK, len(source), CHUNK)]
-    parts = [first]
     with _progress(title, len(source), expected) as advance:
         advance(CHUNK)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if expected > _POOL_SECONDS and cores > 1 and parent_process() is None:
             try:
                 # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
-                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode, bad.policy)) as pool:
+                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode_chunk,)) as pool:
                     for part in pool.map(_encode_in_worker, chunks):
                         parts.append(part)
                         advance(CHUNK)
             except BrokenProcessPool:  # a script without `if __name__ == "__main__"` cannot be imported by a worker
                 del parts[1:]
         for chunk in chunks[len(parts) - 1 :]:
-            parts.append(_encode_chunk(chunk, encode, bad.policy))
+            parts.append(encode_chunk(chunk))
             advance(len(chunk))
     for _, report in parts:
         bad.errors += report.errors
@@ -180,18 +181,18 @@ def _encode_chunk(chunk: Sequence[SourceRow], encode: Encode, policy: Policy) ->
     return TokenRows.of(rows) if rows else None, bad
 
 
-_encoder: tuple[Encode, Policy] | None = None
+_worker_encoder: Callable[[Sequence[SourceRow]], Chunk] | None = None
 
 
-def _set_encoder(*encoder: Any) -> None:
-    global _encoder
+def _set_encoder(encoder: Callable[[Sequence[SourceRow]], Chunk]) -> None:
+    global _worker_encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
-    _encoder = encoder
+    _worker_encoder = encoder
 
 
 def _encode_in_worker(chunk: Sequence[SourceRow]) -> Chunk:
-    assert _encoder is not None
-    return _encode_chunk(chunk, *_encoder)
+    assert _worker_encoder is not None
+    return _worker_encoder(chunk)
 
 
 @contextmanager
