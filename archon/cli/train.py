@@ -73,11 +73,11 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
 
     run = RUNS[command]
     config_type: Any = getattr(rl, run.config.partition(":")[2])
-    from archon.rl.compat.areal.config import require_own_config
+    from archon.rl.compat.areal.config import reject_areal_config
     from archon.rl.compat.trinity.config import translate
 
     def read(values: dict[str, Any], source: str) -> dict[str, Any]:
-        values = require_own_config(values, source)
+        reject_areal_config(values, source)
         return translate(values, source) if command == "rl" else values
 
     config = load_config(config_type, file, overrides, read)

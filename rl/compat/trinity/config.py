@@ -133,15 +133,10 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     config = merge_sections(config, overrides)
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, settings.get("buffer.total_epochs") or 1)
-    if (ratio := settings.get("algorithm.optimizer.lr_warmup_steps_ratio")) and _warmup_steps(settings) < 0:
+    ratio, steps = (settings.get(f"algorithm.optimizer.lr_warmup_steps{end}") for end in ("_ratio", ""))
+    if ratio and (steps is None or int(steps) < 0):
         _put(config, "actor.scheduler.warmup_steps", int(ratio * config["total_steps"]))
     return config
-
-
-def _warmup_steps(settings: Mapping[str, Any]) -> int:
-    """Return the warm-up steps; negative if they are unset or set by a ratio."""
-    steps = settings.get("algorithm.optimizer.lr_warmup_steps")
-    return -1 if steps is None else int(steps)
 
 
 def _require_rollouts(data: dict[str, Any], source: str) -> None:
@@ -205,10 +200,8 @@ def _finish(config: dict[str, Any], settings: Mapping[str, Any], source: str) ->
         config["algorithm"]["policy_loss"] = {"kind": "reinforce"}  # no token is masked, Trinity-RFT's default
     _lora(config, settings.get("model.lora_configs") or [], source)
     _put(config, "train_data.raw", True)
-    tokens, answer_tokens = (
-        settings.get(EVAL + "rollout_args.max_tokens"),
-        config.get("gconfig", {}).get("max_new_tokens"),
-    )
+    tokens = settings.get(EVAL + "rollout_args.max_tokens")
+    answer_tokens = config.get("gconfig", {}).get("max_new_tokens")
     if tokens not in (None, answer_tokens):
         raise ConfigError(
             f"{source}: {EVAL}rollout_args.max_tokens is {tokens}, and {answer_tokens or 'unset'} in training; archon "
