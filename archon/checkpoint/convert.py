@@ -120,7 +120,7 @@ def convert(
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             text_only = is_text_decoder(weights.adapter.args, weights.hf_config["model_type"])
-            tokenizer = (saved_tokenizer(lora) if lora is not None else None) or weights.tokenizer
+            tokenizer = saved_tokenizer(lora) or weights.tokenizer
             options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, **options)
         elif to == "native":

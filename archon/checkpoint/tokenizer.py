@@ -165,8 +165,10 @@ def save_run_tokenizer(checkpoints: Path, tokenizer: Any, model_path: str | os.P
         publish(folder, target)
 
 
-def saved_tokenizer(path: str | os.PathLike[str]) -> Path | None:
+def saved_tokenizer(path: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder of the tokenizer of a LoRA (folder or hub id), a run folder or a native checkpoint, if any."""
+    if path is None:
+        return None
     path = model_folder(path)
     checkpoint = find_checkpoint(path) or find_checkpoint(path / "checkpoints")
     folder = path if checkpoint is None else checkpoint.parent / RUN_TOKENIZER

@@ -148,8 +148,7 @@ def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None
     from archon.rl.answers import CheckpointAnswerer
 
     read_hf_config(checkpoint)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
-    trained = (None if lora is None else saved_tokenizer(lora)) or checkpoint
-    tokenizer = load_tokenizer(config.tokenizer or trained, checkpoint)
+    tokenizer = load_tokenizer(config.tokenizer or saved_tokenizer(lora) or checkpoint, checkpoint)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
     model = load_model(checkpoint, device=device, dtype=dtype, lora=lora)
     engine = InProcessEngine.from_model(

@@ -70,8 +70,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
     from archon.generation import InProcessEngine
 
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
-    trained = (None if lora is None else saved_tokenizer(lora)) or path
-    tokenizer = load_tokenizer(config.tokenizer or trained, path)
+    tokenizer = load_tokenizer(config.tokenizer or saved_tokenizer(lora) or path, path)
     set_template_variables(tokenizer, config.chat_template_kwargs)
     requests = make_requests(prompts, config, tokenizer)
     device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)

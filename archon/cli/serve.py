@@ -160,8 +160,8 @@ def make_server(
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
     tokenizers = {name: saved_tokenizer(folder) for name, folder in (loras or {}).items()}
-    trained = [*tokenizers.values()] if len(tokenizers) == 1 else []
-    tokenizer = load_tokenizer(config.tokenizer or next(filter(None, trained), path), path)
+    trained = next(iter(tokenizers.values())) if len(tokenizers) == 1 else None
+    tokenizer = load_tokenizer(config.tokenizer or trained or path, path)
     stop_ids = {name: lora_stop_ids(folder, path, tokenizer) for name, folder in tokenizers.items()}
     read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
