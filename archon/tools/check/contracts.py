@@ -121,14 +121,14 @@ def _config_fields(family: CheckedFamily, full: bool) -> str:
 
 def _join_by_error(lines: Sequence[str]) -> str:
     """Join lines "field = value (style): error", with each error once, after the names of all its fields."""
-    variants: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     for line in lines:
-        variant, _, error = line.partition("): ")
-        variants.setdefault(error, []).append(f"{variant})")
-    return "; ".join(
-        f"{group[0] if len(group) == 1 else ', '.join(dict.fromkeys(v.partition(' = ')[0] for v in group))}: {error}"
-        for error, group in variants.items()
-    )
+        lines_of.setdefault(line.partition("): ")[2], []).append(line)
+    joined = []
+    for error, group in lines_of.items():
+        fields = dict.fromkeys(line.partition(" = ")[0] for line in group)
+        joined.append(group[0] if len(group) == 1 else f"{', '.join(fields)}: {error}")
+    return "; ".join(joined)
 
 
 def _round_trip(family: CheckedFamily, full: bool) -> str:

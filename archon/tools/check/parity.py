@@ -79,15 +79,14 @@ def first_difference(seed: int, model_type: str, reference: str | None = None) -
     model(tokens, torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), 9)
     for hook in hooks:
         hook.remove()
-    names = [
-        "the embedding",
-        *(f"layer {layer}" for layer in range(len(hooks) - 2)),
-        "the last layer or the final norm",
-    ]
     if len(actual) != len(expected):
         return ""
-    differs = (relative_error(a, b[0]) > FP32_TOLERANCE for a, b in zip(actual, expected, strict=True))
-    return f"; the first difference is in {next((n for n, d in zip(names, differs, strict=True) if d), 'the head')}"
+    layers = [f"layer {layer}" for layer in range(len(actual) - 2)]
+    names = ["the embedding", *layers, "the last layer or the final norm"]
+    for name, states, reference_states in zip(names, actual, expected, strict=True):
+        if relative_error(states, reference_states[0]) > FP32_TOLERANCE:
+            return f"; the first difference is in {name}"
+    return "; the first difference is in the head"
 
 
 def _results(
