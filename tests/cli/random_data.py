@@ -1,4 +1,4 @@
-"""Random rows and files: of every format that archon reads, and broken ones.
+"""Random rows and files in every format that archon reads, and broken ones.
 
 A word that starts with A belongs to an answer, and a word that starts with Q to everything else. The trained text of a
 row shows by its words whether all answers are trained, and nothing else.
@@ -27,20 +27,8 @@ WORD = re.compile("[AQ][0-9]+[éß数😀_]*")
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 JUNK: list[Any] = [
     *(None, "", " ", 0, -1, 1.5, 10**400, float("nan"), True, [], {}, [[]], [None], [0], {"role": "user"}),
-    *(
-        "\ud83d\ude00",
-        "\ud800",
-        "\x00",
-        "\u2028",
-        "\ufeff",
-        "<|im_end|>",
-        "<think>",
-        "</think>",
-        "x",
-        "[",
-        "{}",
-        "null",
-    ),
+    *("\ud83d\ude00", "\ud800", "\x00", "\u2028", "\ufeff", "<|im_end|>", "<think>", "</think>"),
+    *("x", "[", "{}", "null"),
     *("y" * 5000, "\n\nHuman: y\n\nAssistant: y", [{"type": "text"}], [{"type": "image"}], {"a": {"b": [1]}}, "a\r\nb"),
 ]
 FIELDS = ["name", "weight", "train", "tools", "images", "extra", "content", "system", "tool_calls", "thinking", "mask"]
@@ -225,7 +213,7 @@ class Case:
 
 
 def random_case(draw: random.Random, kind: str, folder: Path) -> Case:
-    """Write random rows of a kind to a new folder: two of three as they should be."""
+    """Write random rows of a kind to a new folder; a third of the data sets are irregular or broken."""
     folder.mkdir(parents=True)
     make = draw.choice(MAKERS[kind])
     rows: list[Row] = [make(draw) for _ in range(draw.choice([1, 1, 2, 3, 8]))]
@@ -354,30 +342,31 @@ def _broken_file(draw: random.Random, rows: Sequence[Row], folder: Path) -> Path
         lambda: ("rows.csv", b'prompt,response\n"x,y\n'),
         lambda: ("rows.csv", b"prompt,prompt\nx,y\n"),
         lambda: ("rows.csv", b"prompt,response\n\xff,y\n"),
-        lambda: ("rows.parquet", _damaged_table(draw, rows, folder)),
+        lambda: ("rows.parquet", _damaged_table(draw, rows)),
     ]
     name, data = draw.choice(damages)()
     return _put(folder / name, data)
 
 
-def _damaged_table(draw: random.Random, rows: Sequence[Row], folder: Path) -> bytes:
+def _damaged_table(draw: random.Random, rows: Sequence[Row]) -> bytes:
+    """Return a parquet file that is cut off, or whose strings are bytes that are not UTF-8."""
     sink = io.BytesIO()
     pq.write_table(pa.table({"prompt": [b"\xff\xfe"] * len(rows), "response": [b"x"] * len(rows)}), sink)
-    data = sink.getvalue()  # bytes, which are no text
+    data = sink.getvalue()
     return data if draw.random() < 0.3 else data[: draw.randrange(len(data))]
 
 
 def sft_answers(rows: Sequence[Row], template: str, train_turns: str = "all") -> list[Counter[str]] | None:
-    """Return the words that each row trains; None if the first row does not determine the format."""
+    """Return the words that each row trains; None if the columns of the first row have no known format."""
     columns = rows[0].keys()
     if {"prompt", "response"} <= columns:
-        return [_count(row["response"]) for row in rows]
+        return [word_counts(row["response"]) for row in rows]
     if name := next((name for name in ("messages", "conversations") if name in columns), None):
         return [_turn_words(row[name], template, train_turns) for row in rows]
     if {"prompt", "completion"} <= columns:
         return [_turn_words(_as_turns(row["completion"]), template, train_turns) for row in rows]
     if name := next((name for name in ("output", "text", "solution", "answer") if name in columns), None):
-        return [_count(row[name]) for row in rows]
+        return [word_counts(row[name]) for row in rows]
     return None
 
 
@@ -387,7 +376,7 @@ def pair_answers(rows: Sequence[Row], side: str) -> list[Counter[str]]:
     for row in rows:
         last = row[side]
         if isinstance(last, str):
-            answers.append(_count(last.rpartition("Assistant: ")[2]))
+            answers.append(word_counts(last.rpartition("Assistant: ")[2]))
         else:
             answers.append(_turn_words(last, "full", "last"))
     return answers
@@ -411,22 +400,18 @@ def _turn_words(messages: Any, template: str, train_turns: str) -> Counter[str]:
             continue
         text = _text(message.get("content"))
         thought = text.partition("</think>")[0] if "</think>" in text else ""
-        if template == "thinking" and index < len(messages) - 1 and _count(thought):
+        if template == "thinking" and index < len(messages) - 1 and word_counts(thought):
             continue  # the template strips this thought, so the turn is masked
-        count += _count(text)
+        count += word_counts(text)
         thinking = next((message[key] for key in ("reasoning_content", "thinking") if message.get(key)), "")
-        count += _count(thinking)
-        count += _count([tool.get("function", tool) for tool in message.get("tool_calls") or ()])
+        count += word_counts(thinking)
+        count += word_counts([tool.get("function", tool) for tool in message.get("tool_calls") or ()])
     return count
 
 
-def _count(value: Any) -> Counter[str]:
+def word_counts(value: Any) -> Counter[str]:
+    """Count the words of a text, or of another value as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return Counter(WORD.findall(text))
-
-
-def word_counts(text: str) -> Counter[str]:
-    """Return the words of a decoded text."""
     return Counter(WORD.findall(text))
 
 
@@ -435,13 +420,13 @@ def gold_answer(row: Row) -> Counter[str] | None:
     if name := next((name for name in ("messages", "conversations") if name in row), None):
         return _last_content(row[name])
     if "reward_model" in row:
-        return _count(row["reward_model"]["ground_truth"])
+        return word_counts(row["reward_model"]["ground_truth"])
     name = next((name for name in ("response", "answer", "solution", "completion") if name in row), None)
     return None if name is None else _last_content(_as_turns(row[name]))
 
 
 def _last_content(messages: Sequence[Row]) -> Counter[str]:
-    return _count(_text(messages[-1].get("content")))
+    return word_counts(_text(messages[-1].get("content")))
 
 
 ODD_PROMPTS = ["x", "\u2028", "<|im_end|>", "\x00", "'\\n", "#", "\x0cx"]
@@ -465,23 +450,8 @@ def random_prompts(draw: random.Random) -> tuple[bytes, list[str] | None]:
 
 NUMBERS = ["1e400", "-1", "0", "1.5", ".nan", ".inf", "9" * 5000, "1_000", "0x10", "1:30", "2026-01-01", "true", "null"]
 NESTED = ["[", "{", "[1,2]", "{a: 1}", "[[[1]]]", "[" * 2000, "{a: " * 300, "a: b: c", "- a", "? x", ": x", "|", ">"]
-TEXTS = [
-    "",
-    " ",
-    "a #b",
-    "# a",
-    " x ",
-    "x\ny",
-    "\t",
-    "\x00",
-    "größe",
-    "数",
-    "\u2028",
-    "\ud800",
-    "\udc80",
-    "\ufeff",
-    "y" * 3000,
-]
+TEXTS = ["", " ", "a #b", "# a", " x ", "x\ny", "\t", "\x00", "größe", "数", "\u2028", "\ud800", "\udc80", "\ufeff"]
+TEXTS.append("y" * 3000)
 PATHS = [
     "~",
     "~/x",
@@ -500,18 +470,9 @@ PATHS = [
     "'x",
     "!x",
 ]
-VARIABLES = [
-    "${",
-    "${x}",
-    "${.}",
-    "${oc.env:NO_SUCH_NAME}",
-    "${run_dir}",
-    "${model}",
-    "${now:%Y}",
-    "${now:\x00}",
-    "${now:}",
-]
-VARIABLES += ["${oc.decode:[}", "${oc.create:1}", "${oc.select:x}", "???", "*x", "&a", "!!python/object:os.system x"]
+VARIABLES = ["${", "${x}", "${.}", "${oc.env:NO_SUCH_NAME}", "${run_dir}", "${model}", "${now:%Y}", "${now:\x00}"]
+VARIABLES += ["${now:}", "${oc.decode:[}", "${oc.create:1}", "${oc.select:x}", "???", "*x", "&a"]
+VARIABLES += ["!!python/object:os.system x"]
 KEYS = ["", ".", "a..b", "model", "model.path.x", "model[path]", "a[0]", "x[", "]", "größe", " a", "a ", "~", "$A", "#"]
 
 

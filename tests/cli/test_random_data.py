@@ -1,4 +1,4 @@
-"""Every command that takes data, on random rows and files: an answer or one line of complaint, and no row is lost."""
+"""Every command that reads data, on random rows and files: it uses every row, or refuses the data in one line."""
 
 from __future__ import annotations
 
@@ -139,9 +139,14 @@ def checked_rows(case: Case, kind: str, template: str, options: dict[str, object
             if case.regular and expected is not None:
                 assert word_counts(text) == expected[number], (text, expected[number])
             if case.regular and number != case.mutated:
-                rest = WORD.sub("", re.sub(r"<tool_call>.*?</tool_call>|</?think>|<\|im_end\|>", "", text))
-                assert text.endswith("<|im_end|>") and not rest.strip(), (text, rest)
+                unexpected = WORD.sub("", re.sub(r"<tool_call>.*?</tool_call>|</?think>|<\|im_end\|>", "", text))
+                assert text.endswith("<|im_end|>") and not unexpected.strip(), (text, unexpected)
     return loaded
+
+
+def row_count(rows) -> str:
+    """Return the line of a dry run that counts the training rows."""
+    return f"train_data: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")
 
 
 def run_training(archon, checkpoints, folder: Path, draw: random.Random, kind: str, dry_run: bool) -> bool:
@@ -164,8 +169,7 @@ def run_training(archon, checkpoints, folder: Path, draw: random.Random, kind: s
     tokenizer = load_tokenizer(str(checkpoints[template]))
     rows = checked_rows(case, kind, template, options, tokenizer)
     if dry_run:
-        count = f"train_data: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")
-        assert f"# {count}\n" in outcome.out
+        assert f"# {row_count(rows)}\n" in outcome.out
         assert (f"# eval_data: {len(rows):,} rows" in outcome.out) == held_out
         marked = "".join(part.partition("»")[0] for part in outcome.out.split("«")[1:])
         assert not any(word.startswith("Q") for word in word_counts(marked))
@@ -203,11 +207,9 @@ def _prompt(tokenizer, row, case: Case) -> tuple[list[int], str]:
     try:
         ids = encode_prompt(tokenizer, row)
     except DatasetError as error:
-        refusal = str(error)
-    else:
-        return ids, tokenizer.decode(ids)
-    assert refusal.startswith(str(file_of(case)))
-    return [], ""
+        assert str(error).startswith(str(file_of(case)))  # noqa: PT017
+        return [], ""
+    return ids, tokenizer.decode(ids)
 
 
 def file_of(case: Case) -> Path:
@@ -230,8 +232,7 @@ def run_rl(archon, checkpoints, folder: Path, draw: random.Random, dry_run: bool
     tokenizer = load_tokenizer(str(checkpoints[template]))
     rows = checked_prompts(case, options, tokenizer)
     if dry_run:
-        count = f"train_data: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")
-        assert f"# {count}\n" in outcome.out
+        assert f"# {row_count(rows)}\n" in outcome.out
         return True
     [metrics] = read_jsonl(folder / "run" / "metrics.jsonl")
     lost = sum(value for name, value in metrics.items() if name.startswith("rollout/dropped/"))

@@ -11,6 +11,7 @@ import pytest
 
 from archon.data import get_custom_dataset
 from archon.schema.errors import UserError
+from tests.cli.random_data import mutate
 from tests.data.test_encoding import trained_text_of
 from tests.data.toy_tokenizers import CHATML, THINKING, toy_tokenizer
 
@@ -47,42 +48,6 @@ ROWS: dict[str, list[Any]] = {
         {"prompt": [USER], "response": 5, "reward_model": {"ground_truth": "5"}},
     ],
 }
-JUNK = [
-    None,
-    "",
-    " ",
-    0,
-    -1,
-    1.5,
-    True,
-    [],
-    {},
-    [[]],
-    [None],
-    {"role": "user"},
-    "\ud83d\ude00",
-    "\u2028",
-    "<|im_end|>",
-    "x",
-]
-
-
-def mutate(value: Any, draw: random.Random) -> Any:
-    """The value with one place changed: replaced, removed, repeated or added."""
-    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.15:
-        return draw.choice(JUNK)
-    value = dict(value) if isinstance(value, dict) else list(value)
-    place = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
-    match draw.randrange(5):
-        case 0:
-            del value[place]
-        case 1 if isinstance(value, list):
-            value.insert(place, value[place])
-        case 2 if isinstance(value, dict):
-            value[draw.choice(["name", "weight", "tools", "images", "extra", "content"])] = draw.choice(JUNK)
-        case _:
-            value[place] = mutate(value[place], draw)
-    return value
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, None], ids=["chatml", "thinking", "plain"])
