@@ -452,24 +452,8 @@ NUMBERS = ["1e400", "-1", "0", "1.5", ".nan", ".inf", "9" * 5000, "1_000", "0x10
 NESTED = ["[", "{", "[1,2]", "{a: 1}", "[[[1]]]", "[" * 2000, "{a: " * 300, "a: b: c", "- a", "? x", ": x", "|", ">"]
 TEXTS = ["", " ", "a #b", "# a", " x ", "x\ny", "\t", "\x00", "größe", "数", "\u2028", "\ud800", "\udc80", "\ufeff"]
 TEXTS.append("y" * 3000)
-PATHS = [
-    "~",
-    "~/x",
-    "~nobody-here/x",
-    "$HOME",
-    "$NO_SUCH_NAME",
-    "\\",
-    "a\\",
-    "a=b",
-    "=",
-    "%",
-    "@",
-    "`",
-    "'",
-    '"',
-    "'x",
-    "!x",
-]
+PATHS = ["~", "~/x", "~nobody-here/x", "$HOME", "$NO_SUCH_NAME", "\\", "a\\", "a=b", "=", "%", "@", "`"]
+PATHS += ["'", '"', "'x", "!x"]
 VARIABLES = ["${", "${x}", "${.}", "${oc.env:NO_SUCH_NAME}", "${run_dir}", "${model}", "${now:%Y}", "${now:\x00}"]
 VARIABLES += ["${now:}", "${oc.decode:[}", "${oc.create:1}", "${oc.select:x}", "???", "*x", "&a"]
 VARIABLES += ["!!python/object:os.system x"]

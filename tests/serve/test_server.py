@@ -485,10 +485,10 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
             ],
             "max_tokens": 1,
         },
-        "the assistant's, which may have only text",
+        "expected only text blocks in it",
     ),
     ("/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "any"}}, "the tools of the request"),
-    ("/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "tool"}}, "type tool has a name"),
+    ("/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "tool"}}, "set name for type 'tool'"),
 ]
 
 
