@@ -32,10 +32,6 @@ from archon.parallel.fp8 import MULTIPLE, Fp8Scaling
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group], power_of_two: bool) -> Quantized:
-    return quantize_with_scale(x, compute_scale(x, dtype, by_row, groups, power_of_two), dtype, by_row)
-
-
 class Quantized(NamedTuple):
     """FP8 `values` of a matrix [m, k], or a stack [E, m, k], that was multiplied by `scale` in at least float32.
 
@@ -78,6 +74,10 @@ def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bo
     """Return x · scale, rounded to the nearest value of `dtype` and clamped to its range."""
     largest = torch.finfo(dtype).max
     return Quantized((x.to(scale.dtype) * scale).clamp(-largest, largest).to(dtype), scale, by_row)
+
+
+def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Group], power_of_two: bool) -> Quantized:
+    return quantize_with_scale(x, compute_scale(x, dtype, by_row, groups, power_of_two), dtype, by_row)
 
 
 def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
