@@ -142,7 +142,9 @@ SPECIAL_KEYS |= {
 SPECIAL_KEYS |= {"synchronizer.sync_offset", BUFFER + "path", BUFFER + "max_read_timeout", BUFFER + "storage_type"}
 SPECIAL_KEYS |= {EXPERT + "format." + key for key in ("prompt_type", "prompt_key", "response_key", "messages_key")}
 
-_OF_ONE_STUDY = "archon has none; change the imports of its class to archon.rl, and name the class by its dotted path"
+_OF_ONE_STUDY = (
+    "archon has no such workflow; change the imports of its class to archon.rl, and name the class by its dotted path"
+)
 # Workflows of Trinity-RFT without a workflow of the same name here.
 OTHER_WORKFLOWS = {
     **dict.fromkeys(
