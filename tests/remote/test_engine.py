@@ -151,9 +151,9 @@ def test_values_that_are_not_sent_to_servers_are_refused(engine: RemoteEngine, g
 
 
 def test_constraints_of_an_answer_are_refused(engine: RemoteEngine) -> None:
-    asked = request()
-    asked.constraint = Mock(spec=Constraint)
-    (error,) = ask(engine, asked)
+    constrained = request()
+    constrained.constraint = Mock(spec=Constraint)
+    (error,) = ask(engine, constrained)
     with pytest.raises(RolloutError, match=r"constrains its answer, .* needs the in-process generator"):
         raise error
 

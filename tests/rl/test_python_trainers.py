@@ -120,9 +120,9 @@ def test_a_reward_object_runs_and_a_resume_names_the_change(
     RLTrainer(**run, reward=reward, total_steps=2, resume=True).train()
     assert "the reward is" not in capsys.readouterr().out
     RLTrainer(**run, reward=changed, total_steps=3, resume=True).train()
-    said = " ".join(capsys.readouterr().out.split())
-    assert "warning: the reward is tests.rl.rewards_for_tests.scaled_digits" in said
-    assert f"until step 2 it was tests.rl.rewards_for_tests.{name}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "warning: the reward is tests.rl.rewards_for_tests.scaled_digits" in output
+    assert f"until step 2 it was tests.rl.rewards_for_tests.{name}" in output
     config = RLConfig.parse(
         {"actor": model, "run_dir": str(tmp_path / "x"), "reward": f"tests.rl.{name}"}
         | {"total_steps": 1, "train_data": {"path": str(next((tmp_path / "run" / "data").glob("train*")))}}

@@ -413,8 +413,8 @@ def test_constraints_are_refused_for_training_and_allowed_for_evaluation(
 
     class Constrained(RLVRWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            asked = ModelRequest(self.tokenizer("1").input_ids, GCONFIG.new(n_samples=1), constraint=AnyToken())
-            await engine.agenerate(asked)
+            ids = self.tokenizer("1").input_ids
+            await engine.agenerate(ModelRequest(ids, GCONFIG.new(n_samples=1), constraint=AnyToken()))
             return await super().arun_episode(engine, data)
 
     rollout = Rollout(
