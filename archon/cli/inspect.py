@@ -52,7 +52,7 @@ def command(
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
     folder = model_folder(path, CONFIG_FILES)
     is_usable = True
-    if path.exists() or [*folder.glob("*.safetensors")]:  # of a hub id only the config may be in the cache
+    if path.exists() or any(folder.glob("*.safetensors")):  # of a hub id only the config may be in the cache
         weights, is_usable = describe_weights(folder)
         print(f"  weights      {weights}")
     if has_tokenizer(folder):

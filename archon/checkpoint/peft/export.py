@@ -129,10 +129,10 @@ def export_lora(
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
     tokenizer = saved_tokenizer(path) or base
-    options: dict[str, Any] = {"base": os.fspath(base), "experts": experts, "tokenizer": tokenizer}
-    if is_peft_folder(path):
-        options["dropout"] = read_peft_config(path).dropout
-    save_lora(target, adapter, lora.sizes, lora.tensors, **options)
+    dropout = read_peft_config(path).dropout if is_peft_folder(path) else 0.0
+    save_lora(
+        target, adapter, lora.sizes, lora.tensors, base=str(base), experts=experts, tokenizer=tokenizer, dropout=dropout
+    )
     return lora
 
 
