@@ -208,7 +208,7 @@ class RLConfig(StrictModel):
         None, description="difficulty column: each epoch starts with the smallest values; null: shuffled"
     )
     eval_data: Annotated[DatasetConfig | None, HELD_OUT] = Field(
-        None, description="held-out prompts; split defaults to test if path is that of train_data"
+        None, description="held-out prompts; split defaults to test if path equals train_data.path"
     )
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"

@@ -151,12 +151,12 @@ def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:
 
 
 def save_run_tokenizer(checkpoints: Path, tokenizer: Any, model_path: str | os.PathLike[str]) -> None:
-    """Write the tokenizer of a run next to its native checkpoints, from which later exports take it.
+    """Write the tokenizer of a run next to its native checkpoints, for later exports.
 
     Args:
         checkpoints: folder of the checkpoints.
         tokenizer: the tokenizer.
-        model_path: the trained model, whose generation config is written too.
+        model_path: folder of the trained model; its generation config is written too.
     """
     target = checkpoints / RUN_TOKENIZER
     with write_errors(target), staged_folder(target) as folder:
@@ -166,7 +166,7 @@ def save_run_tokenizer(checkpoints: Path, tokenizer: Any, model_path: str | os.P
 
 
 def saved_tokenizer(path: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder of the tokenizer of a LoRA (folder or hub id), a run folder or a native checkpoint, if any."""
+    """Return the tokenizer's folder of a LoRA (folder or hub id), a run or a native checkpoint; None if it has none."""
     if path is None:
         return None
     path = model_folder(path)

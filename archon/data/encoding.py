@@ -90,7 +90,7 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], where: str | None = No
     if has_chat_template(tokenizer) and "messages" in row:
         tools = parse_tools(row.get("tools"), where)
         messages = [prepare_message(message, where) for message in row["messages"]]
-        if not isinstance(tokenizer.chat_template, str | dict):  # a tokenizer of another kind
+        if not isinstance(tokenizer.chat_template, str | dict):  # not a tokenizer of transformers
             text = render_calls(tokenizer, messages, where, add_generation_prompt=True, tools=tools, **options)
             return list(tokenize(tokenizer, text, where)["input_ids"])
         chat = chat_template(tokenizer, **options)
@@ -319,7 +319,7 @@ def _is_trained(message: Message, where: str) -> bool:
 
 def prepare_message(message: Message, where: str) -> Message:
     """Return a message as chat templates expect it: arguments of tool calls as objects, and no field for training."""
-    if message.keys() == {"role", "content"} and type(message["content"]) is str:  # saves time: most messages
+    if message.keys() == {"role", "content"} and type(message["content"]) is str:  # fast path of most messages
         return {**message}
     prepared = {name: value for name, value in message.items() if name not in ("weight", "train") and value is not None}
     prepared.setdefault("content", "")

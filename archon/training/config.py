@@ -52,7 +52,7 @@ class LoRAData(StrictModel):
     train_data: TrainingDataConfig = Field(description="training rows")
     batch_size: int | None = Field(None, ge=1, description="rows per optimizer step; null: batch_size of the run")
     eval_data: Annotated[TrainingDataConfig | None, HELD_OUT] = Field(
-        None, description="held-out rows; split defaults to test if path is that of train_data"
+        None, description="held-out rows; split defaults to test if path equals train_data.path"
     )
 
 
@@ -71,7 +71,7 @@ class SFTConfig(StrictModel):
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the model's")
     train_data: TrainingDataConfig = Field(description="training rows")
     eval_data: Annotated[TrainingDataConfig | None, HELD_OUT] = Field(
-        None, description="held-out rows; split defaults to test if path is that of train_data"
+        None, description="held-out rows; split defaults to test if path equals train_data.path"
     )
     lora_data: dict[str, LoRAData] | None = Field(
         None, description="data by LoRA name, for LoRAs that do not train on train_data"
