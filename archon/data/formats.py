@@ -209,7 +209,7 @@ def _conversation(row: SourceRow, name: str) -> list[Message]:
             continue
         message = {key: value for key, value in turn.items() if key not in ("role", "from", "value")}
         message = {"role": role, "content": turn.get("value"), **message}
-        if speaker == "function_call":
+        if str(speaker).lower() == "function_call":
             message |= {"content": "", "tool_calls": [_sharegpt_call(row, turn.get("value"))]}
         messages.append(message)
     return messages
@@ -270,8 +270,15 @@ def _instruction_column(row: SourceRow) -> Columns:
     instruction, history = row.data.get("instruction"), row.data.get("history") or []
     if not isinstance(instruction, str):
         raise DatasetError(f"{row.where}: 'instruction' is {instruction!s:.80}; expected an instruction in one string")
-    extra = next((row.data[name] for name in _INPUTS if row.data.get(name)), None)
-    text = f"{instruction}\n\n{extra}" if extra else instruction
+    parts = [instruction]
+    for name in _INPUTS:
+        value = row.data.get(name)
+        if value is None or value == "" or value != value:  # NaN, which pandas writes for an empty cell
+            continue
+        if not isinstance(value, str | int | float):
+            raise DatasetError(f"{row.where}: {name!r} is {value!r:.80}; expected the input of an instruction as text")
+        parts.append(str(value))
+    text = "\n\n".join(parts)
     if not history:
         return {"instruction": text}
     messages: list[Message] = []

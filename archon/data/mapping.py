@@ -225,14 +225,14 @@ def _sft_rows(
         examples, row_images = [], []
         for row in source:
             reject_unsupported_columns(row, reader)
-            if row.data.get("label") is False:
+            if str(row.data.get("label")).lower() == "false":  # a text in CSV
                 raise DatasetError(
                     f"{row.where}: 'label' is false, which marks an unwanted answer (KTO), and SFT would learn it; "
                     "keep the rows whose label is true, or train on pairs of chosen and rejected answers"
                 )
             messages = conversation(row, prompt_key, system_prompt, instruction)
-            if response_key is None:
-                notes.update((TURNS, note) for note in _turn_notes(row.data[prompt_key]))
+            if response_key is None and isinstance(turns_column := column_value(row, prompt_key), list):
+                notes.update((TURNS, note) for note in _turn_notes(turns_column))
             row_images.append(image_sources(row.data) if reader else [])
             if row_images[-1]:
                 require_image_template(tokenizer, row.where)
@@ -341,7 +341,7 @@ _UNSUPPORTED_COLUMNS = (
 def reject_unsupported_columns(row: SourceRow, reader: ImageReader | None = None) -> None:
     """Raise DatasetError for a column that should change training but is not supported, such as a row weight."""
     for column in _UNSUPPORTED_COLUMNS:
-        if row.data.get(column) in (None, []) or (reader is not None and column in ("image", "images")):
+        if row.data.get(column) in (None, [], "") or (reader is not None and column in ("image", "images")):
             continue
         raise DatasetError(
             f"{row.where}: column {column!r} is {str(row.data[column])[:60]!r}, which this training does not support; "

@@ -23,6 +23,7 @@ from archon.schema.lazy import import_dotted
 _FUNCTION = "python:"
 _SPLITS = ("train", "validation", "test")
 _TABLES = ("data", "rows")  # names of a list of rows in a JSON object
+_OBJECT_FILES = (".json", ".json.gz")  # in JSON Lines an object is a row, also if it is the only one
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
@@ -73,8 +74,8 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None)
             of a hub dataset, or saved by `datasets`; the id of a dataset on the Hugging Face hub, `owner/name` or
             `owner/name@revision`; or `python:` and the dotted path of a function that returns the rows of a split as
             dictionaries.
-        split: split of a source with several. A file is one split, whatever its name, unless it is one JSON object
-            `{"train": […], "test": […]}`.
+        split: split of a source with several. A file is one split, whatever its name, unless it is a `.json` with
+            one object `{"train": […], "test": […]}`.
         subset: configuration of a hub dataset with several.
 
     Raises:
@@ -194,7 +195,7 @@ def _read_file(path: Path, split: str) -> Sequence[SourceRow]:
             rows = _READERS[suffix](path, cast(BinaryIO, stream))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DatasetError(f"{path}: damaged or not gzip: {error}; copy it again") from error
-    return _nested_rows(rows[0], split) if len(rows) == 1 and _READERS[suffix] is _read_json else rows
+    return _nested_rows(rows[0], split) if len(rows) == 1 and suffix in _OBJECT_FILES else rows
 
 
 def _open(path: Path, suffix: str) -> Any:

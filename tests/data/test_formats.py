@@ -45,6 +45,7 @@ def read(tmp_path: Path, kind: Any, *rows: Any, **options: Any) -> Any:
         {"question": "How many?", "answer": "12"},
         {"query": "How many?", "response": "12"},
         {"instruction": "How many?", "context": "", "response": "12"},
+        {"instruction": "How many?", "input": float("nan"), "output": "12", "history": ""},
     ],
 )
 def test_sft_rows_of_every_format_train_the_answer(tmp_path: Path, row: Any, caplog: Any) -> None:
@@ -133,6 +134,26 @@ def test_the_history_of_an_instruction_comes_before_it(tmp_path: Path) -> None:
     assert trained_text_of(tokenizer, encoded) == "12<|im_end|>3<|im_end|>"
     _, (read_row,) = read(tmp_path, "rl", row)
     assert read_row["messages"] == [USER, ANSWER, {"role": "user", "content": "Add.\n\n1+2"}]
+
+
+def test_every_input_of_an_instruction_is_read(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": 0, "context": "Use decimals.", "output": "3"}
+    tokenizer, (encoded,) = read(tmp_path, "sft", row)
+    assert "user\nAdd.\n\n0\n\nUse decimals.<|im_end|>" in tokenizer.decode(encoded["input_ids"])
+
+
+def test_the_turns_of_a_nested_column_are_read(tmp_path: Path) -> None:
+    row = {"chat": {"turns": [USER, ANSWER]}}
+    tokenizer, (encoded,) = read(tmp_path, "sft", row, prompt_key="chat.turns", response_key=None)
+    assert tokenizer.decode(encoded["input_ids"]) == TEXT
+    with pytest.raises(DatasetError, match="nothing to train on: the conversation has no assistant turn"):
+        read(tmp_path, "sft", {"chat": "How many?"}, prompt_key="chat", response_key=None)
+
+
+def test_calls_are_read_whatever_the_case_of_their_role(tmp_path: Path) -> None:
+    call = {"from": "Function_Call", "value": '{"name": "f", "arguments": {}}'}
+    with pytest.raises(DatasetError, match="does not render 'tool_calls'"):
+        read(tmp_path, "sft", {"conversations": [HUMAN, call]})
 
 
 def test_columns_that_are_not_used_are_named_in_every_row_and_format(tmp_path: Path, caplog: Any) -> None:
@@ -285,6 +306,8 @@ def test_rl_rows_of_every_format_have_a_prompt_and_perhaps_an_answer(tmp_path: P
         ("sft", {"instruction": 5, "output": "x"}, "'instruction' is 5; expected an instruction in one"),
         ("sft", {"instruction": "a", "output": "b", "history": [["c"]]}, "'history' holds"),
         ("sft", {"prompt": "a", "completion": "b", "label": False}, "'label' is false, which marks an unwanted answer"),
+        ("sft", {"prompt": "a", "response": "b", "label": "False"}, "'label' is false, which marks an unwanted answer"),
+        ("sft", {"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' is {'b': 1}; expected the input"),
         ("rl", {"prompt": [USER, ANSWER]}, "the prompt ends with an assistant turn"),
         ("rl", {"messages": [USER, ANSWER, ANSWER]}, "the prompt ends with an assistant turn"),
         ("dpo", {"prompt": "a", "completion": "b", "label": True}, "expected the columns chosen and rejected"),

@@ -174,6 +174,12 @@ def test_an_object_of_lists_holds_splits_or_data(tmp_path: Path, indent: int | N
         assert [source.data for source in read(row)] == [row]
 
 
+def test_the_only_line_of_a_file_is_one_row(tmp_path: Path) -> None:
+    row = {"prompt": "a", "test": [{"input": "1", "output": "2"}], "data": [{"b": 1}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    assert [source.data for source in read_rows(tmp_path / "rows.jsonl")] == [row]
+
+
 def test_csv_values_are_text_with_commas_quotes_and_lines(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text('q,a\n"say ""hi"",\nplease",007\nNA,\n', encoding="utf-8")
