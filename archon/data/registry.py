@@ -105,7 +105,10 @@ def load_rows(
         dataset = load()
         return replace(dataset, rows=dataset.rows[: config.limit])
     # A file may move between a run and its resume; everything else that changes encoded rows counts.
-    recipe = [config.model_dump(exclude={"path", "data_dir", "limit"}), getattr(tokenizer, "chat_template", None)]
+    # A field that is newer than runs to resume is left out of the fingerprint while it has its default.
+    newer = {"bad_rows"} if config.bad_rows == "refuse" else set()
+    fields = config.model_dump(exclude={"path", "data_dir", "limit", *newer})
+    recipe = [fields, getattr(tokenizer, "chat_template", None)]
     files = {} if reader is not None or _NAMED.find(config.path) else local_files(config.path)
     if sum(file.stat().st_size for file in files.values()) < CACHED_BYTES:
         dataset = load()

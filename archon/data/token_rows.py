@@ -39,7 +39,7 @@ Chunk: TypeAlias = "tuple[TokenRows | None, BadRows]"
 _POOL_SECONDS = 20.0  # expected time from which worker processes are started; a start takes some seconds
 CACHED_BYTES = 2**24
 """Size of source files from which their rows are cached."""
-_FORMAT = 2  # of a cached folder; raise it when the encoding of rows changes
+_FORMAT = 3  # of a cached folder; raise it when the encoding of rows changes
 
 
 class TokenRows(Sequence[Row]):

@@ -103,6 +103,15 @@ def test_a_second_start_reads_the_cache_unless_data_tokenizer_or_options_changed
     assert encoded == [ROWS] * 4 + [ROWS + 1]
 
 
+def test_the_fingerprint_of_a_data_set_is_that_of_earlier_versions_whose_runs_are_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "response": "2"}')
+    rows = load_rows(TrainingDataConfig(path=str(path)), "sft", toy_tokenizer())
+    assert rows.source_fingerprint == "adf60c5924245fc4"
+    skipping = load_rows(TrainingDataConfig(path=str(path), bad_rows="skip"), "sft", toy_tokenizer())
+    assert skipping.source_fingerprint != rows.source_fingerprint
+
+
 def test_a_preparation_that_failed_leaves_nothing(file: Path) -> None:
     file.write_text(file.read_text() + '\n{"messages": 3}')
     start = time.monotonic()
