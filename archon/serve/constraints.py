@@ -59,7 +59,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # a control character to llguidance
 
 
 class AnswerGrammar:
@@ -107,7 +107,7 @@ class AnswerGrammar:
     def _call(self, form: CallForm, name: str, schema: Mapping[str, Any]) -> str:
         start, end = self.literal(form.before + _quote(name)[1:-1] + form.between), self.literal(form.after)
         if form.parameter is None:
-            return f"{start} {json_grammar({'type': 'object', **schema})} {end}"
+            return f"{start} {json_grammar({**schema, 'type': 'object'})} {end}"
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise RolloutError(f"tool {name!r:.80}: properties is not an object, or required is not a list")
@@ -205,8 +205,16 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = stop_token_ids(tokenizer)[0], None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text. An empty list makes llguidance search the vocabulary itself."""
-        try:
-            return list(self._encoder.encode(text.decode(), add_special_tokens=False).ids)
-        except Exception:  # noqa: BLE001 (tokenizers raises this class for a character without a token)
-            return []
+        """Return the tokens of a text within an answer. An empty list makes llguidance search the vocabulary."""
+        for before in ("", "\n"):  # SentencePiece adds a space to the start of a text, such as `▁yes` for `yes`
+            try:
+                ids = self._encoder.encode(before + text.decode(), add_special_tokens=False).ids
+            except Exception:  # noqa: BLE001 (tokenizers raises this class for a character without a token)
+                return []
+            start, n_bytes = len(ids), 0
+            while start and n_bytes < len(text):
+                start -= 1
+                n_bytes += len(self.tokens[ids[start]])
+            if b"".join(self.tokens[number] for number in ids[start:]) == text:
+                return list(ids[start:])
+        return []

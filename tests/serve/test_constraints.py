@@ -21,10 +21,11 @@ from archon.rl.agent_sampling import AgentSampling, SamplingPolicy
 from archon.schema.errors import RolloutError
 from archon.serve import AgentServer
 from archon.serve.answer_text import AnswerFormat
-from archon.serve.constraints import GrammarCompiler
+from archon.serve.constraints import GrammarCompiler, choice_grammar
 from archon.serve.openai_chat import ChatApi, ChatBody
 from archon.serve.sessions import Caller, ModelChoice
 from tests.data.toy_tokenizers import toy_tokenizer
+from tests.generation.test_detokenizer import byte_fallback_tokenizer
 from tests.serve import family_templates as families
 from tests.serve.scripted import Scripted, Start
 from tests.serve.test_clients import anthropic_client, openai_client
@@ -67,7 +68,11 @@ async def random_weights(tokenizer: Any) -> AsyncIterator[str]:
     await server.close()
 
 
-@pytest.mark.parametrize("make", [lambda: family(families.HERMES), toy_tokenizer], ids=["characters", "bytes"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: family(families.HERMES), toy_tokenizer, byte_fallback_tokenizer],
+    ids=["characters", "bytes", "spaces-before-text"],
+)
 async def test_json_answers_match_their_schema(make: Any) -> None:
     tokenizer = make()
     tokenizer.chat_template = families.HERMES
@@ -107,6 +112,15 @@ async def test_texts_follow_their_constraint(
         [choice] = response.json()["choices"]
         text = choice["text"] if path == "/completions" else choice["message"]["content"]
         assert choice["finish_reason"] == "stop" and re.fullmatch(expected, text), text
+
+
+def test_a_choice_may_have_any_character() -> None:
+    tokenizer = toy_tokenizer()
+    text = "\x7f\x85\0\n\u2028🙂"
+    constraint = GrammarCompiler(tokenizer).compile(f"start: {choice_grammar([text])}")
+    for token in tokenize(tokenizer, text, "answer")["input_ids"]:
+        assert constraint.allowed(len(tokenizer))[token]
+        constraint.accept(token)
 
 
 async def test_an_answer_that_is_cut_off_has_the_reason_length(serve: Start, client: httpx.AsyncClient) -> None:
@@ -150,6 +164,16 @@ def check_allowed(tokenizer: Any, text: str, **options: Any) -> None:
         assert constraint.allowed(len(tokenizer))[token], text[:number]
         constraint.accept(token)
     assert constraint.allowed(len(tokenizer))[tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("kind", ["array", ["object", "null"]])
+def test_the_arguments_of_a_call_are_an_object_for_any_schema(kind: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    check_allowed(family(families.HERMES), call % "{}", tools=[tool], tool_choice="required")
+    for arguments in ("[]", "null"):
+        with pytest.raises(AssertionError):
+            check_allowed(family(families.HERMES), call % arguments, tools=[tool], tool_choice="required")
 
 
 @pytest.mark.parametrize("special", [False, True])
