@@ -118,7 +118,7 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
             unused.append(key)
         elif key not in SETTINGS and key not in SPECIAL_KEYS:
             raise ConfigError(f"{source}: unknown key {key!r}{nearest(key, known)}")
-        value = _VALUES.get(key, lambda value: value)(value)
+        value = _archon_value(key, value, source)
         for target in SETTINGS.get(key, ()) if value is not None else ():
             _put(config, target, value)
     if unused:
@@ -134,9 +134,30 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, settings.get("buffer.total_epochs") or 1)
     ratio, steps = (settings.get(f"algorithm.optimizer.lr_warmup_steps{end}") for end in ("_ratio", ""))
-    if ratio and (steps is None or int(steps) < 0):
-        _put(config, "actor.scheduler.warmup_steps", int(ratio * config["total_steps"]))
+    if ratio and (steps is None or steps < 0):
+        _put_warmup(config, ratio, source)
+        config = merge_sections(config, overrides)  # archon's keys override this one too
     return config
+
+
+def _archon_value(key: str, value: Any, source: str) -> Any:
+    try:
+        return _VALUES.get(key, lambda value: value)(value)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{source}: {key} is {value!r:.80}, a value of another type: {error}") from None
+
+
+def _put_warmup(config: dict[str, Any], ratio: Any, source: str) -> None:
+    """Set the steps of the warm-up, a share of all steps."""
+    total = config["total_steps"]
+    if not isinstance(ratio, int | float) or not isinstance(total, int):
+        raise ConfigError(
+            f"{source}: algorithm.optimizer.lr_warmup_steps_ratio is {ratio!r:.80} of {total!r:.80} steps; expected "
+            "numbers"
+        )
+    _put(config, "actor.scheduler.warmup_steps", int(ratio * total))
 
 
 def _require_rollouts(data: dict[str, Any], source: str) -> None:
@@ -146,7 +167,9 @@ def _require_rollouts(data: dict[str, Any], source: str) -> None:
             f"{source}: the section data belongs to the first releases of Trinity-RFT; write its keys as newer "
             f"examples do, such as {TRAIN}path"
         )
-    if (kind := (data.get("algorithm") or {}).get("algorithm_type")) in _COMMANDS:
+    algorithm = data.get("algorithm")
+    kind = algorithm.get("algorithm_type") if isinstance(algorithm, dict) else None
+    if isinstance(kind, str) and kind in _COMMANDS:
         raise ConfigError(
             f"{source}: algorithm.algorithm_type is {kind!r}, which has no rollouts: run `{_COMMANDS[kind]}` with an "
             "archon configuration"

@@ -296,6 +296,10 @@ T = "buffer.explorer_input.taskset."
         ("algorithm.policy_loss_fn_args.tau", 1.0, "expected 0: archon does not divide the loss"),
         ("data", {"dataset_path": "x"}, "the section data belongs to the first releases"),
         ("archon", "layout", "archon is 'layout', expected a mapping"),
+        ("algorithm", "grpo", "unknown key 'algorithm'"),
+        ("algorithm.algorithm_type", ["grpo"], r"algorithm_type is \['grpo'\], a value of another type"),
+        ("algorithm.optimizer.lr_warmup_steps", "x", "lr_warmup_steps is 'x', a value of another type"),
+        ("algorithm.optimizer.lr_warmup_steps_ratio", "0.1", "lr_warmup_steps_ratio is '0.1' of .* expected numbers"),
     ],
 )
 def test_what_has_no_meaning_here_is_refused_by_name(small: dict[str, Any], key: str, value: Any, message: str) -> None:
@@ -379,6 +383,8 @@ def test_a_warm_up_may_be_a_share_of_the_steps(small: dict[str, Any]) -> None:
     assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 5}
     small = put(small, "algorithm.optimizer.lr_warmup_steps", -1)
     assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 5}
+    own = put(small, "archon", {"actor": {"scheduler": {"warmup_steps": 7}}})
+    assert translate(own)["actor"]["scheduler"] == {"warmup_steps": 7}
     small = put(small, "algorithm.optimizer.lr_warmup_steps", 3)
     assert translate(small)["actor"]["scheduler"] == {"warmup_steps": 3}
 
