@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,19 +36,22 @@ register_reward = _NAMED.register
 """Registers the decorated function under a name: `@register_reward("close_enough")`."""
 
 
-def reward_name(function: Callable[..., Any]) -> str:
+def reward_name(function: Any) -> str:
     """Return the name of a reward function: its dotted path, with the bound arguments of a `functools.partial`.
 
-    The name of an instance is `module.Class()`, without its state.
+    Long arguments are shortened. The name of an instance is `module.Class()`, without its state.
     """
     if isinstance(function, functools.partial):
-        bound = ", ".join(
-            [*map(repr, function.args), *(f"{key}={value!r}" for key, value in function.keywords.items())]
-        )
-        return f"{reward_name(function.func)}({re.sub(' at 0x[0-9a-f]+', '', bound)})"
+        keywords = [f"{key}={_argument(value)}" for key, value in function.keywords.items()]
+        return f"{reward_name(function.func)}({', '.join([*map(_argument, function.args), *keywords])})"
     if hasattr(function, "__qualname__"):
         return f"{function.__module__}.{function.__qualname__}"
     return f"{type(function).__module__}.{type(function).__qualname__}()"
+
+
+def _argument(value: Any) -> str:
+    is_plain = isinstance(value, str | int | float | list | tuple | dict | set | None)
+    return reprlib.repr(value) if is_plain else reward_name(value)
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:

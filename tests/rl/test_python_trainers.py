@@ -14,6 +14,7 @@ import yaml
 from archon.checkpoint.hf_io import load_model
 from archon.rl import PreferenceTrainer, RLTrainer, SFTConfig, SFTTrainer
 from archon.rl.config import RLConfig
+from archon.rl.rewards.lookup import reward_name
 from archon.schema.errors import ConfigError, DatasetError, RewardError
 from archon.training.metrics import read_jsonl
 from tests.rl.rewards_for_tests import DigitReward, count_digits, scaled_digits
@@ -129,6 +130,17 @@ def test_a_reward_object_runs_and_a_resume_names_the_change(
     )
     with pytest.raises(RewardError, match="was passed to RLTrainer as an object"):
         RLTrainer(config).train()
+
+
+def test_the_name_of_a_reward_has_one_short_line_that_does_not_change() -> None:
+    def name_of(**arguments: Any) -> str:
+        return reward_name(partial(scaled_digits, **arguments))
+
+    judge = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    assert name_of(judge=judge).endswith("scaled_digits(judge=torch.nn.modules.container.Sequential())")
+    assert name_of(base=scaled_digits).endswith("scaled_digits(base=tests.rl.rewards_for_tests.scaled_digits)")
+    assert name_of(other=object()) == name_of(other=object())
+    assert len(name_of(table=[*range(9999)], text="x" * 9999)) < 200
 
 
 def test_arguments_that_do_not_make_a_run_are_refused(model: dict[str, Any], tmp_path: Path) -> None:
