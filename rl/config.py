@@ -239,6 +239,19 @@ class RLConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Refuse the section name of `archon sft`, and several rewards, with the form that RL takes."""
+        if isinstance(data, Mapping) and "model" in data:
+            raise ValueError("unknown key 'model'; in RL the trained model is `actor`, such as actor.path=FOLDER")
+        if isinstance(data, Mapping) and isinstance(data.get("reward"), list):
+            raise ValueError(
+                "reward is a list; expected one reward: write a function that returns a dictionary of numbers, which "
+                "are summed and logged by name"
+            )
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _check_reference_is_used(cls, data: Any) -> Any:
         """Refuse a reference model with the default algorithm, which has no KL term."""
         algorithm = (data.get("algorithm") or {}) if isinstance(data, Mapping) else None

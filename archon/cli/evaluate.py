@@ -97,6 +97,8 @@ def evaluate(
                     "tokenizer to the model's folder for the values that it gets for a checkpoint"
                 )
         rows = load_rows(config.data, "rl", tokenizer).rows
+        for row in rows:
+            reward.require_columns(row)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config) + "\n", encoding="utf-8")
         scored = asyncio.run(collect(rows, answerer, reward, config, folder / "answers.jsonl"))

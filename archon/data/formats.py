@@ -125,7 +125,7 @@ def _sft_format(row: SourceRow) -> RowFormat:
     formats = (
         "prompt and response | messages | conversations (ShareGPT) | prompt and completion | instruction and output"
     )
-    raise _unknown(row, f"{formats} | text")
+    raise _unknown(row, f"{formats} | text (`archon preference` reads pairs of chosen and rejected answers)")
 
 
 def _rl_format(row: SourceRow) -> RowFormat:

@@ -484,7 +484,8 @@ class ProtocolHandler(ABC):
             return grammar.write(*answers)
         if not body.render_options()["add_generation_prompt"]:
             raise RolloutError(
-                "a constrained answer cannot continue the last message; end the messages with the user's"
+                "the last message is an assistant message, which the answer continues, but a forced tool_choice or a "
+                "response_format constrains a whole answer; remove one of them"
             )
         is_harmony = self._format.tools is HARMONY
         if is_harmony:

@@ -169,6 +169,11 @@ class BaseTrainer:
                     self.critic.load_state_dict(state.pop("critic"))
                 position = read_all(state)
             runner.log(f"resuming after step {step}")
+            if step >= self.total_steps:
+                runner.log(
+                    f"the run has all its {self.total_steps} steps, and trains no further; for more steps set a larger "
+                    "total_steps or epochs"
+                )
             self.step = self._saved_step = step
             self.load_position(position)
         # At step 0 all records are dropped: an evaluation before the first step will be repeated as well.

@@ -21,7 +21,10 @@ Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
 _TRL_NAMES = {
     "args": "the fields of the configuration as arguments, such as batch_size=8",
     "learning_rate": "model.optimizer.lr: model={'path': 'path/to/model', 'optimizer': {'lr': 1e-5}}",
+    "num_train_epochs": "epochs=1",
     "output_dir": "run_dir='runs/x'",
+    "peft_config": "model.lora: model={'path': 'path/to/model', 'lora': {'rank': 16}}",
+    "per_device_train_batch_size": "batch_size=32, the rows of a step over all processes",
     "processing_class": "tokenizer='path/to/tokenizer'",
     "reward_funcs": "reward=function",
 }

@@ -189,7 +189,7 @@ class AsyncRewardWrapper:
             if parameter.default is inspect.Parameter.empty and not variable and parameter.name not in row:
                 raise RewardError(
                     f"the reward {self.name} needs {parameter.name!r}, but the rows have {', '.join(map(repr, row))}; "
-                    "add the column (train_data.response_key names the column of `answer`), or choose another reward"
+                    "add the column (`response_key` names the column of `answer`), or choose another reward"
                 )
 
     def close(self) -> None:

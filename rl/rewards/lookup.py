@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import reprlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from archon.data.environments import environment_function, parse_environment
@@ -104,6 +105,10 @@ def _import_object(name: str, path: str) -> Any:
     """Return the object at a dotted path; `name` is the user's name for it."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or path.startswith("."):
+        if Path(name, "config.json").is_file():
+            raise RewardError(
+                f"reward is the folder {name!r}; for a reward model `archon rl` takes reward.model={name}"
+            )
         raise RewardError(
             f"unknown reward {name!r}{_NAMED.nearest(name)}; expected one of {', '.join(VALID_REWARD_FN)}, "
             "or a dotted path such as 'my_package.rewards.score'"

@@ -9,7 +9,8 @@ import torch
 
 from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.tokenizer import load_tokenizer
-from archon.data.mapping import sft_dataset
+from archon.data.encoding import encode_sft, sft_text
+from archon.data.mapping import conversation
 from archon.data.sources import SourceRow
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import CheckpointError
@@ -58,9 +59,10 @@ class RewardModel:
     ) -> float:
         """Return the score of one answer to the row's `messages`, by default to `prompt` as a user message."""
         messages = data.get("messages") or [{"role": "user", "content": prompt}]
-        row = {"messages": [*messages, {"role": "assistant", "content": completions}], "tools": data.get("tools")}
-        source = [SourceRow(f"reward model {self._path}", row)]
-        encoded = sft_dataset(source, "answer", tokenizer=self._tokenizer, prompt_key="messages", response_key=None)
+        where = f"reward model {self._path}"
+        row = SourceRow(where, {"messages": [*messages, {"role": "assistant", "content": completions}]})
+        text = sft_text(self._tokenizer, conversation(row, "messages", None, None), where, data.get("tools"))
+        encoded = encode_sft(self._tokenizer, [text])
         loop = asyncio.get_running_loop()
         score = loop.create_future()
         if not self._waiting:

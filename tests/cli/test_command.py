@@ -276,6 +276,8 @@ def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):
         ("actor.path=/nowhere/at/all", "/nowhere/at/all"),
         ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
+        ("reward=[exact_match, gsm8k]", "reward is a list; expected one reward"),
+        ("model.path=x", "in RL the trained model is `actor`"),
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
         ("actor.layout=t3", "tp = 3 does not divide the 4 attention heads; nearest layouts that this model fits: c3"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),

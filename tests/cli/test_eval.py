@@ -26,6 +26,10 @@ async def digits(prompt: str, completions: str, prompt_ids, completion_ids, **ro
     return {"digit": float(any(c.isdigit() for c in completions)), "nothing": 0.0}
 
 
+def of_level(prompt: str, completions: str, prompt_ids, completion_ids, *, level, **row) -> float:
+    return float(level)
+
+
 async def even_only(prompt: str, completions: str, prompt_ids, completion_ids, **row) -> float:
     if len(completions) % 2:
         raise ValueError("an odd answer")
@@ -143,6 +147,8 @@ def test_a_single_prompt_has_no_interval(archon, checkpoint, data, tmp_path):
         (("tokenizer=a/b", "--url", "http://x", "--data", "DATA", "--reward", REWARD), "a/b"),
         (("reward=a//b", "--url", "http://x", "--data", "DATA"), "unknown reward 'a//b'"),
         (("DATA", "--data", "DATA", "--reward", REWARD), "sums.jsonl"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", "CHECKPOINT"), "`archon rl` takes reward.model="),
+        (("CHECKPOINT", "--data", "DATA", "--reward", "tests.cli.test_eval.of_level"), "needs 'level', but the rows"),
         (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--out", "."), "is not empty; choose another folder"),
     ],
 )

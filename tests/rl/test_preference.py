@@ -201,7 +201,9 @@ def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -
         opened(arithmetic)
 
 
-def test_a_trained_reward_model_is_a_reward_in_rl(make: MakeConfig, blank: Path, tmp_path: Path) -> None:
+def test_a_trained_reward_model_is_a_reward_in_rl(
+    make: MakeConfig, blank: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The reward of an answer is the score that training gave the same conversation, in any company."""
     trainer = PreferenceTrainer(make(loss="reward", total_steps=2, eval_data=None))
     trainer.train()
@@ -215,6 +217,9 @@ def test_a_trained_reward_model_is_a_reward_in_rl(make: MakeConfig, blank: Path,
         return await asyncio.gather(*(model(pair["prompt"], pair["chosen"], [], []) for pair in pairs))
 
     assert asyncio.run(scores()) == pytest.approx(chosen.tolist(), abs=1e-5)
+    caplog.clear()
+    assert math.isfinite(asyncio.run(model("1+1=", "", [], [])))  # an empty answer is scored like another
+    assert not caplog.messages  # notes on rows are for data sets, not for each sampled answer
 
     run = small_run(blank, tmp_path / "rl") | {"reward": {"model": export}, "total_steps": 2}
     metrics = RLTrainer(RLConfig.parse(run)).train()

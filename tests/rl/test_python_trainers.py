@@ -93,6 +93,7 @@ def test_arguments_of_trl_are_refused_with_those_of_archon(model: dict[str, Any]
         ({"tokenizer": object()}, "tokenizer is an object of type object; expected a folder"),
         ({"learning_rate": 1e-5}, "unknown argument 'learning_rate'; pass model.optimizer.lr"),
         ({"processing_class": object()}, "unknown argument 'processing_class'; pass tokenizer="),
+        ({"peft_config": object()}, "unknown argument 'peft_config'; pass model.lora"),
         ({"output_dir": "x"}, "unknown argument 'output_dir'; pass run_dir="),
         ({"args": object()}, "unknown argument 'args'; pass the fields of the configuration"),
     ):

@@ -98,7 +98,7 @@ def test_evaluation_loss_is_per_token_whatever_the_batch_size(sft_config: MakeCo
 
 
 def test_sigterm_saves_and_leaves_and_the_resumed_sft_is_bitwise_the_uninterrupted_one(
-    sft_config: MakeConfig, tmp_path: Path
+    sft_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole_config = sft_config(run_dir=str(tmp_path / "whole"))
     whole = SFTTrainer(whole_config)
@@ -121,6 +121,9 @@ def test_sigterm_saves_and_leaves_and_the_resumed_sft_is_bitwise_the_uninterrupt
     resumed = SFTTrainer(config)
     resumed.train()
     assert resumed.step == 6
+    capsys.readouterr()
+    SFTTrainer(config).train()
+    assert "the run has all its 6 steps, and trains no further" in capsys.readouterr().out
     for a, b in zip(resumed.engine.model.parameters(), whole.engine.model.parameters(), strict=True):
         assert a.equal(b)
     assert records(config) == records(whole_config)
