@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.checkpoint.hub import CONFIG_FILES, WEIGHT_FILES, model_folder
-from archon.checkpoint.other_folders import advice
+from archon.checkpoint.other_folders import advice, advice_on_weights
 from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
 from archon.checkpoint.safetensors_file import (
     LazyTensor,
@@ -390,6 +390,8 @@ def _require_weight_files(folder: Path) -> NoReturn:
             f"its weights are pickled ({pickled[0]}); unpickling can run arbitrary code, so archon reads only "
             "safetensors: convert them with transformers' save_pretrained",
         )
+    if text := advice_on_weights(folder):
+        fail(folder, f"it holds no weights in {WEIGHTS_FILE}; {text}")
     fail(
         folder,
         f"it holds no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}; to train random weights, set init_from_scratch",

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -73,11 +73,28 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
     @model_validator(mode="before")
     @classmethod
     def _reject_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, str) and "path" in cls.model_fields:
+            raise ValueError(f"got {data!r}, expected a section with the key path: SECTION.path={data}")
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
+                    if nested := cls._nested_key(str(key)):
+                        raise ValueError(f"unknown key {key!r}, did you mean {nested!r}?")
                     raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
         return data
+
+    @classmethod
+    def _nested_key(cls, key: str) -> str | None:
+        """Return the dotted path of a key in the sections of this one, the shallowest; None if no section has it."""
+        sections: list[tuple[str, type[StrictModel]]] = [("", cls)]
+        for prefix, section in sections:
+            if prefix and key in section.model_fields:
+                return f"{prefix}{key}"
+            for name, field in section.model_fields.items():
+                for part in (field.annotation, *get_args(field.annotation)):
+                    if isinstance(part, type) and issubclass(part, StrictModel):
+                        sections.append((f"{prefix}{name}.", part))
+        return None
 
     @model_validator(mode="after")
     def _check_integer_range(self) -> Self:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from archon.checkpoint.convert import convert
 from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE, RANK_FILE
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout
+from archon.checkpoint.hf_reader import HFCheckpoint
 from archon.schema.errors import CheckpointError, LayoutError, UserError
 from tests.checkpoint.conversions import EXPERTS, FAMILIES, SIZES, edit, read_back, to_megatron
 from tests.checkpoint.tiny_checkpoints import QWEN2, assert_bitwise, make_checkpoint
@@ -199,6 +200,13 @@ def test_a_model_that_gpt_model_would_compute_otherwise(tmp_path: Path, changes:
 def test_a_degree_below_one() -> None:
     with pytest.raises(LayoutError, match="pp is 0; expected at least 1"):
         MegatronLayout(pp=0)
+
+
+def test_ranks_next_to_a_config_name_the_conversion(tmp_path: Path) -> None:
+    ranks, _ = to_megatron(tmp_path, **SIZES)
+    assert (ranks / "config.json").is_file()
+    with pytest.raises(CheckpointError, match="it holds Megatron ranks; archon convert"):
+        HFCheckpoint(ranks)
 
 
 def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:

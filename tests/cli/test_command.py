@@ -277,6 +277,8 @@ def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):
         ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
         ("reward=[exact_match, gsm8k]", "reward is a list; expected one reward"),
+        ("lr=1e-4", "unknown key 'lr', did you mean 'actor.optimizer.lr'?"),
+        ("train_data=x.jsonl", "train_data: got 'x.jsonl', expected a section with the key path"),
         ("model.path=x", "in RL the trained model is `actor`"),
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
         ("actor.layout=t3", "tp = 3 does not divide the 4 attention heads; nearest layouts that this model fits: c3"),
