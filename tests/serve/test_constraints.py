@@ -281,7 +281,7 @@ async def test_a_continued_message_cannot_be_constrained(serve: Start, client: h
     _, url = await serve()
     talk = [*USER, {"role": "assistant", "content": "{"}]
     body = {"messages": talk, "continue_final_message": True, "response_format": {"type": "json_object"}}
-    assert "cannot continue" in check_error(await client.post(f"{url}/chat/completions", json=body), 400)
+    assert "which the answer continues" in check_error(await client.post(f"{url}/chat/completions", json=body), 400)
 
 
 async def test_answers_without_a_constraint_are_not_affected_by_others(serve: Start) -> None:
