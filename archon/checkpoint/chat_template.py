@@ -26,7 +26,6 @@ Span = tuple[int, int]
 Report = tuple[int | str, int]
 
 SEPARATOR = "prompt_separator"  # key of tokenizer_config.json
-TEMPLATE_VARIABLES = "chat_template_kwargs"  # another one
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_TEXT = "a text that no template writes by itself"
@@ -402,32 +401,36 @@ def set_prompt_separator(tokenizer: Any, separator: str) -> None:
 
 
 def set_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Give variables of the chat template (`enable_thinking`) other defaults; the tokenizer is saved with them.
+    """Set defaults of variables of the chat template (`enable_thinking`); the tokenizer is saved with them.
+
+    They replace the defaults with which a loaded tokenizer was saved.
 
     Raises:
-        DatasetError: the template has no such variable, or the tokenizer was used with other defaults.
+        DatasetError: the template has no such variable, or this object was given other defaults before.
     """
     if not variables:
         return
     source = json.dumps(getattr(tokenizer, "chat_template", None))
     if (name := unknown_variable(source, variables)) is not None:
         raise DatasetError(f"chat_template_kwargs: the chat template has no variable {name!r}; remove it")
-    if (used := tokenizer.init_kwargs.get(TEMPLATE_VARIABLES)) == variables:
+    used = getattr(tokenizer, "template_variables", None)
+    if used == variables:
         return
     if used is not None:
         raise DatasetError(
-            f"chat_template_kwargs is {dict(variables)}, but the tokenizer was used with {used}; a model needs one "
-            "value in all its data"
+            f"chat_template_kwargs is {dict(variables)}, but other data of this run has {used}; set the same values in "
+            "all data"
         )
-    # transformers removes the line feed after a block, so the template still starts a line.
+    # The first default of a variable counts. transformers removes the line feed after a block.
     prefix = ""
     for name, value in variables.items():
         prefix += f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
     prefix += "\n"
     template = tokenizer.chat_template
-    is_named = isinstance(template, dict)
-    tokenizer.chat_template = {key: prefix + text for key, text in template.items()} if is_named else prefix + template
-    tokenizer.init_kwargs[TEMPLATE_VARIABLES] = dict(variables)
+    named = template if isinstance(template, dict) else {"": template}
+    named = {name: text if text.startswith(prefix) else prefix + text for name, text in named.items()}
+    tokenizer.chat_template = named if isinstance(template, dict) else named[""]
+    tokenizer.template_variables = dict(variables)
 
 
 def add_thinking_aliases(message: Message) -> Message:
