@@ -16,6 +16,7 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.remote.clients import require_package
 from archon.rl.rewards import AsyncRewardWrapper, RewardFailure
 from archon.schema.errors import RolloutError
+from archon.schema.tasks import results_as_completed
 
 
 @dataclass
@@ -142,10 +143,5 @@ async def score_answers(
         return scored
 
     tasks = [asyncio.create_task(score_row(index)) for index in range(len(rows))]
-    try:
-        for task in asyncio.as_completed(tasks):
-            yield await task
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async for scored in results_as_completed(tasks):
+        yield scored

@@ -15,6 +15,7 @@ import typer
 from archon.cli.config import config_command, load_config
 from archon.cli.options import CheckpointFolder, ConfigFile, LoRAFolder, Overrides
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
+from archon.schema.tasks import results_as_completed
 
 if TYPE_CHECKING:
     from archon.cli.generate_config import GenerateConfig
@@ -137,11 +138,5 @@ async def as_completed(
 
     # Create tasks in order: as_completed starts coroutines in set order, and seeds depend on the order of arrival.
     tasks = [asyncio.create_task(generate(index)) for index in range(len(requests))]
-    try:
-        for task in asyncio.as_completed(tasks):
-            yield await task
-    finally:
-        # After the first error, asyncio would print a traceback for each further task that failed.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async for answer in results_as_completed(tasks):
+        yield answer
