@@ -251,8 +251,8 @@ def _write_weights(
 def stored_dtypes(folder: Path, adapter: BaseStateDictAdapter) -> dict[str, torch.dtype]:
     """Return the dtypes in a checkpoint of all Hugging Face tensors of `adapter` and of a value head.
 
-    Tensors that the checkpoint lacks or quantizes get the dtype of its config. For a folder without weights whose
-    config has no dtype, the result is empty.
+    A tensor that is missing or quantized gets the dtype of the config. The result is empty if the folder has no
+    weights and its config has no dtype.
     """
     hf_config = read_hf_config(folder)
     default = config_dtype(hf_config)

@@ -47,7 +47,7 @@ _RESPONSES = ("response", "solution", "completion", "output", "answer", "ground_
 
 
 class RowFormat(NamedTuple):
-    """How the rows of a dataset are read.
+    """Columns of a dataset's rows, and the conversion of its rows to them.
 
     Attributes:
         prompt_key: column of the prompt, or of the conversation; None for pairs of conversations.

@@ -228,7 +228,7 @@ def _sft_rows(
             if str(row.data.get("label")).lower() == "false":  # a text in CSV
                 raise DatasetError(
                     f"{row.where}: 'label' is false, which marks an unwanted answer (KTO), and SFT would learn it; "
-                    "keep the rows whose label is true, or train on pairs of chosen and rejected answers"
+                    "keep only rows with label true, or train on pairs of chosen and rejected answers"
                 )
             messages = conversation(row, prompt_key, system_prompt, instruction)
             if response_key is None and isinstance(turns_column := column_value(row, prompt_key), list):

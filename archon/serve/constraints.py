@@ -75,7 +75,7 @@ class AnswerGrammar:
         self._rules: list[str] = []
 
     def write(self, start: str) -> str:
-        """Return the grammar whose answers match the expression `start`."""
+        """Return the grammar with the start expression `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, body: str, attributes: str = "") -> str:

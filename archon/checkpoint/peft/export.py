@@ -31,7 +31,7 @@ class LoRAWeights:
     """A LoRA: sizes by matrix name, and tensors by `lora.model.lora_parameter_names`.
 
     Attributes:
-        stop_ids: ids that end an answer of this LoRA; None: those of its base.
+        stop_ids: ids that end an answer; None for the stop ids of the base model.
     """
 
     sizes: Mapping[str, LoRASize]

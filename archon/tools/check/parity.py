@@ -64,7 +64,7 @@ def parity(
 
 @torch.no_grad()
 def first_difference(seed: int, model_type: str, reference: str | None = None) -> str:
-    """Return an error suffix that names the first part of the model whose output differs from transformers'."""
+    """Return the end of an error message: the first layer with another output than the transformers model."""
     config = random_config(seed, model_type, reference)
     hf_model, model, _ = build_pair(config, seed=seed, dtype=torch.float64, model_type=model_type)
     tokens = torch.randint(model.args.vocab_size, (9,), generator=torch.Generator().manual_seed(seed))

@@ -221,7 +221,7 @@ def test_fresh_weights_come_from_an_overridden_init_weights(pool: Pool, tmp_path
     package = Package(tmp_path)
     arguments = (package.name, str(tmp_path), str(package.checkpoint()))
     scale = embedding_scale(*arguments, "d1")
-    assert scale == pytest.approx(0.5, rel=0.05)  # not initializer_range, 0.02
+    assert scale == pytest.approx(0.5, rel=0.05)  # a sample's deviation; initializer_range would give 0.02
     for layout in ("d2", "t2", "p2"):
         assert pool.run(embedding_scale, *arguments, layout) == [scale, scale]
     forgetful = Package(tmp_path, ("model/model.py", "nn.init.ones_(self.norm.weight)", "pass"))
