@@ -13,6 +13,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -52,7 +53,13 @@ class FailureMonitor:
         return cls(rank, neighbors, store)
 
     def watch(self) -> None:
-        """Start a thread that ends this process when another rank fails or dies."""
+        """Start a thread that ends this process when another rank fails or dies.
+
+        torchrun sends SIGTERM to all ranks as soon as one dies. A rank then has `GRACE_SECONDS` to report the reason,
+        also while its own error still runs cleanup code.
+        """
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit_after_grace)
         self._store.set(f"process/{self.rank}", str(os.getpid()))
         self._watcher = threading.Thread(target=self._watch, name="archon-failure", daemon=True)
         self._watcher.start()
@@ -143,6 +150,12 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("gloo", "connection closed by peer", "nccl")
     )
+
+
+def _exit_after_grace(number: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(GRACE_SECONDS, os._exit, (128 + number,))
+    timer.daemon = True  # a process that ends earlier need not wait
+    timer.start()
 
 
 def _is_running(pid: int) -> bool:

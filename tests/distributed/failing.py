@@ -15,6 +15,8 @@ from archon.schema.errors import DatasetError
 from archon.training.config import SFTConfig
 
 STEP = 3
+CLEANUP_SECONDS = 0.5
+"""What the caller's cleanup takes, longer than torchrun needs to notice a dead rank and to stop the others."""
 
 
 def go_wrong(how: str) -> None:
@@ -54,7 +56,10 @@ def main(how: str, rank: str, folder: str, timeout: str, steps: str = "2000") ->
             "train_data": {"path": folder},
         }
     )
-    SFTTrainer(config, probe=probe).train()
+    try:
+        SFTTrainer(config, probe=probe).train()
+    finally:
+        time.sleep(CLEANUP_SECONDS)
 
 
 if __name__ == "__main__":
