@@ -75,7 +75,8 @@ test-hosts: setup
 test-cuda-traced:
 	rm -f $(CUDA_RECORD)
 	python=$$(.ci/setup_cuda) && OMP_NUM_THREADS=1 ARCHON_CUDA_TRACED_RECORD=$(abspath $(CUDA_RECORD)) \
-		$$python -m pytest -m cuda_traced tests/cuda_traced
+		$$python -m pytest -m cuda_traced tests/cuda_traced && \
+		OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $$python -m pytest tests/models/cuda
 
 test-gpu: setup
 	rm -f $(GPU_RECORD)

@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+if torch.version.cuda is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
 from archon.engine import forkserver
 from tests.sampling import SAMPLE, current_commit, deselected
 
