@@ -12,7 +12,7 @@ from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.packed.documents import GatheredKeys
 from archon.models.attention.registry import resolve_backend
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.parallel.comm import Group, all_gather, all_to_all
 from archon.parallel.context import SequenceShard, ulysses_repeat
 
@@ -45,7 +45,7 @@ class UlyssesAttention(ContextParallelAttention):
         self.packed.prepare(hidden)
 
     @torch.compiler.disable
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
         group = self.shard.cp
         if spec.sinks is not None:
@@ -57,7 +57,9 @@ class UlyssesAttention(ContextParallelAttention):
         return _heads_to_tokens(self.packed.attend(layer, q, k, v, spec), group)
 
     @torch.compiler.disable
-    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
         """See `AttentionMeta.run_recurrence`."""
         group, heads = self.shard.cp, max(x.shape[1] for x in rows)
         repeats = [ulysses_repeat(heads, x.shape[1], group.size) for x in rows]
@@ -91,13 +93,13 @@ class GatheredAttention(ContextParallelAttention):
         self.backend.prepare_gathered(self.keys)
 
     @torch.compiler.disable
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
         self.backend.require(spec)
         return self.backend.attend_gathered(q, all_gather(torch.cat((k, v), dim=1), self.shard.cp), self.keys, spec)
 
     @torch.compiler.disable
-    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+    def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Gather the latents, which are narrower than keys, and expand the latents of all ranks."""
         self.backend.require(spec)
         lora_mapping = None if keys.lora_mapping is None else keys.lora_mapping.gathered(self.shard.cp)

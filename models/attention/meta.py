@@ -17,7 +17,7 @@ from archon.models.attention.latent import LatentKeys
 from archon.models.attention.packed.documents import PackedDocuments, check_lengths, cu_seqlens_from_lengths
 from archon.models.attention.prefix.plan import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.lora.mapping import LoRAMapping
 from archon.schema.errors import ConfigError
 
@@ -51,7 +51,7 @@ class AttentionMeta(abc.ABC):
         """Prepare once per forward for the first layer's input [T, dim], in the compute device and dtype."""
 
     @abc.abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Return causal attention [T, H, D] of one layer.
 
         Args:
@@ -62,12 +62,14 @@ class AttentionMeta(abc.ABC):
             spec: the layer's options; ConfigError for an unsupported one.
         """
 
-    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+    def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Return attention [T, H, V] of queries q [T, H, N + R] to the expanded `keys`."""
         k, v = keys.expand(keys.rows, keys.lora_mapping)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
-    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
         """Return the outputs [T, H, V] of a mixer with a state, which starts anew in each document.
 
         Args:
@@ -115,7 +117,7 @@ class PackedAttention(AttentionMeta):
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         self.backend.prepare_packed(self.documents)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
         if self.backend is None:
             self.prepare(q)
@@ -123,7 +125,9 @@ class PackedAttention(AttentionMeta):
         self.backend.require(spec)
         return self.backend.attend_packed(q, k, v, self.documents, spec)
 
-    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
         """See `AttentionMeta.run_recurrence`."""
         return scan(rows, weights, self.documents, None)[0]
 
@@ -149,7 +153,7 @@ class PrefixAttention(AttentionMeta):
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
 
     @torch.compiler.disable
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
         self.backend.require(spec)
         if not spec.causal:
@@ -159,7 +163,9 @@ class PrefixAttention(AttentionMeta):
         return self.backend.attend_prefixed(q, k, v, self.shared, spec)
 
     @torch.compiler.disable
-    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
         """Run level by level: each branch starts with the state after its parent run."""
         outs = list[Tensor]()
         state: RecurrentState | None = None

@@ -12,6 +12,16 @@ from archon.schema.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class LayerIndex:
+    """Index of a layer, by which it finds its cache.
+
+    An object, because torch.compile makes the ints of a module constants and would compile every layer again.
+    """
+
+    value: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer.
 

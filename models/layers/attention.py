@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.meta import AttentionMeta
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu.fused import norm_and_rotate, rotate
 from archon.models.layers.linear import Linear, Role, project
 from archon.models.layers.norm import FullWidthRMSNorm, NormSpec, RMSNorm
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, dim: int, layer_spec: AttentionLayer) -> None:
         super().__init__()
-        s, self.layer, self.head_dim, self.gated = layer_spec, layer, layer_spec.head_dim, layer_spec.gated
+        s, self.layer, self.head_dim, self.gated = layer_spec, LayerIndex(layer), layer_spec.head_dim, layer_spec.gated
         q_dim = (2 if s.gated else 1) * s.head_dim
         self.interleaved = s.rope is not None and s.rope.interleaved
         self.spec = AttentionSpec(s.head_dim**-0.5 if s.scale is None else s.scale, s.window, s.soft_cap)

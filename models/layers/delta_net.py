@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from archon.models.attention.decode.cache import RecurrentStates
 from archon.models.attention.meta import AttentionMeta, RecurrentState
 from archon.models.attention.packed.documents import PackedDocuments
+from archon.models.attention.spec import LayerIndex
 from archon.models.layers.delta_rule import DeltaRule, gated_delta_rule
 from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.linear import Linear, Role
@@ -150,7 +151,7 @@ class DeltaNet(nn.Module):
 
     def __init__(self, layer: int, dim: int, spec: DeltaNetLayer) -> None:
         super().__init__()
-        s, self.layer, self.key_dim, self.value_dim = spec, layer, spec.key_dim, spec.value_dim
+        s, self.layer, self.key_dim, self.value_dim = spec, LayerIndex(layer), spec.key_dim, spec.value_dim
         self.act, self.rule = get_activation(s.hidden_act), s.rule
         self.wq = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)
         self.wk = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu.fused import rotate
 from archon.models.layers.linear import Linear
 from archon.models.layers.norm import NormSpec
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, layer: int, dim: int, layer_spec: LatentLayer) -> None:
         super().__init__()
-        s, self.layer, self.layer_spec = layer_spec, layer, layer_spec
+        s, self.layer, self.layer_spec = layer_spec, LayerIndex(layer), layer_spec
         self.spec = AttentionSpec(scale=s.scale)
         queries = s.n_heads * s.q_features
         self.wq = None if s.q_rank else Linear(dim, queries, bias=False, role="column", heads=s.n_heads)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.attention.meta import AttentionMeta, PackedAttention
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu.fused import rotate
 from archon.models.hf.checks import require
 from archon.models.layers.feed_forward import get_activation
@@ -170,7 +170,7 @@ class VisionAttention(nn.Module):
 
     def __init__(self, layer: int, spec: VisionSpec) -> None:
         super().__init__()
-        self.layer, self.n_heads = layer, spec.n_heads
+        self.layer, self.n_heads = LayerIndex(layer), spec.n_heads
         self.spec = AttentionSpec(spec.head_dim**-0.5, causal=False)
         self.wqkv = vision_linear(spec.dim, 3 * spec.dim)
         self.wo = vision_linear(spec.dim, spec.dim)

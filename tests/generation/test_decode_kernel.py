@@ -14,7 +14,7 @@ from torch import Tensor
 from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.decode.paged import DecodeRows, PagedAttention
 from archon.models.attention.decode.paged_cache import PagedCache, PagedTensors
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu import decode_kernel, library
 from tests.models.naive_attention import attend as plain_attention
 
@@ -34,13 +34,13 @@ def filled(rows: PagedRows, page_size: int) -> tuple[PagedTensors, np.ndarray, T
     torch.manual_seed(0)
     counts = -(-LENGTHS // page_size)
     cache = PagedCache([rows], 2 * int(counts.sum()), page_size, torch.float32, "cpu")
-    for stored in cache.layers[0].stored:
+    for stored in cache.layers[LayerIndex(0)].stored:
         stored.normal_()
     order = np.random.default_rng(0).permutation(cache.n_pages)
     pages = np.zeros((len(LENGTHS), counts.max()), dtype=np.int64)
     for row, (count, last) in enumerate(zip(counts, counts.cumsum(), strict=True)):
         pages[row, :count] = order[last - count : last]
-    return cache.layers[0], pages, torch.randn(len(LENGTHS), HEADS, rows.key_features)
+    return cache.layers[LayerIndex(0)], pages, torch.randn(len(LENGTHS), HEADS, rows.key_features)
 
 
 def expected(q: Tensor, paged: PagedTensors, pages: np.ndarray, spec: AttentionSpec) -> Tensor:
@@ -156,7 +156,7 @@ def test_without_a_compiler_products_of_pages_give_the_same(
         cache.groups[0].values.normal_()
         rows = DecodeRows(np.arange(40).reshape(4, 10), np.array([40, 1, 7, 13]))
         q, k, v = (torch.randn(4, heads, 64) for heads in (HEADS, 2, 2))
-        return PagedAttention(cache, rows).attend(0, q, k, v, AttentionSpec(SCALE))
+        return PagedAttention(cache, rows).attend(LayerIndex(0), q, k, v, AttentionSpec(SCALE))
 
     compiled = decoded()
     library.kernels.cache_clear()

@@ -15,7 +15,7 @@ from archon.models.attention.decode.paged import DecodeRows, PagedAttention, Pre
 from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.packed.blockwise import batched_attention
 from archon.models.attention.packed.sdpa import sdpa_attention
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from tests.tolerances import PAGED_FP64
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -56,14 +56,14 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
     if chunks:
         meta = PagedAttention(cache, DecodeRows(np.zeros((0, 1), int), np.zeros(0, int)), chunks)
         q, k, v = (torch.cat([x[:-1] for x in column]) for column in zip(*documents, strict=True))
-        meta.attend(1, q, k, v, AttentionSpec(0.3, window))
+        meta.attend(LayerIndex(1), q, k, v, AttentionSpec(0.3, window))
     pages = np.zeros((len(lengths), max(counts)), dtype=np.int64)
     for row, table in zip(pages, tables, strict=True):
         row[: len(table)] = table
     meta = PagedAttention(cache, DecodeRows(pages, np.array(lengths)))
     assert meta.positions.tolist() == [length - 1 for length in lengths]
     q, k, v = (torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True))
-    got = meta.attend(1, q, k, v, AttentionSpec(0.3, window))
+    got = meta.attend(LayerIndex(1), q, k, v, AttentionSpec(0.3, window))
     for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         whole = sdpa_attention(*document, (length,), AttentionSpec(0.3, window))
         assert_close(got[row], whole[-1])
@@ -86,10 +86,10 @@ def test_sequences_that_share_pages(count: int, window: int | None, options: dic
     nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
     for length, table, document in zip(lengths, tables, documents, strict=True):
         meta = PagedAttention(cache, nothing, [PrefillChunk(0, length - 1, table, length)])
-        meta.attend(0, *(x[:-1] for x in document), spec)
+        meta.attend(LayerIndex(0), *(x[:-1] for x in document), spec)
     meta = PagedAttention(cache, DecodeRows(np.array(tables), np.array(lengths)))
     last = [torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True)]
-    got = meta.attend(0, *last, spec)
+    got = meta.attend(LayerIndex(0), *last, spec)
     for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         assert_close(got[row], sdpa_attention(*document, (length,), spec)[-1])
 
@@ -111,14 +111,14 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
     for document, start, table in zip(documents, starts, tables, strict=True):
         if start:
             meta = PagedAttention(cache, nothing, [PrefillChunk(0, start, table, start)])
-            meta.attend(0, *(x[:start] for x in document), AttentionSpec(1.0, 4))
+            meta.attend(LayerIndex(0), *(x[:start] for x in document), AttentionSpec(1.0, 4))
     chunks = [PrefillChunk(starts[i], lengths[i] - starts[i], tables[i], lengths[i]) for i in (1, 2, 3)]
     meta = PagedAttention(cache, DecodeRows(np.array(tables[:1]), np.array([9])), chunks)
     q, k, v = (
         torch.cat([x[start:] for x, start in zip(column, starts, strict=True)])
         for column in zip(*documents, strict=True)
     )
-    got = meta.attend(0, q, k, v, AttentionSpec(1.0, 4))
+    got = meta.attend(LayerIndex(0), q, k, v, AttentionSpec(1.0, 4))
     wanted = [
         sdpa_attention(*document, (length,), AttentionSpec(1.0, 4))[start:]
         for document, length, start in zip(documents, lengths, starts, strict=True)
@@ -129,7 +129,9 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
 
     keys = cache.groups[0].keys.clone()
     padded = PagedAttention(cache, DecodeRows(np.array(tables[:1]), np.array([9])), chunks, padded_length=16)
-    got = padded.attend(0, *(torch.cat([x, torch.ones_like(x[:3])]) for x in (q, k, v)), AttentionSpec(1.0, 4))
+    got = padded.attend(
+        LayerIndex(0), *(torch.cat([x, torch.ones_like(x[:3])]) for x in (q, k, v)), AttentionSpec(1.0, 4)
+    )
     assert_close(got[:13], torch.cat(wanted))
     assert not got[13:].any()
     assert torch.equal(cache.groups[0].keys, keys), "padding is never cached"
@@ -169,7 +171,7 @@ def test_keys_and_values_are_never_gathered_when_pages_lie_together() -> None:
 
     torch.matmul = watched
     try:
-        meta.attend(0, *random_qkv(16), AttentionSpec(1.0, None))
+        meta.attend(LayerIndex(0), *random_qkv(16), AttentionSpec(1.0, None))
     finally:
         torch.matmul = matmul
     assert tuple(read) == storage
@@ -186,7 +188,8 @@ def test_layers_that_cache_other_rows_share_page_numbers() -> None:
     nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
     first = PagedAttention(cache, nothing, [PrefillChunk(0, length - 1, table, length)])
     last = PagedAttention(cache, DecodeRows(np.array([table]), np.array([length])))
-    for layer, spec in enumerate([wide, narrow, latent, wide]):
+    for index, spec in enumerate([wide, narrow, latent, wide]):
+        layer = LayerIndex(index)
         q, k = (torch.randn(length, heads, spec.key_features, dtype=torch.float64) for heads in (6, spec.heads))
         v = k[..., : spec.value_features] if spec.values_in_keys else torch.randn_like(k)
         cached = [k] if spec.values_in_keys else [k, v]

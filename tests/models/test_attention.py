@@ -21,7 +21,7 @@ from archon.models.attention.packed import blockwise, sdpa
 from archon.models.attention.packed import varlen as varlen_backend
 from archon.models.attention.packed.blockwise import batched_attention
 from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu import tree_kernel
 from archon.models.layers import attention as attention_layer
 from archon.models.layers.norm import NormSpec
@@ -165,7 +165,7 @@ def test_a_short_document_is_the_same_alone_and_next_to_a_long_one() -> None:
     qkv = [x.detach().float() for x in draw(50)]
     both, alone = (PackedAttention.from_lengths(n, torch.device("cpu"), "sdpa") for n in ((40, 10), (10,)))
     spec = AttentionSpec(SCALE)
-    assert both.attend(0, *qkv, spec)[40:].equal(alone.attend(0, *[x[40:] for x in qkv], spec))
+    assert both.attend(LayerIndex(0), *qkv, spec)[40:].equal(alone.attend(LayerIndex(0), *[x[40:] for x in qkv], spec))
 
 
 @pytest.mark.parametrize("options", [{"causal": False}, {"soft_cap": 2.0}, {"sinks": torch.zeros(4)}], ids=str)
@@ -173,7 +173,7 @@ def test_what_the_c_function_for_short_documents_cannot_do(options: dict[str, An
     spec = AttentionSpec(SCALE, **options)
     qkv = [x.detach().float() for x in draw(5)]
     meta = PackedAttention.from_lengths((2, 3), torch.device("cpu"), "sdpa")
-    assert meta.attend(0, *qkv, spec).equal(sdpa.sdpa_attention(*qkv, (2, 3), spec))
+    assert meta.attend(LayerIndex(0), *qkv, spec).equal(sdpa.sdpa_attention(*qkv, (2, 3), spec))
 
 
 @pytest.mark.parametrize("lengths", PACKS, ids=str)
@@ -194,7 +194,7 @@ def test_kernels_are_told_that_attention_is_not_causal(backend: str, given: list
     qkv = draw(40, torch.bfloat16)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
     meta.backend = candidates(backend)[0]
-    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, causal=False))
+    actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, causal=False))
     expected = definition(*(x.float() for x in qkv), [9, 1, 30], -1, causal=False)
     assert relative_error(actual.float(), expected) <= FLASH_BF16
     assert given == places(qkv), "without a copy"
@@ -203,7 +203,7 @@ def test_kernels_are_told_that_attention_is_not_causal(backend: str, given: list
 def test_attention_that_is_not_causal_has_no_further_option() -> None:
     meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
     with pytest.raises(ConfigError, match="attention that is not causal has window, soft_cap; expected none"):
-        meta.attend(0, *draw(7), AttentionSpec(SCALE, window=3, soft_cap=30.0, causal=False))
+        meta.attend(LayerIndex(0), *draw(7), AttentionSpec(SCALE, window=3, soft_cap=30.0, causal=False))
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -416,7 +416,7 @@ def test_kernels_are_called_by_their_contract(
     qkv = draw(40, torch.bfloat16, kv_heads=kv_heads)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
     meta.backend = candidates(backend)[0]
-    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
+    actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, window))
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, AttentionSpec(SCALE, window))
     assert actual.dtype == torch.bfloat16
     assert relative_error(actual.float(), expected) <= FLASH_BF16
@@ -433,7 +433,7 @@ def test_kernels_with_sinks_are_called_by_their_contract(
     qkv, sinks = draw(40, torch.bfloat16, kv_heads=kv_heads), torch.randn(4, requires_grad=True)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
     meta.backend = candidates(backend)[0]
-    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window, soft_cap, sinks))
+    actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, window, soft_cap, sinks))
     assert given == places(qkv), "without a copy"
     exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks)]
     spec = AttentionSpec(SCALE, window, soft_cap, exact[3])
@@ -452,7 +452,7 @@ def test_flash_attn_is_told_of_a_soft_cap(given: list[int]) -> None:
     meta.backend = candidates("flash")[0]
     spec = AttentionSpec(SCALE, soft_cap=1.0)
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), (9, 1, 30), spec)
-    assert relative_error(meta.attend(0, *qkv, spec).float(), expected) <= FLASH_BF16
+    assert relative_error(meta.attend(LayerIndex(0), *qkv, spec).float(), expected) <= FLASH_BF16
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
@@ -493,7 +493,7 @@ def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
     meta.prepare(qkv[0])
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return meta.attend(0, q, k, v, AttentionSpec(SCALE))
+        return meta.attend(LayerIndex(0), q, k, v, AttentionSpec(SCALE))
 
     compiled = torch.compile(attend, backend="eager", fullgraph=True)(*qkv)
     torch.testing.assert_close(compiled, definition(*qkv, list(lengths), -1), rtol=0, atol=1e-6)
@@ -504,7 +504,7 @@ def test_a_backend_names_what_it_does_not_compute() -> None:
     meta.backend = candidates("varlen")[0]
     message = "attn_type 'varlen' does not support soft_cap, .* it supports bidirectional, sinks, window"
     with pytest.raises(ConfigError, match=message):
-        meta.attend(0, *draw(7), AttentionSpec(SCALE, soft_cap=30.0))
+        meta.attend(LayerIndex(0), *draw(7), AttentionSpec(SCALE, soft_cap=30.0))
 
 
 def test_a_name_is_registered_once() -> None:
@@ -531,7 +531,7 @@ def test_gpu_backends_equal_the_definition(backend: Any, window: int | None) -> 
     lengths, dtype = [300, 17, 1, 64], torch.float32 if backend == "sdpa" else torch.bfloat16
     qkv = [torch.randn(382, h, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (4, 2, 2)]
     meta = PackedAttention(torch.tensor([0, 300, 317, 318, 382], dtype=torch.int32, device="cuda"), 300, backend)
-    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
+    actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, window))
     exact = [x.detach().cpu().double().requires_grad_() for x in qkv]
     expected = definition(*exact, lengths, -1 if window is None else window - 1)
     assert relative_error(actual.cpu().double(), expected) <= FLASH_BF16

@@ -18,7 +18,7 @@ from archon.models.attention.packed.documents import GatheredKeys, PackedDocumen
 from archon.models.attention.packed.sdpa import ScaledDotProductAttention, sdpa_attention
 from archon.models.attention.prefix.plan import prefix_attention, shared_prefixes
 from archon.models.attention.sinks import KernelWithLse, add_sinks, attention_with_sinks, sinks_grad
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.parallel.comm import Group
 from archon.parallel.context import SequenceShard, zigzag_plan
 from archon.tools.check.oracle import relative_error
@@ -178,7 +178,7 @@ def test_decoding_from_pages(page_size: int, window: int | None, with_sinks: boo
         spans = list(zip(documents, bounds, strict=True))
         qkv = [torch.cat([document[i][a:b] for document, (a, b) in spans]) for i in range(3)]
         wanted = torch.cat([out[a:b] for out, (a, b) in zip(expected, bounds, strict=True)])
-        got = PagedAttention(cache, nothing, chunks).attend(0, *qkv, spec)
+        got = PagedAttention(cache, nothing, chunks).attend(LayerIndex(0), *qkv, spec)
         torch.testing.assert_close(got, wanted, rtol=0, atol=PAGED_FP64)
 
     step([(0, first) for first in cut])
@@ -187,7 +187,7 @@ def test_decoding_from_pages(page_size: int, window: int | None, with_sinks: boo
     for row, table in zip(pages, tables, strict=True):
         row[: len(table)] = table
     last = [torch.stack([document[i][-1] for document in documents]) for i in range(3)]
-    got = PagedAttention(cache, DecodeRows(pages, np.array(lengths))).attend(0, *last, spec)
+    got = PagedAttention(cache, DecodeRows(pages, np.array(lengths))).attend(LayerIndex(0), *last, spec)
     torch.testing.assert_close(got, torch.stack([out[-1] for out in expected]), rtol=0, atol=PAGED_FP64)
 
 
@@ -247,9 +247,9 @@ def test_narrow_sinks_round_no_score(way: str) -> None:
             nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
             table, first = list(range(-(-length // size))), [x[:-1] for x in qkv]
             chunk = PrefillChunk(0, length - 1, table, length)
-            rest = PagedAttention(cache, nothing, [chunk]).attend(0, *first, spec)
+            rest = PagedAttention(cache, nothing, [chunk]).attend(LayerIndex(0), *first, spec)
             decode = DecodeRows(np.array([table]), np.array([length]))
-            last = PagedAttention(cache, decode).attend(0, *(x[-1:] for x in qkv), spec)
+            last = PagedAttention(cache, decode).attend(LayerIndex(0), *(x[-1:] for x in qkv), spec)
             found = torch.cat((rest, last))
         else:
             found = sdpa_attention(*qkv, (length,), spec)

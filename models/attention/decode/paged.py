@@ -19,7 +19,7 @@ from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.packed.blockwise import batched_attention
 from archon.models.attention.packed.documents import PackedDocuments, cu_seqlens_from_lengths
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu import decode_kernel
 from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.transfer import to_device_async
@@ -139,7 +139,7 @@ class PagedAttention(AttentionMeta):
             positions = np.concatenate([positions, duplicates])
         return self.cache.token_rows(np.concatenate(pages), positions % size)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
         q, k, v = self._prepare(layer, q, k, v)
         outs, first = list[Tensor](), self.n_decode
@@ -149,7 +149,9 @@ class PagedAttention(AttentionMeta):
             outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec))
         return self._concat_outputs(outs)
 
-    def run_recurrence(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
         """See `AttentionMeta.run_recurrence`."""
         outs, first = list[Tensor](), 0
         for slots, fresh, documents in self._state_groups:
@@ -184,7 +186,7 @@ class PagedAttention(AttentionMeta):
             for slots, fresh, lengths in groups
         ]
 
-    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+    def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Attend to latents for decoding sequences, and to expanded keys for prompts.
 
         The matmuls of expanded keys are narrower, which pays off for many queries.
@@ -228,7 +230,7 @@ class PagedAttention(AttentionMeta):
     def _on_device(self, x: np.ndarray) -> Tensor:
         return to_device_async(torch.from_numpy(x), self.device)
 
-    def _prepare(self, layer: int, q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    def _prepare(self, layer: LayerIndex, q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Store the new rows [T, heads, features] of this forward and of its duplicates.
 
         Returns q and the rows without padding.
@@ -256,7 +258,7 @@ class PagedAttention(AttentionMeta):
             outs.append(outs[0].new_zeros(self._n_padding, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
+    def _attend_pages(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages."""
         paged = self.cache.layers[layer]
         if decode_kernel.can_use(q, paged):
@@ -268,7 +270,7 @@ class PagedAttention(AttentionMeta):
         return attend_to_pages(q, paged, self._batches[spec.window], spec)
 
     def _attend_chunks(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, latent: LatentKeys | None = None
+        self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, latent: LatentKeys | None = None
     ) -> Tensor:
         """Return attention [S, H, V] of the chunks: packed if they start a sequence, else with the cache.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from archon.models.attention.decode.cache import CacheSpec, PagedRows, RecurrentStates
 from archon.models.attention.meta import RecurrentState
+from archon.models.attention.spec import LayerIndex
 from archon.models.cpu import operations
 from archon.parallel.transfer import to_device_async
 
@@ -51,7 +52,7 @@ class StateCache:
     def __init__(
         self, specs: Sequence[CacheSpec], n_slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self._specs = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, RecurrentStates)}
+        self._specs = {LayerIndex(layer): spec for layer, spec in enumerate(specs) if isinstance(spec, RecurrentStates)}
         self.n_slots = n_slots if self._specs else 0
         self._dtypes, self._device = (dtype, torch.promote_types(dtype, torch.float32)), device
         self.clear()
@@ -66,14 +67,14 @@ class StateCache:
             for layer, spec in self._specs.items()
         }
 
-    def read(self, layer: int, slots: Tensor, fresh: Tensor | None) -> RecurrentState:
+    def read(self, layer: LayerIndex, slots: Tensor, fresh: Tensor | None) -> RecurrentState:
         """Return the states in `slots` int64 [B], zeros for new sequences (`fresh` bool [B])."""
         state = tuple(cache.index_select(0, slots) for cache in self.layers[layer])
         if fresh is None:
             return state
         return tuple(x.masked_fill(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)
 
-    def write(self, layer: int, slots: Tensor, state: RecurrentState) -> None:
+    def write(self, layer: LayerIndex, slots: Tensor, state: RecurrentState) -> None:
         """Store the states of distinct `slots` int64 [B]."""
         for cache, new in zip(self.layers[layer], state, strict=True):
             cache.index_copy_(0, slots, new.to(cache.dtype))
@@ -106,10 +107,10 @@ class PagedCache:
         self.states = StateCache(specs, n_states, dtype, device)
         self.n_pages, self.page_size, self.device = n_pages, page_size, torch.device(device)
         self._dtype = dtype
-        self._members: dict[PagedRows, list[int]] = {}
+        self._members: dict[PagedRows, list[LayerIndex]] = {}
         for layer, spec in enumerate(specs):
             if isinstance(spec, PagedRows):
-                self._members.setdefault(spec, []).append(layer)
+                self._members.setdefault(spec, []).append(LayerIndex(layer))
         self.clear()
 
     def clear(self) -> None:
@@ -138,7 +139,7 @@ class PagedCache:
             rows[n_heads] = to_device_async(torch.from_numpy(numbers.reshape(-1)), self.device)
         return rows
 
-    def write(self, layer: int, rows: dict[int, Tensor], *new: Tensor) -> None:
+    def write(self, layer: LayerIndex, rows: dict[int, Tensor], *new: Tensor) -> None:
         """Store keys [T, heads, key_features], and values unless they are in the keys, at `token_rows`."""
         paged = self.layers[layer]
         for cache, x in zip(paged.stored, new, strict=True):
@@ -148,7 +149,7 @@ class PagedCache:
             else:
                 memory.index_copy_(0, places, x.reshape(-1, x.shape[-1]))
 
-    def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
+    def read(self, layer: LayerIndex, pages: Tensor, length: int) -> list[Tensor]:
         """Return the first `length` keys [length, heads, key_features] of a sequence, and its values.
 
         Values are omitted if they are in the keys.
