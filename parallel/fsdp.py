@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, cast
@@ -68,23 +69,34 @@ def apply_fsdp(
     free_root = reshard_after_forward_policy == "always"
     free_block = free_root if keep_gathered else reshard_after_forward_policy != "never"
     blocks = list(layers.values())
+    if mesh.size() == 1:
+        # One rank gathers nothing, so a block is one unit: hooks of modules inside it would interrupt compiled code.
+        # Parameters with full precision are never cast.
+        wide = (module for module in model.modules() if getattr(module, "full_precision", False))
+        options["ignored_params"] = {parameter for module in wide for parameter in module.parameters()}
     for block in blocks:
-        for experts in (module for module in block.modules() if getattr(module, "role", None) == "experts"):
-            assert expert_mesh is not None
-            place = partial(_expert_placement, ranks=expert_mesh.size(-1))
-            fully_shard(
-                experts, mesh=expert_mesh, reshard_after_forward=free_block, shard_placement_fn=place, **options
-            )
-        for module in (module for module in block.modules() if getattr(module, "full_precision", False)):
-            # A separate FSDP group: a group has one dtype.
-            wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-            fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": wide})
+        if mesh.size() > 1:
+            _shard_inside(block, mesh, expert_mesh, free_block, options)
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
     if vision_encoder is not None:
         fully_shard(vision_encoder, mesh=mesh, reshard_after_forward=free_block, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
     for block, following in pairwise(blocks):
         cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
+def _shard_inside(
+    block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, free_block: bool, options: dict[str, Any]
+) -> None:
+    """Shard the modules of a block that differ from it in mesh or dtype; arguments as in `apply_fsdp`."""
+    for experts in (module for module in block.modules() if getattr(module, "role", None) == "experts"):
+        assert expert_mesh is not None
+        place = partial(_expert_placement, ranks=expert_mesh.size(-1))
+        fully_shard(experts, mesh=expert_mesh, reshard_after_forward=free_block, shard_placement_fn=place, **options)
+    for module in (module for module in block.modules() if getattr(module, "full_precision", False)):
+        # A separate FSDP group: a group has one dtype.
+        policy = replace(options["mp_policy"], param_dtype=None)
+        fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": policy})
 
 
 def sum_gradients(
@@ -118,7 +130,8 @@ def sum_gradients(
             keep_input_dtypes(module)
             continue
         is_wide = getattr(module, "full_precision", False) and isinstance(model, FSDPModule)
-        if is_wide and any(parameter.dtype != param_dtype for parameter in module.parameters()):
+        sharded = (parameter for parameter in module.parameters() if isinstance(parameter, DTensor))
+        if is_wide and any(parameter.dtype != param_dtype for parameter in sharded):
             raise FamilyError(
                 f"{function} computes {type(module).__name__} in {param_dtype}; shard modules with full_precision "
                 "alone, by fully_shard without a param_dtype"

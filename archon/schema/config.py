@@ -394,7 +394,9 @@ class EngineConfig(StrictModel):
     delta_rule: Literal["torch", "fla"] = Field(
         "torch", description="implementation of gated delta nets: torch anywhere, or fla's CUDA kernels (extra fla)"
     )
-    attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
+    attn_type: str = Field(
+        "auto", description="attention backend: auto, sdpa, varlen, flash, fa4 or another registered one"
+    )
     share_prefixes: bool = Field(
         True,
         description="compute shared prefixes once if that saves time; not with context_parallel = allgather",

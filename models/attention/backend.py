@@ -24,7 +24,7 @@ class AttentionBackend(abc.ABC):
     Attributes:
         name: its `attn_type`.
         features: the implemented options of `AttentionSpec`: `window`, `soft_cap`, `sinks`, and `bidirectional` for
-            non-causal attention. A layer with another option raises ConfigError.
+            non-causal attention.
         saved_ops: `namespace::operator` names; selective recomputation keeps their results.
         prefers_equal_lengths: adjacent documents of equal length cost less; the engine then sorts them.
     """
@@ -72,9 +72,9 @@ class AttentionBackend(abc.ABC):
         """Whether it implements `attend_prefixed`."""
         return type(self).attend_prefixed is not AttentionBackend.attend_prefixed
 
-    def require(self, spec: AttentionSpec) -> None:
-        """Raise ConfigError for an option of `spec` that it does not support."""
-        spec.require(self.features, f"attn_type {self.name!r}")
+    def layer_unsupported_reason(self, spec: AttentionSpec, head_dim: int) -> str | None:
+        """Return why it cannot compute a layer with these options and features per head, or None."""
+        return spec.unsupported_reason(self.features, f"attn_type {self.name!r}")
 
 
 def flash_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:

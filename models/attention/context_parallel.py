@@ -11,7 +11,7 @@ from torch import Tensor
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.packed.documents import GatheredKeys
-from archon.models.attention.registry import resolve_backend
+from archon.models.attention.registry import available_backends, backend_for_layer
 from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.parallel.comm import Group, all_gather, all_to_all
 from archon.parallel.context import SequenceShard, ulysses_repeat
@@ -87,21 +87,23 @@ class GatheredAttention(ContextParallelAttention):
 
     def prepare(self, hidden: Tensor) -> None:
         """See `AttentionMeta.prepare`."""
-        self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
-        assert self.backend.supports_gathered, "checked when the layout is resolved"
+        available = available_backends(self.attn_type, hidden.device, hidden.dtype)
+        self.backends = [backend for backend in available if backend.supports_gathered]
         self.keys = GatheredKeys(self.shard)
-        self.backend.prepare_gathered(self.keys)
+        for backend in self.backends:
+            backend.prepare_gathered(self.keys)
 
     @torch.compiler.disable
     def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
-        self.backend.require(spec)
-        return self.backend.attend_gathered(q, all_gather(torch.cat((k, v), dim=1), self.shard.cp), self.keys, spec)
+        backend = backend_for_layer(self.backends, spec, q.shape[-1])
+        return backend.attend_gathered(q, all_gather(torch.cat((k, v), dim=1), self.shard.cp), self.keys, spec)
 
     @torch.compiler.disable
     def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Gather the latents, which are narrower than keys, and expand the latents of all ranks."""
-        self.backend.require(spec)
         lora_mapping = None if keys.lora_mapping is None else keys.lora_mapping.gathered(self.shard.cp)
         kv = torch.cat(keys.expand(all_gather(keys.rows, self.shard.cp), lora_mapping), dim=1)
-        return self.backend.attend_gathered(keys.pad(q), kv, self.keys, spec)[..., : keys.value_features]
+        q = keys.pad(q)
+        backend = backend_for_layer(self.backends, spec, q.shape[-1])
+        return backend.attend_gathered(q, kv, self.keys, spec)[..., : keys.value_features]

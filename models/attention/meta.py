@@ -16,7 +16,7 @@ from archon.models.attention.backend import AttentionBackend
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.packed.documents import PackedDocuments, check_lengths, cu_seqlens_from_lengths
 from archon.models.attention.prefix.plan import SharedPrefixes
-from archon.models.attention.registry import resolve_backend
+from archon.models.attention.registry import available_backends, backend_for_layer
 from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.lora.mapping import LoRAMapping
 from archon.schema.errors import ConfigError
@@ -104,7 +104,7 @@ class PackedAttention(AttentionMeta):
     ) -> None:
         self.documents = PackedDocuments(cu_seqlens, max_seqlen, lengths)
         self.attn_type = attn_type
-        self.backend: AttentionBackend | None = None
+        self.backends: Sequence[AttentionBackend] = ()
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
@@ -114,16 +114,16 @@ class PackedAttention(AttentionMeta):
 
     def prepare(self, hidden: Tensor) -> None:
         """See `AttentionMeta.prepare`."""
-        self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
-        self.backend.prepare_packed(self.documents)
+        self.backends = available_backends(self.attn_type, hidden.device, hidden.dtype)
+        # Preparing the others for single layers must not make the host wait for the documents' lengths.
+        for backend in self.backends if self.documents.has_host_lengths else self.backends[:1]:
+            backend.prepare_packed(self.documents)
 
     def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
-        if self.backend is None:
+        if not self.backends:
             self.prepare(q)
-        assert self.backend is not None
-        self.backend.require(spec)
-        return self.backend.attend_packed(q, k, v, self.documents, spec)
+        return backend_for_layer(self.backends, spec, q.shape[-1]).attend_packed(q, k, v, self.documents, spec)
 
     def run_recurrence(
         self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
@@ -150,17 +150,18 @@ class PrefixAttention(AttentionMeta):
 
     def prepare(self, hidden: Tensor) -> None:
         """See `AttentionMeta.prepare`."""
-        self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
+        available = available_backends(self.attn_type, hidden.device, hidden.dtype)
+        self.backends = [backend for backend in available if backend.supports_prefixed]
 
     @torch.compiler.disable
     def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
-        self.backend.require(spec)
+        backend = backend_for_layer(self.backends, spec, q.shape[-1])
         if not spec.causal:
             raise ConfigError(
                 "shared prefixes need causal attention, and this layer is bidirectional; disable prefix sharing"
             )
-        return self.backend.attend_prefixed(q, k, v, self.shared, spec)
+        return backend.attend_prefixed(q, k, v, self.shared, spec)
 
     @torch.compiler.disable
     def run_recurrence(

@@ -39,6 +39,13 @@ def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
     return torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
 
 
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention [T, H, D] and its log-sum-exp [H, T] with sinks [H], from both without sinks."""
+    assert lse.shape == (out.shape[1], out.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
+    with_sinks = add_sinks(lse, sinks)
+    return (out * (lse - with_sinks).exp().t().unsqueeze(-1)).to(out.dtype), with_sinks
+
+
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient [H] of sinks, from grad and out [T, H, D] and lse [H, T] with the sinks."""
     row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
@@ -50,9 +57,7 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
         out, lse = kernel.forward(q, k, v)
-        assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
-        with_sinks = add_sinks(lse, sinks)
-        out = (out * (lse - with_sinks).exp().t().unsqueeze(-1)).to(q.dtype)
+        out, with_sinks = merge_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, with_sinks)
         ctx.kernel = kernel
         return out

@@ -40,10 +40,13 @@ class AttentionSpec:
     sinks: Tensor | None = None
     causal: bool = field(default=True, kw_only=True)
 
-    def require(self, features: Collection[str], backend: str) -> None:
-        """Raise ConfigError, naming `backend`, for an option that is not in `features`.
+    def unsupported_reason(self, features: Collection[str], backend: str) -> str | None:
+        """Return which option `backend`, with these features, does not support, or None.
 
         The options are `window`, `soft_cap` and `sinks`, and `bidirectional` for non-causal attention.
+
+        Raises:
+            ConfigError: the options contradict each other.
         """
         options = [name for name in ("window", "soft_cap", "sinks") if getattr(self, name) is not None]
         if not self.causal:
@@ -53,9 +56,8 @@ class AttentionSpec:
         for name in options:
             if name not in features:
                 supported = ", ".join(sorted(features)) or "none of these options"
-                raise ConfigError(
-                    f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"
-                )
+                return f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"
+        return None
 
     def with_wide_sinks(self, dtype: torch.dtype) -> AttentionSpec:
         """Return the options with sinks in at least float32, for several calls on queries of `dtype`.

@@ -20,7 +20,7 @@ from archon.models.attention.meta import PackedAttention
 from archon.models.attention.packed import blockwise, sdpa
 from archon.models.attention.packed import varlen as varlen_backend
 from archon.models.attention.packed.blockwise import batched_attention
-from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
+from archon.models.attention.registry import available_backends, candidates, register_attention_backend, resolve_backend
 from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu import tree_kernel
 from archon.models.layers import attention as attention_layer
@@ -193,7 +193,7 @@ def test_attention_that_is_not_causal_sees_its_full_document(lengths: list[int],
 def test_kernels_are_told_that_attention_is_not_causal(backend: str, given: list[int]) -> None:
     qkv = draw(40, torch.bfloat16)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = candidates(backend)[0]
+    meta.backends = candidates(backend)
     actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, causal=False))
     expected = definition(*(x.float() for x in qkv), [9, 1, 30], -1, causal=False)
     assert relative_error(actual.float(), expected) <= FLASH_BF16
@@ -229,7 +229,7 @@ def test_lengths_that_do_not_cover_the_tokens_are_refused() -> None:
 
 
 def test_auto_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    resolve_backend.cache_clear()
+    available_backends.cache_clear()
     with caplog.at_level(logging.INFO):
         assert resolve_backend("auto", torch.device("cpu"), torch.float32).name == "sdpa"
         assert resolve_backend("auto", torch.device("cuda", 0), torch.bfloat16).name == "varlen"
@@ -244,7 +244,7 @@ def test_auto_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         ("flash", "cpu", torch.bfloat16, "CUDA only and the model is on cpu"),
         ("varlen", "cuda", torch.float32, "the model computes in float32"),
         ("flash", "cuda", torch.bfloat16, r"flash-attn is not installed .*archon-engine\[flash\]"),
-        ("eager", "cpu", torch.float32, "expected one of auto, sdpa, varlen, flash"),
+        ("eager", "cpu", torch.float32, "expected one of auto, sdpa, varlen, flash, fa4"),
     ],
 )
 def test_an_impossible_backend_is_an_error(attn_type: Any, device: str, dtype: torch.dtype, why: str) -> None:
@@ -415,7 +415,7 @@ def test_kernels_are_called_by_their_contract(
     lengths = (9, 1, 30)
     qkv = draw(40, torch.bfloat16, kv_heads=kv_heads)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = candidates(backend)[0]
+    meta.backends = candidates(backend)
     actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, window))
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, AttentionSpec(SCALE, window))
     assert actual.dtype == torch.bfloat16
@@ -432,7 +432,7 @@ def test_kernels_with_sinks_are_called_by_their_contract(
     """The kernels' own gradients, given results and log-sum-exp with sinks."""
     qkv, sinks = draw(40, torch.bfloat16, kv_heads=kv_heads), torch.randn(4, requires_grad=True)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = candidates(backend)[0]
+    meta.backends = candidates(backend)
     actual = meta.attend(LayerIndex(0), *qkv, AttentionSpec(SCALE, window, soft_cap, sinks))
     assert given == places(qkv), "without a copy"
     exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks)]
@@ -449,7 +449,7 @@ def test_kernels_with_sinks_are_called_by_their_contract(
 def test_flash_attn_is_told_of_a_soft_cap(given: list[int]) -> None:
     qkv = draw(40, torch.bfloat16)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = candidates("flash")[0]
+    meta.backends = candidates("flash")
     spec = AttentionSpec(SCALE, soft_cap=1.0)
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), (9, 1, 30), spec)
     assert relative_error(meta.attend(LayerIndex(0), *qkv, spec).float(), expected) <= FLASH_BF16
@@ -470,7 +470,7 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
     module = attention_layer.AttentionLayer(4, 2, 8, qk_norm=NormSpec(1e-6)).build(0, 32)
     module.bfloat16().wv.register_forward_hook(lambda _module, _args, out: made.insert(0, out))
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = candidates(backend)[0]
+    meta.backends = candidates(backend)
     angles = torch.rand(40, 1, 4, dtype=torch.bfloat16)
     module(torch.randn(40, 32, dtype=torch.bfloat16), Rotation(angles.cos(), angles.sin()), meta)
     values, queries, keys = made
@@ -501,7 +501,7 @@ def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
 
 def test_a_backend_names_what_it_does_not_compute() -> None:
     meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
-    meta.backend = candidates("varlen")[0]
+    meta.backends = candidates("varlen")
     message = "attn_type 'varlen' does not support soft_cap, .* it supports bidirectional, sinks, window"
     with pytest.raises(ConfigError, match=message):
         meta.attend(LayerIndex(0), *draw(7), AttentionSpec(SCALE, soft_cap=30.0))
@@ -525,9 +525,11 @@ def test_the_operator_of_compiled_code_and_its_gradients_equal_the_definition(wi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "fa4"])
 @pytest.mark.parametrize("window", [None, 5, 100])
 def test_gpu_backends_equal_the_definition(backend: Any, window: int | None) -> None:
+    if backend == "fa4" and (why := candidates(backend)[0].unsupported_reason(torch.device("cuda"), torch.bfloat16)):
+        pytest.skip(why)
     lengths, dtype = [300, 17, 1, 64], torch.float32 if backend == "sdpa" else torch.bfloat16
     qkv = [torch.randn(382, h, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (4, 2, 2)]
     meta = PackedAttention(torch.tensor([0, 300, 317, 318, 382], dtype=torch.int32, device="cuda"), 300, backend)

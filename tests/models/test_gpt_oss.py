@@ -235,6 +235,6 @@ def test_a_backend_that_cannot_compute_a_layer_says_so() -> None:
     args = replace(square_experts()[0].args, attention_soft_cap=2.0)
     attention = args.layer(0).mixer.build(0, args.dim)
     meta = PackedAttention(torch.tensor([0, 3], dtype=torch.int32), 3)
-    (meta.backend,) = candidates("varlen")
+    meta.backends = candidates("varlen")
     with pytest.raises(ConfigError, match="attn_type 'varlen' does not support soft_cap"):
         attention(torch.randn(3, args.dim), None, meta)

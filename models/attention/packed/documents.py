@@ -42,6 +42,11 @@ class PackedDocuments:
         if lengths is not None:
             self.lengths = lengths
 
+    @property
+    def has_host_lengths(self) -> bool:
+        """Whether `lengths` needs no copy from the device."""
+        return "lengths" in self.__dict__ or self.cu_seqlens.device.type == "cpu"
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Document lengths on the host, copied from the device on first use; some kernels never need them."""

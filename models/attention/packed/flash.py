@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.models.attention.packed.varlen import FlashKernel, FlashKernelBackend
+from archon.models.attention.packed.flash_kernel import OPERATOR, FlashKernel, FlashKernelBackend
 
 
 class _Flash(FlashKernel):
     """`flash_attn_varlen_func`, with its forward and backward as two halves."""
+
+    name = "flash"
 
     def _options(self) -> dict[str, Any]:
         """Return the options that the function and its two halves share."""
@@ -35,8 +37,8 @@ class _Flash(FlashKernel):
         left, right = self.window
         return self._options() | {"window_size_left": left, "window_size_right": right, "alibi_slopes": None}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `FlashKernel.attend`."""
+    def attend_without_sinks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `FlashKernel.attend_without_sinks`."""
         from flash_attn import flash_attn_varlen_func
 
         out: Tensor = flash_attn_varlen_func(q, k, v, window_size=self.window, **self._options())
@@ -61,14 +63,21 @@ class _Flash(FlashKernel):
 class FlashAttention(FlashKernelBackend):
     """`flash_attn_varlen_func`."""
 
-    name = "flash"
+    name = _Flash.name
     features = frozenset({"window", "soft_cap", "sinks", "bidirectional"})
-    saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward"})
+    saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward", OPERATOR})
     kernel = _Flash
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """See `AttentionBackend.unsupported_reason`."""
         reason = super().unsupported_reason(device, dtype)
-        if reason is None and importlib.util.find_spec("flash_attn") is None:
+        # The package of FlashAttention-4 has the directory flash_attn too, without a module.
+        package = importlib.util.find_spec("flash_attn") if reason is None else None
+        if reason is None and (package is None or package.origin is None):
             return "flash-attn is not installed (pip install 'archon-engine[flash]')"
         return reason
+
+    @property
+    def supports_gathered(self) -> bool:
+        """See `AttentionBackend.supports_gathered`; not tested with other keys than queries."""
+        return False

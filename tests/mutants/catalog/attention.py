@@ -155,7 +155,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "flash-attn is told of a window one token too wide",
-        "models/attention/packed/varlen.py",
+        "models/attention/packed/flash_kernel.py",
         "else self.spec.window - 1, 0 if",
         "else self.spec.window, 0 if",
         ("tests/models/test_attention.py",),
