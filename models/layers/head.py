@@ -87,8 +87,8 @@ class LMHead(nn.Linear):
             weights: [T], known before the forward, as for cross-entropy; compute the weighted loss and its gradient in
                 one pass instead of scores. Without `rows`, tokens of weight 0 are not scored and have logprob 0.
                 `backward` can be called once.
-            rows: int64 [n], positions to score, with valid labels. By default this method finds and checks them, which
-                makes the host wait for the GPU.
+            rows: int64 [n], positions to score, with valid labels and temperatures. By default this method finds and
+                checks them, which makes the host wait for the GPU.
             token_rows: int64 [T], the row of hidden (over all tensor-parallel ranks) that predicts each label; row t by
                 default. Documents with a shared prefix share rows.
 
@@ -142,7 +142,7 @@ class LMHead(nn.Linear):
         lowest = temperature
         if isinstance(temperature, Tensor):
             temperature = selected.select(temperature)
-            lowest = float(temperature.min()) if temperature.numel() else 1.0
+            lowest = float(temperature.min()) if rows is None and temperature.numel() else 1.0
         if not lowest > 0:
             raise ValueError(f"temperature is {lowest}; expected a positive number")
         if token_rows is None:
