@@ -56,6 +56,9 @@ CHI_SQUARE_P = 1e-4
 HEAD_FP32 = 5e-6
 # Its gradients in bfloat16 against float64 of the same weights: 8 bits on the logits and 8 on the result.
 HEAD_BF16 = 2e-2
+# Gradients by its kernel in bfloat16 against float64 of the same bfloat16 logits: one rounding to 8 bits, and Triton's
+# interpreter rounds toward zero.
+HEAD_KERNEL_BF16 = 8e-3
 # Attention kernels in bfloat16 against the definition in float32 of the same inputs: results of size one, 8 bits each.
 FLASH_BF16 = 1e-2
 

@@ -69,6 +69,9 @@ def accumulate_matmul(out: Tensor, left: Tensor, right: Tensor, *, first: bool =
     """Compute out += left @ right, or out = left @ right if `first`. Not differentiable."""
     if out.dtype == left.dtype and not _can_use_onednn(left, right.t()):
         out.addmm_(left, right, beta=0 if first else 1)
+    elif out.is_cuda:
+        # The matmul itself adds half-precision products to float32 sums.
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=0 if first else 1, out=out)
     elif first:
         out.copy_(mm(left, right))
     else:

@@ -52,7 +52,7 @@ def estimate(tmp_path: Path, layout: str, config: dict[str, Any]) -> Any:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = get_model_spec(config["model_type"])
     args = spec.model_args_class.from_hf_config(config)
-    model = MemoryModel(args, ModelWeights.from_spec(spec, args), "cpu")
+    model = MemoryModel(args, ModelWeights.from_spec(spec, args), None)
     engine = EngineConfig(path=str(tmp_path), layout=layout, dtype="bfloat16", init_from_scratch=True)
     return model.estimate_rank(engine, parse_layout(layout), 0, 512, 1)
 

@@ -51,6 +51,7 @@ def test_forward(traced: Callable[..., None], family: str, backend: str) -> None
     traced(family, backend, "logits, token scores, fused loss")
     trace = trace_forwards(family_config(family), backend)
     assert trace.waits == {}
+    assert trace.operators["archon.head_sums.default"] == trace.operators["archon.head_loss.default"] == 1
     if backend in KERNELS:
         assert trace.operators[KERNELS[backend]]
 

@@ -16,6 +16,7 @@ from archon.engine.train_step import MicroBatchRunner
 from archon.models.attention.decode import page_batches
 from archon.models.attention.packed.varlen import _Varlen
 from archon.models.layers import delta_rule, moe
+from archon.models.layers.logit_tiles import KernelTiles
 from archon.models.layers.moe import MoE, Router
 from tests.cuda_traced.models import family_config
 from tests.cuda_traced.stand_ins import triton_without_launches
@@ -134,6 +135,15 @@ PLANTED = {
         forward_with_fla,
         HostWaitError,
         "aten.repeat_interleave",
+    ),
+    "labels of the head's kernel are on the CPU": Planted(
+        KernelTiles,
+        "__init__",
+        "labels.contiguous()",
+        "torch.zeros(len(labels), dtype=torch.int64)",
+        forward("qwen3"),
+        MixedDevicesError,
+        "archon.head_sums.default in archon.models.layers.logit_tiles",
     ),
     "pages of sequences are on the CPU": Planted(
         page_batches,

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,7 @@ from tests.cuda_traced.kernels import check_operands
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+PROPERTIES = SimpleNamespace(total_memory=80 << 30)
 # Operators whose results have shapes, or that are numbers, which only the device knows.
 READS = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive,
@@ -156,6 +158,7 @@ def cuda_trace() -> Iterator[CudaTrace]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(trace)
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist(trace)))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=PROPERTIES))
         yield trace
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.models.layers import token_scores as tiles
+from archon.models.layers import logit_tiles, token_scores
 from archon.models.layers.head import LMHead
 from archon.tools.check.oracle import relative_error
 from tests.tolerances import FORMULA_FP64, HEAD_BF16, HEAD_FP32
@@ -18,8 +18,8 @@ T, D, V = 13, 6, 23
 @pytest.fixture(params=[(1024, 2048), (5, 7), (13, 1), (1, 23)], ids=str)
 def _tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = request.param
-    monkeypatch.setattr(tiles, "CPU_ROWS", rows)
-    monkeypatch.setattr(tiles, "CPU_COLUMNS", columns)
+    monkeypatch.setattr(logit_tiles, "CPU_ROWS", rows)
+    monkeypatch.setattr(logit_tiles, "CPU_COLUMNS", columns)
 
 
 def plain(
@@ -105,7 +105,7 @@ def test_gradcheck() -> None:
     kept = labels.clamp(min=0)
     for soft_cap in SOFT_CAPS:
         assert torch.autograd.gradcheck(
-            lambda h, w, cap=soft_cap: tiles.token_scores(h, w, kept, 0.8, soft_cap=cap), (hidden, weight)
+            lambda h, w, cap=soft_cap: token_scores.token_scores(h, w, kept, 0.8, soft_cap=cap), (hidden, weight)
         )
 
 
@@ -130,9 +130,9 @@ def test_softmax_runs_in_float32_whatever_the_dtype(dtype: torch.dtype, toleranc
 def summed_over_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, ...]:
     """Gradients in hidden and weight of the sum of -log p, by either way the head has."""
     if fused:
-        loss, _ = tiles.weighted_loss(hidden, weight, labels, torch.ones(len(labels)))
+        loss, _ = token_scores.weighted_loss(hidden, weight, labels, torch.ones(len(labels)))
     else:
-        loss = -tiles.token_scores(hidden, weight, labels, with_entropy=False)[0].sum()
+        loss = -token_scores.token_scores(hidden, weight, labels, with_entropy=False)[0].sum()
     return torch.autograd.grad(loss, (hidden, weight))
 
 
@@ -141,7 +141,7 @@ def test_the_gradient_of_hidden_states_is_summed_over_the_vocabulary_in_fp32(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile of 4 of 4,096 words gives 1/1024 of the sum: in bfloat16 it would no longer count next to 1/4."""
-    monkeypatch.setattr(tiles, "CPU_COLUMNS", 4)
+    monkeypatch.setattr(logit_tiles, "CPU_COLUMNS", 4)
     vocab, labels = 4096, torch.zeros(3, dtype=torch.int64)
     weight = torch.ones(vocab, D, dtype=torch.bfloat16)
     weight[0] = 0
@@ -156,7 +156,7 @@ def test_the_gradient_of_the_weight_is_summed_over_the_rows_in_fp32(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile of 4 of 4,096 rows gives 1/1024 of the sum: in bfloat16 it would no longer count next to 1/4."""
-    monkeypatch.setattr(tiles, "CPU_ROWS", 4)
+    monkeypatch.setattr(logit_tiles, "CPU_ROWS", 4)
     rows, vocab = 4096, 16
     hidden = torch.ones(rows, D, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(vocab, D, dtype=torch.bfloat16, requires_grad=True)

@@ -17,9 +17,9 @@ from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.feed_forward import DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
+from archon.models.layers.logit_tiles import kernel_rows, tile_shape
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
-from archon.models.layers.token_scores import tile_shape
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.resolve import context_parallel_kind
@@ -372,8 +372,16 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     return tensors, working
 
 
-def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
+def head_memory(
+    args: BaseModelArgs, shard: MicroBatchShard, gpu_memory: int | None, frozen: bool = False
+) -> tuple[int, int]:
     """Return the bytes of final norm, head and loss (`token_scores.weighted_loss`) with all tokens scored.
+
+    Args:
+        args: the model's.
+        shard: a rank's shard of a micro-batch.
+        gpu_memory: bytes of the GPU; None on a CPU.
+        frozen: the head's weight has no gradient.
 
     Returns:
         The peak in the forward, and the gradient of the head's weight. The forward computes this gradient, and it stays
@@ -384,13 +392,16 @@ def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, f
     if args.is_critic:
         return normed + 2 * T * wide, 0
     vocab = args.vocab_size // shard.layout.tp
-    rows, columns = tile_shape(T, vocab, torch.device(device_type), full_rows=True)
-    tiles = rows * vocab * wide + rows * columns * wide
     weight = 0 if frozen else vocab * dim
-    sums = (T * dim + weight) * wide
-    if b < wide:
-        # A tile and its matmul outputs in the compute dtype, or at the end both sums converted to it.
-        temporary = max(rows * columns + (max(rows, columns) + rows) * dim, T * dim + weight) * b
+    if gpu_memory is not None:
+        # One buffer of logits; hidden's gradient has the compute dtype from the start.
+        tiles = min(T, kernel_rows(vocab, b, gpu_memory)) * vocab * b
+        sums, converted = T * dim * b + weight * wide, weight * b
     else:
-        temporary = rows * dim * b
-    return normed + T * dim * b + tiles + sums + temporary, weight * b
+        rows, columns = tile_shape(T, vocab, torch.device("cpu"), full_rows=True)
+        tiles = rows * vocab * wide + rows * columns * wide
+        # A tile and its matmul outputs in the compute dtype.
+        tiles += (rows * columns + (max(rows, columns) + rows) * dim if b < wide else rows * dim) * b
+        sums, converted = (T * dim + weight) * wide, (T * dim + weight) * b
+    # The sums are converted to the compute dtype after the tiles are freed.
+    return normed + T * dim * b + sums + max(tiles, converted if b < wide else 0), weight * b

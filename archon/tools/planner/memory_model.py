@@ -132,10 +132,10 @@ def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
 
 
 class MemoryModel:
-    """Memory model of ranks in layouts of one model."""
+    """Memory model of ranks in layouts of one model, on GPUs with `gpu_memory` bytes; None for a CPU."""
 
-    def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
-        self.args, self.weights, self.device_type = args, weights, device_type
+    def __init__(self, args: BaseModelArgs, weights: ModelWeights, gpu_memory: int | None) -> None:
+        self.args, self.weights, self.gpu_memory = args, weights, gpu_memory
         self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
         self.layers = list(zip(args.layer_specs, weights.lora_layers, strict=True))
         """Spec and LoRA matrices of each layer."""
@@ -200,7 +200,7 @@ class _Step:
         self.has_head = self.n_stages - 1 in self.stages
         self.trained = self.counts.trained
         self.frozen = self.counts.lora is not None
-        head = head_memory(model.args, self.shard, model.device_type, self.frozen) if self.has_head else (0, 0)
+        head = head_memory(model.args, self.shard, model.gpu_memory, self.frozen) if self.has_head else (0, 0)
         self.head_forward, self.head_gradient = head
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
         # Whether unreduced gradients are accumulated over micro-batches.

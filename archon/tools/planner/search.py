@@ -145,7 +145,7 @@ class Planner:
         self.args, self.hardware = args, hardware
         self.weights = ModelWeights.from_spec(spec, args, lora)
         # Only a CPU's hardware file sets `processors`.
-        self.memory_model = MemoryModel(args, self.weights, "cpu" if hardware.processors else "cuda")
+        self.memory_model = MemoryModel(args, self.weights, None if hardware.processors else hardware.memory_bytes)
         self._configs: dict[str, EngineConfig] = {}
 
     def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:

@@ -113,5 +113,5 @@ class Case(NamedTuple):
         args = spec.model_args_class.from_hf_config(hf_config)
         names = spec.state_dict_adapter_class(hf_config)
         lora = {} if config.lora is None else resolve_lora_sizes(names, config.lora)
-        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora), "cpu")
+        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora), None)
         return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)
