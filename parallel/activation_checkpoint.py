@@ -17,7 +17,7 @@ ignore_profiler_marks()
 # Matmuls that are expensive to recompute and small to keep. Batched matmuls are not listed: in a decoder they belong to
 # unfused attention, and the attention backward recomputes them anyway.
 _SAVED_MATMULS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
+    {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm"}
 )
 
 

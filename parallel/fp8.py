@@ -46,6 +46,11 @@ class Fp8Scaling:
     out_features: Group = SOLO
     tokens: tuple[Group, ...] = ()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold parts of an operand."""
+        return any(group.size > 1 for group in (self.in_features, self.out_features, *self.tokens))
+
 
 def apply_fp8(
     layers: nn.ModuleDict, dims: ArchonParallelDims, recipe: Fp8Recipe, blocks: Container[int] | None = None

@@ -169,6 +169,12 @@ PRIVATE_APIS = {
         "one kernel for the norms of all gradients, and one to scale them",
         "torch.nn.utils.get_total_norm returns one norm for all tensors, and sharded gradients need separate norms",
     ),
+    "fp8_experts": PrivateApi(
+        "FP8 matmuls of experts on CUDA",
+        _names("torch: _scaled_grouped_mm"),
+        "multiply each expert's rows in FP8 in code that torch.compile traces",
+        "torch.nn.functional.scaled_grouped_mm calls an operator that the compiler of torch 2.11 does not know",
+    ),
     "varlen": PrivateApi(
         "attention sinks and shared prefixes with attn_type varlen",
         _names("torch.nn.attention.varlen: _varlen_attn_backward"),
@@ -247,6 +253,7 @@ fused_adamw = torch.ops.aten._fused_adamw_.default
 grouped_mm = torch.ops.aten._grouped_mm.default
 local_scalar_dense = torch.ops.aten._local_scalar_dense.default
 softmax_backward = torch.ops.aten._softmax_backward_data
+scaled_grouped_mm = torch._scaled_grouped_mm
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 

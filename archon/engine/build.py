@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import warnings
@@ -34,7 +35,7 @@ from archon.schema.config import EngineConfig, LoRASpec
 from archon.schema.errors import ConfigError, FamilyError, LayoutError
 
 FP8_CAPABILITY = (9, 0)
-"""Compute capability required by `scaled_mm` with row scales and by `scaled_grouped_mm`."""
+"""Compute capability required by the FP8 kernels with row scales and by those of experts."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, devi
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
-    """Raise ConfigError for FP8 on a GPU without it, or if padding with an image changes a scale."""
+    """Raise ConfigError for FP8 on a GPU without it or without torchao, or if padding with an image changes a scale."""
     if not config.fp8_blocks(args.n_layers):
         return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -207,6 +208,14 @@ def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -
             f"fp8 = {config.fp8} needs a GPU of compute capability 9.0 or higher, such as an H100, and {device} is a "
             f"{torch.cuda.get_device_name(device)}; set fp8 to none"
         )
+    if device.type == "cuda":
+        try:
+            importlib.import_module("archon.models.layers.torchao_fp8")
+        except ImportError as error:
+            raise ConfigError(
+                f"fp8 = {config.fp8} needs torchao on a GPU, and it cannot be imported ({error}): pip install "
+                "'archon-engine[fp8]', or set fp8 to none"
+            ) from error
     layout = parse_layout(config.layout)
     if config.fp8_recipe == "tensorwise" and args.image_format is not None and layout.world_size > layout.dp:
         raise ConfigError(

@@ -347,7 +347,7 @@ class EngineConfig(StrictModel):
         "none",
         description="FP8 matmuls of blocks, as in torchao: tensorwise, or rowwise (rowwise_with_gw_hp: weight "
         "gradients in dtype); *_inner excludes the first and the last block. Embedding, head, routers, norms and LoRA "
-        "stay in dtype. Turns share_prefixes off; GPUs need dtype = bfloat16; emulated on a CPU",
+        "stay in dtype. Turns share_prefixes off; emulated on a CPU; GPUs need bfloat16 and torchao (extra fp8)",
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     vision: Literal["frozen", "trained", "off"] = Field(

@@ -4,16 +4,18 @@ An operand is quantized with a scale, q = scale · x rounded, with scale = (larg
 
 - `tensorwise` equals torchao's recipe of that name: one scale for each operand of a linear layer's three matmuls,
   e4m3 for inputs and weights, e5m2 for gradients.
-- `rowwise` equals torchao's `rowwise_with_gw_hp`: e4m3 everywhere, one scale for each row of inputs, weights and
-  gradients, rounded down to a power of two. The input gradient uses one scale for the whole weight; the weight gradient
-  stays in the compute dtype.
+- `rowwise` equals torchao's `rowwise_with_gw_hp`, not its `rowwise`: e4m3 everywhere, one scale for each row of inputs,
+  weights and gradients, rounded down to a power of two. The input gradient uses one scale for the whole weight; the
+  weight gradient stays in the compute dtype.
 
-Experts, multiplied by `scaled_grouped_mm`, use e4m3 and one scale for each row of inputs and gradients in both recipes,
-rounded down to a power of two, and weight gradients in the compute dtype. `tensorwise` uses one scale for each expert's
-matrix instead of one per row.
+With `rowwise` each expert computes as such a linear layer. With `tensorwise` experts differ in one point: the forward
+uses one scale for each expert's matrix instead of one per row. torchao's prototype for experts differs from both: it
+also quantizes weight gradients, and needs every expert's number of rows to be a multiple of 16.
 
-CUDA uses `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`; other devices emulate them with the same rounding and
-matmuls in at least float32. `make test-gpu` compares the two.
+CUDA uses torchao (`archon.models.layers.torchao_fp8`). A linear layer runs torchao's own function, unless tensor or
+context parallelism shards an operand: then the code below finds the scale over all ranks, and torchao's kernel
+multiplies. Experts use the operator `_scaled_grouped_mm`. Other devices emulate FP8 with the same rounding and matmuls
+in at least float32. `make test-gpu` compares the two.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor
 from archon.models.layers.matmul import grouped_linear, grouped_weight_gradient, matmul_nt, mm
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fp8 import MULTIPLE, Fp8Scaling
+from archon.parallel.torch_private import scaled_grouped_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -83,7 +86,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, by_row: bool, groups: Iterable[Grou
 def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fast_accum: bool = False) -> Tensor:
     """Return left [m, k] @ right [n, k]^T in `dtype`: [m, n].
 
-    `use_fast_accum` sums with fewer bits on Hopper GPUs, as torchao's recipes do.
+    `use_fast_accum` sums with fewer bits on Hopper GPUs, as torchao's recipes do in the forward.
     """
     if left.values.is_cuda:
         return fp8_scaled_mm(left, right, dtype, use_fast_accum)
@@ -93,23 +96,13 @@ def fp8_matmul(left: Quantized, right: Quantized, dtype: torch.dtype, *, use_fas
 
 def fp8_scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
     """Compute `fp8_matmul` by the CUDA kernel, which needs operands contiguous along k."""
-    by_row = left.by_row or right.by_row
-    recipe = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
-    factors = [x.scale.reciprocal() for x in (left, right)]
-    if by_row:
-        factors = [
-            factor.expand(x.values.shape[0], 1).contiguous() for factor, x in zip(factors, (left, right), strict=True)
-        ]
-    return F.scaled_mm(
-        _contiguous(left.values),
-        _contiguous(right.values).t(),
-        factors[0],
-        recipe,
-        factors[1].t(),
-        recipe,
-        output_dtype=dtype,
-        use_fast_accum=use_fast_accum,
-    )
+    from archon.models.layers.torchao_fp8 import torchao_scaled_mm
+
+    scales = [x.scale for x in (left, right)]
+    if left.by_row or right.by_row:
+        scales = [x.scale.expand(x.values.shape[0], 1).contiguous() for x in (left, right)]
+    operands = _contiguous(left.values), scales[0], _contiguous(right.values), scales[1]
+    return torchao_scaled_mm(*operands, dtype, use_fast_accum=use_fast_accum)
 
 
 def _contiguous(values: Tensor) -> Tensor:
@@ -120,7 +113,9 @@ def _contiguous(values: Tensor) -> Tensor:
     missing = -values.shape[-1] % MULTIPLE
     # Copy as bytes, which every device supports; byte 0 is the number 0 in both formats.
     raw = values.view(torch.uint8).contiguous()
-    return (F.pad(raw, (0, missing)) if missing else raw).view(values.dtype)
+    if torch.compiler.is_compiling() or missing:  # compiled code must not depend on whether a batch needs padding
+        raw = F.pad(raw, (0, missing))
+    return raw.view(values.dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -151,7 +146,7 @@ class _Fp8Linear(torch.autograd.Function):
             if scaling.by_row:
                 scale = compute_scale(weight, E4M3, False, (scaling.in_features, scaling.out_features), True)
             matrix = quantize_with_scale(weight, scale, E4M3, by_row=False)
-            x_grad = fp8_matmul(grads, matrix.transposed(), grad.dtype, use_fast_accum=scaling.by_row)
+            x_grad = fp8_matmul(grads, matrix.transposed(), grad.dtype)
         if needs_weight and scaling.by_row:
             weight_grad = mm(grad.t(), x)
         elif needs_weight:
@@ -163,6 +158,11 @@ class _Fp8Linear(torch.autograd.Function):
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
     """Return x [T, in] @ weight [out, in]^T + bias [out] in FP8: [T, out]. Differentiable."""
+    if x.is_cuda and not scaling.is_sharded:
+        from archon.models.layers.torchao_fp8 import RECIPES, torchao_linear
+
+        out = torchao_linear(x, weight, RECIPES[scaling.by_row])
+        return out if bias is None else out + bias
     return _Fp8Linear.apply(x, weight, bias, scaling)
 
 
@@ -174,15 +174,13 @@ def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dty
     experts, n, _ = right.values.shape
     if left.values.shape[0] == 0:
         return left.values.new_zeros((0, n), dtype=dtype)
-    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # missing in the stubs
+    return scaled_grouped_mm(
         _contiguous(left.values),
         _contiguous(right.values).transpose(-2, -1),
         left.scale.reciprocal().flatten(),
-        F.ScalingType.RowWise,
         right.scale.reciprocal().expand(experts, n, 1).flatten(1).contiguous(),
-        F.ScalingType.RowWise,
         offs=counts.cumsum(0).to(torch.int32),
-        output_dtype=dtype,
+        out_dtype=dtype,
         use_fast_accum=True,
     )
 

@@ -15,7 +15,6 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated_activation, get_activation
 from archon.models.layers.fp8 import fp8_grouped_linear
@@ -30,7 +29,6 @@ from archon.parallel.fp8 import Fp8Scaling
 from archon.parallel.torch_private import ConversionHook
 from archon.schema.errors import ConfigError
 
-CAN_COMPILE_SCALED_GROUPED_MM = TorchVersion(torch.__version__) >= "2.13"
 Score = Literal["softmax", "sigmoid"]
 """Scores from a token's router logits: a softmax over all experts, or a sigmoid of each logit."""
 
@@ -305,9 +303,9 @@ class GroupedExperts(nn.Module):
     def _can_compile(self, x: Tensor) -> bool:
         """Return whether torch's compiler knows the shapes of the grouped matmuls.
 
-        It knows `grouped_mm` only in bfloat16, and `scaled_grouped_mm` since torch 2.13.
+        It knows `grouped_mm` only in bfloat16; the emulation of FP8 runs it in float32.
         """
-        return x.dtype == torch.bfloat16 and (self.fp8 is None or (x.is_cuda and CAN_COMPILE_SCALED_GROUPED_MM))
+        return x.dtype == torch.bfloat16 and (self.fp8 is None or x.is_cuda)
 
     @torch.compiler.disable
     def _compute_eager(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...]) -> Tensor:

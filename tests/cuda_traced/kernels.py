@@ -23,7 +23,7 @@ def check_operands(func: Any, args: Any, kwargs: Any) -> None:
         _flash(*args[:7])
     elif name == "aten::_grouped_mm":
         _grouped(*args[:2], kwargs["offs"] if "offs" in kwargs else args[2])
-    elif name in ("aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"):
+    elif name in ("aten::_scaled_mm", "aten::_scaled_grouped_mm"):
         _scaled(*args[:2])
 
 
@@ -51,7 +51,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor) -> None:
 
 
 def _scaled(left: Tensor, right: Tensor) -> None:
-    """`_scaled_mm_v2` and `_scaled_grouped_mm_v2`: rows times columns of 8 bits, in 16 bytes each."""
+    """`_scaled_mm` and `_scaled_grouped_mm`: rows times columns of 8 bits, in 16 bytes each."""
     assert torch.float8_e4m3fn in (left.dtype, right.dtype), "a scaled product of e5m2 twice"
     assert left.shape[-2] > 0, "a scaled product of no rows"
     assert left.stride(-1) == 1 and right.stride(-2) == 1, f"strides {left.stride()} times {right.stride()}"

@@ -17,7 +17,10 @@ from archon.engine import build
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
+from archon.models.layers.fp8 import fp8_grouped_linear, fp8_linear
+from archon.parallel.fp8 import Fp8Scaling
 from archon.parallel.fsdp import local_tensor, reshard
+from archon.parallel.torch_private import FakeTensorMode
 from archon.schema.config import EngineConfig
 from tests.cuda_traced.models import family_config
 from tests.cuda_traced.stand_ins import one_gpu, one_process
@@ -169,8 +172,38 @@ def test_8_bit_products(traced: Callable[..., None], tmp_path: Path, hf: dict[st
     with made(tmp_path, hf, fp8=fp8) as (engine, trace):
         check_step(engine, trace, sft_batch(), CrossEntropyLoss())
         assert trace.waits == READ_ONCE
-        assert trace.operators["aten._scaled_mm_v2.default"]
-        assert bool(trace.operators["aten._scaled_grouped_mm_v2.default"]) == ("num_experts" in hf)
+        assert trace.operators["aten._scaled_mm.default"]
+        assert bool(trace.operators["aten._scaled_grouped_mm.default"]) == ("num_experts" in hf)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_8_bit_products_are_traced_whole(traced: Callable[..., None], by_row: bool, sharded: bool) -> None:
+    """Dynamo finds one graph, forward and backward, so that quantization is compiled with what is around it."""
+    traced("", "auto", f"FP8 matmuls in one graph, {'rowwise' if by_row else 'tensorwise'}{', sharded' * sharded}")
+
+    def compute(x: Tensor, weight: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+        return fp8_grouped_linear(fp8_linear(x, weight, None, scaling), matrices, counts, scaling)
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    scaling, graphs = Fp8Scaling(by_row), list[torch.fx.GraphModule]()
+    compiled = torch.compile(compute, fullgraph=True, dynamic=True, backend=keep)
+    torch.compiler.reset()
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # Dynamo reads functions of torch.cuda when first used
+    sharding = mock.patch.object(Fp8Scaling, "is_sharded", sharded)
+    with one_gpu(), FakeTensorMode(allow_non_fake_inputs=True), sharding:
+        for tokens in (37, 64):  # a multiple of 16 too
+            x, weight, matrices = (
+                torch.empty(*shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+                for shape in ((tokens, 64), (48, 64), (4, 32, 48))
+            )
+            out = compiled(x, weight, matrices, torch.empty(4, device=CUDA, dtype=torch.int64))
+            assert (out.shape, out.requires_grad) == ((tokens, 32), True)
+    assert len(graphs) == 1
+    assert ("Float8LinearConfig" in graphs[0].code) != sharded
 
 
 def test_critic(traced: Callable[..., None], tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class CudaTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(x.__module__.startswith("torchao.") for x in types):
+            return NotImplemented  # dispatched again with the tensors inside
         if func.namespace == "aten" and func._can_decompose():  # as inference mode leaves it to
             with self:
                 return func.decompose(*args, **kwargs)

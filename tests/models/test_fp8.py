@@ -17,6 +17,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_utils import tensor_to_scale
 
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.layers import torchao_fp8
 from archon.models.layers.fp8 import (
     E4M3,
     E5M2,
@@ -28,6 +29,7 @@ from archon.models.layers.fp8 import (
     quantize_with_scale,
 )
 from archon.models.layers.linear import Linear
+from archon.models.layers.torchao_fp8 import torchao_linear, torchao_recipe
 from archon.models.lora.layers import LoRALayer
 from archon.parallel.fp8 import Fp8Scaling
 from archon.parallel.fsdp import reshard
@@ -139,27 +141,78 @@ def test_scales_equal_those_of_torchao(power_of_two: bool) -> None:
     assert compute_scale(x, E4M3, True, (), power_of_two).equal(expected)
 
 
+TORCHAO = [("tensorwise", "tensorwise"), ("rowwise", "rowwise_with_gw_hp")]
+
+
+def of_torchao(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, input gradient and weight gradient by torchao's own module and emulation."""
+    layer = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype))
+    layer[0].weight.data.copy_(weight)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    layer = convert_to_float8_training(layer, config=config)
+    inputs = x.clone().requires_grad_()
+    out = layer(inputs)
+    out.backward(grad)
+    return out.detach(), inputs.grad, layer[0].weight.grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("recipe", "name"), [("tensorwise", "tensorwise"), ("rowwise", "rowwise_with_gw_hp")])
+@pytest.mark.parametrize(("recipe", "name"), TORCHAO)
 def test_a_linear_layer_equals_the_recipe_of_torchao(recipe: str, name: str, dtype: torch.dtype) -> None:
     x, weight, grad = (
         drawn(96, 256, dtype=dtype, seed=2),
         drawn(160, 256, dtype=dtype, seed=3),
         drawn(96, 160, dtype=dtype, seed=5),
     )
-    layer = nn.Sequential(nn.Linear(256, 160, bias=False, dtype=dtype))
-    layer[0].weight.data.copy_(weight)
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
-    layer = convert_to_float8_training(layer, config=config)
-    inputs = x.clone().requires_grad_()
-    layer(inputs).backward(grad)
     leaves = [each.clone().requires_grad_() for each in (x, weight)]
     out = fp8_linear(*leaves, None, Fp8Scaling(recipe == "rowwise"))
     out.backward(grad)
-    expected = layer(inputs).detach(), inputs.grad, layer[0].weight.grad
     tolerance = FP8_PLAIN if dtype == torch.float32 else 2**-8  # sums in another order, rounded to bfloat16
-    for result, reference in zip((out.detach(), leaves[0].grad, leaves[1].grad), expected, strict=True):
+    results = out.detach(), leaves[0].grad, leaves[1].grad
+    for result, reference in zip(results, of_torchao(name, x, weight, grad), strict=True):
         assert relative_error(result.double(), reference.double()) <= tolerance
+
+
+@pytest.mark.parametrize("tokens", [96, 37])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_the_function_that_cuda_runs_equals_the_emulation(by_row: bool, tokens: int) -> None:
+    """`torchao_linear`, of which torchao emulates the CUDA kernel here, also inside one compiled graph."""
+    assert torchao_fp8.RECIPES[by_row].config == Float8LinearConfig.from_recipe_name(TORCHAO[by_row][1])
+    recipe = torchao_recipe(TORCHAO[by_row][1], emulate=True)
+    x, weight, grad = (drawn(*shape, dtype=torch.float32, seed=9) for shape in ((tokens, 64), (48, 64), (tokens, 48)))
+    results = []
+    compiled = torch.compile(lambda x, w: torchao_linear(x, w, recipe), fullgraph=True, backend="aot_eager")
+    for compute in (
+        lambda x, w: fp8_linear(x, w, None, Fp8Scaling(by_row)),
+        lambda x, w: torchao_linear(x, w, recipe),
+        compiled,
+    ):
+        leaves = [each.clone().requires_grad_() for each in (x, weight)]
+        out = compute(*leaves)
+        out.backward(grad)
+        results.append((out.detach(), leaves[0].grad, leaves[1].grad))
+    for emulated, eager, graph in zip(*results, strict=True):
+        assert relative_error(eager.double(), emulated.double()) <= FP8_PLAIN
+        assert relative_error(graph.double(), emulated.double()) <= FP8_PLAIN
+
+
+def test_an_expert_equals_a_linear_layer_of_torchao() -> None:
+    counts = [9, 0, 30, 1]
+    x, weight = drawn(40, 64, dtype=torch.float32, seed=6), drawn(4, 48, 64, dtype=torch.float32, seed=7)
+    grad = drawn(40, 48, dtype=torch.float32, seed=8)
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    out = fp8_grouped_linear(*leaves, torch.tensor(counts), Fp8Scaling(True))
+    out.backward(grad)
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    parts = zip(*(each.split(counts) for each in (x, grad, out.detach(), leaves[0].grad)), strict=True)
+    for expert, (rows, row_grads, *results) in enumerate(parts):
+        if not len(rows):
+            assert not leaves[1].grad[expert].any()
+            continue
+        results.append(leaves[1].grad[expert])
+        references = of_torchao("rowwise_with_gw_hp", rows, weight[expert], row_grads)
+        for result, reference in zip(results, references, strict=True):
+            assert relative_error(result.double(), reference.double()) <= FP8_PLAIN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -179,7 +232,7 @@ def test_experts_compute_what_plain_steps_do(recipe: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_the_kernel_is_given_what_is_emulated(by_row: bool) -> None:
-    """`scaled_mm` runs on a CPU too: operands, their transposes, scales, and tokens that are no multiple of 16."""
+    """`_scaled_mm` runs on a CPU too: operands, their transposes, scales, and tokens that are no multiple of 16."""
     x, weight, grad = (drawn(*shape, dtype=torch.bfloat16, seed=9) for shape in ((37, 48), (32, 48), (37, 32)))
     left, right, own = (
         quantize_with_scale(each, compute_scale(each, form, rows, (), by_row), form, rows)

@@ -318,6 +318,19 @@ def test_clipping() -> None:
     assert torch.nn.utils.get_total_norm(grads).dim() == 0, "get_total_norm returns a norm per tensor: use it"
 
 
+def test_fp8_experts() -> None:
+    """The compiler knows the shape of the result: operators of the meta device have it from the same function."""
+    rows, matrices = (
+        torch.empty(*shape, dtype=torch.float8_e4m3fn, device="meta") for shape in ((40, 64), (3, 32, 64))
+    )
+    scales = torch.empty(40, device="meta"), torch.empty(3, 32, device="meta")
+    offs = torch.empty(3, dtype=torch.int32, device="meta")
+    out = torch_private.scaled_grouped_mm(
+        rows, matrices.transpose(1, 2), *scales, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    assert (out.shape, out.dtype) == ((40, 32), torch.bfloat16)
+
+
 def test_varlen() -> None:
     """The kernel runs on a GPU only; tests/gpu compares its gradients."""
     from torch.nn.attention import varlen

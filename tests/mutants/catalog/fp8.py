@@ -39,6 +39,20 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{LAYERS}::test_a_linear_layer_equals_the_recipe_of_torchao[rowwise-rowwise_with_gw_hp-dtype0]",),
     ),
     Mutant(
+        "a GPU computes rowwise as torchao's recipe of that name, which rounds the operands of a weight's gradient",
+        "models/layers/torchao_fp8.py",
+        'True: torchao_recipe("rowwise_with_gw_hp")',
+        'True: torchao_recipe("rowwise")',
+        (f"{LAYERS}::test_the_function_that_cuda_runs_equals_the_emulation",),
+    ),
+    Mutant(
+        "an expert's matrix has one scale in the forward of rowwise",
+        "models/layers/fp8.py",
+        "matrices = _quantize(weight, E4M3, scaling.by_row, groups, True)",
+        "matrices = _quantize(weight, E4M3, False, groups, True)",
+        (f"{LAYERS}::test_an_expert_equals_a_linear_layer_of_torchao",),
+    ),
+    Mutant(
         "compiled blocks hold experts whose products torch's compiler refuses",
         "models/layers/moe.py",
         "self._compute if self._can_compile(x) or not torch.compiler.is_compiling() else self._compute_eager",
