@@ -34,6 +34,7 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
+from archon.parallel.compile import compile_enabled
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.pipeline import StagedModel
@@ -144,7 +145,8 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
     optimizer = scheduler = None
     if config.optimizer is not None and not loras:
-        optimizer = build_optimizer(model, config.optimizer)
+        compiled = compile_enabled(config.compile, next(model.parameters()).device.type)
+        optimizer = build_optimizer(model, config.optimizer, compiled=compiled)
         scheduler = LRSchedule(optimizer, config.optimizer.lr, config.scheduler, total_steps)
 
     # Gathered keys are the keys of whole documents, and a rounded sum of gradients is not the sum of rounded gradients.

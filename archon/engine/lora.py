@@ -26,6 +26,7 @@ from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check
 from archon.engine.state import load_optimizer_state, optimizer_state
 from archon.models.lora.model import single_lora_names
 from archon.models.lora.targets import VISION_PREFIX, LoRASize
+from archon.parallel.compile import compile_enabled
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import EngineConfig, NamedLoRAConfig, OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
@@ -58,7 +59,8 @@ class LoRATrainer:
         self.schedule: LRSchedule | None = None
         self.config, scheduler, total_steps = lora_optimization(lora_config, config, total_steps)
         if self.config is not None:
-            self.optimizer = build_optimizer(model, self.config, self.names)
+            compiled = compile_enabled(config.compile, self.parameters[0].device.type)
+            self.optimizer = build_optimizer(model, self.config, self.names, compiled=compiled)
             self.schedule = LRSchedule(self.optimizer, self.config.lr, scheduler, total_steps)
         self._skips = SkippedSteps()
 

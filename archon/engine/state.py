@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from archon.checkpoint.safetensors_file import LazyTensor, full_region
 from archon.checkpoint.state_tree import Shard, select_region
+from archon.engine.low_bit_adamw import MOMENTS, LowBitAdamW
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import is_lora
 from archon.parallel.fsdp import local_region, local_tensor
@@ -94,21 +95,30 @@ def load_optimizer_state(
     sources = {name: _source(model, name) for name in parameters}
     _check_names("optimizer entries", {*sources.values()}, state, known)
     for name, parameter in parameters.items():
-        moments: dict[str, Tensor] = {}
-        for key, value in state[sources[name]].items():
-            entry = f"optimizer entry {name!r}.{key}"
-            if key == "step":
-                step = select_region(value, full_region(value.shape), entry)
-                moments[key] = step.detach().to(local_tensor(parameter).device, copy=True)
-                continue
-            if tuple(value.shape) != tuple(parameter.shape):
-                raise CheckpointError(
-                    f"{entry} is {tuple(value.shape)} in the checkpoint, "
-                    f"expected {tuple(parameter.shape)}; it belongs to another model"
-                )
-            moments[key] = torch.empty_like(parameter)
-            local_tensor(moments[key]).copy_(select_region(value, local_region(parameter), entry))
+        values = dict(state[sources[name]])
+        step = values.pop("step")
+        moments = (
+            optimizer.new_moments(parameter)
+            if isinstance(optimizer, LowBitAdamW)
+            else {key: torch.empty_like(parameter) for key in MOMENTS}
+        )
+        formats = {key: (x.dtype, tuple(x.shape)) for key, x in moments.items()}
+        saved = {key: (_dtype(x), tuple(x.shape)) for key, x in values.items()}
+        if saved != formats:
+            raise CheckpointError(
+                f"optimizer entry {name!r} is {_describe(saved)} in the checkpoint, expected {_describe(formats)}; was "
+                "optimizer.moments changed, or does it belong to another model?"
+            )
+        for key, moment in moments.items():
+            region = local_region(moment)
+            local_tensor(moment).copy_(select_region(values[key], region, f"optimizer entry {name!r}.{key}"))
+        count = select_region(step, full_region(step.shape), f"optimizer entry {name!r}.step")
+        moments["step"] = count.detach().to(local_tensor(parameter).device, copy=True)
         optimizer.state[parameter] = moments
+
+
+def _describe(formats: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{key} {str(dtype).removeprefix('torch.')} {shape}" for key, (dtype, shape) in formats.items())
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

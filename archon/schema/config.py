@@ -157,6 +157,11 @@ class OptimizerConfig(StrictModel):
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32",
+        description="format of both moments; float32: the dtype of the weights, at least float32. int8: 8 bits with a "
+        "scale per block of up to 256 elements (extra fp8)",
+    )
     max_grad_norm: float | None = Field(1.0, gt=0, description="global gradient norm to clip to; null never clips")
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="steps in a row with a non-finite gradient, after which training stops"
