@@ -32,7 +32,22 @@ ZBV = Case("p2", "tied", config={"pipeline": {"schedule": "zbv"}})
 E2, T2_MOE, E4 = (Case(layout, "moe") for layout in ("d2e2", "t2", "d2t2e4"))
 ETP = Case("(attn:d2t2|ffn:d1t2e2)", "moe")
 STAGED_E2 = Case("d2p2e2", "moe", config={"pipeline": {"schedule": "zbv"}})
-QUICK = [(ONE, D2), (D2, T2), (T2, P2), (P2, ZBV), (ZBV, ONE), (ONE_MOE, E2), (E2, T2_MOE)]
+NARROW: dict[str, dict[str, Any]] = {
+    moments: {"optimizer": {"lr": 1e-2, "max_grad_norm": 0.5, "moments": moments}} for moments in ("bfloat16", "int8")
+}
+D2_CODES, P2_CODES = (Case(layout, "fp8", config=NARROW["int8"]) for layout in ("d2", "p2"))
+D2_NARROW, T2_NARROW = (Case(layout, "fp8", config=NARROW["bfloat16"]) for layout in ("d2", "t2"))
+QUICK = [
+    (ONE, D2),
+    (D2, T2),
+    (T2, P2),
+    (P2, ZBV),
+    (ZBV, ONE),
+    (ONE_MOE, E2),
+    (E2, T2_MOE),
+    (D2_CODES, P2_CODES),
+    (D2_NARROW, T2_NARROW),
+]
 FURTHER = [
     (D2P2, D2T2),
     *[(D2, C2), (C2, R2), (R2, ZBV), (ONE, T4), (T4, D2P2), (D2T2, R2D2), (R2D2, D4), (D4, P2), (D2P2, ONE)],
@@ -41,7 +56,8 @@ FURTHER = [
 
 
 def name_of(pair: Any) -> str:
-    return pair.layout + ("-zbv" if pair.config.get("pipeline") == {"schedule": "zbv"} else "")
+    moments = pair.config.get("optimizer", {}).get("moments", "")
+    return pair.layout + moments + ("-zbv" if pair.config.get("pipeline") == {"schedule": "zbv"} else "")
 
 
 class Layouts:
@@ -77,7 +93,8 @@ class Layouts:
     def train_on(self, case: Case) -> dict[str, Tensor]:
         """The weights after a third step, of one process that continues from what `case` saved."""
         if case.name not in self.further:
-            one = Case("d1", case.model)
+            options = {key: value for key, value in case.config.items() if key == "optimizer"}
+            one = Case("d1", case.model, config=options)
             saved, _ = self.save(case)
             self.further[case.name] = checkpoints.load_into(one, self.model(case.model), str(saved))[1]
         return self.further[case.name]
