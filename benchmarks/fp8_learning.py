@@ -32,7 +32,7 @@ import yaml
 from archon.engine.threads import use_all_threads
 from archon.models.layers.linear import Linear
 from archon.rl.bootstrap import ensure_checkpoint
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, merge_sections
 from archon.tools.bench.origin import commit
 from archon.training.config import BootstrapConfig, SFTConfig
 from archon.training.runner import Runner
@@ -53,8 +53,16 @@ RUNS: dict[str, dict[str, Any]] = {
 STEPS, SEEDS, APART = 200, 3, 0.01
 
 
-def train(name: str, seed: int, steps: int, start: Path, folder: Path) -> dict[str, Any]:
-    """Return the held-out losses of a run, and its seconds."""
+def make_start(folder: Path) -> Path:
+    """Train the checkpoint from which every run starts; return its folder."""
+    start = folder / "start"
+    recipe = yaml.safe_load((RECIPES / "arithmetic_bootstrap.yaml").read_text(encoding="utf-8"))
+    ensure_checkpoint(BootstrapConfig.model_validate(recipe), start, like=EngineConfig(path=str(start), device="cpu"))
+    return start
+
+
+def train(name: str, changes: dict[str, Any], seed: int, steps: int, start: Path, folder: Path) -> dict[str, Any]:
+    """Return the held-out losses of a run with `changes` of the demo's model section, and its seconds."""
     warmup = yaml.safe_load((RECIPES / "arithmetic_bootstrap.yaml").read_text(encoding="utf-8"))["warmup"]
     demo = yaml.safe_load((RECIPES / "arithmetic_cpu.yaml").read_text(encoding="utf-8"))["actor"]
     scheduler = demo["scheduler"] | {"warmup_steps": min(demo["scheduler"]["warmup_steps"], steps // 4)}
@@ -66,7 +74,7 @@ def train(name: str, seed: int, steps: int, start: Path, folder: Path) -> dict[s
             "total_steps": steps,
             "batch_size": warmup["batch_size"],
             "eval_every": steps,
-            "model": model | {"scheduler": scheduler} | RUNS[name],
+            "model": merge_sections(model | {"scheduler": scheduler}, changes),
             "train_data": warmup["train_data"],
             "eval_data": {"path": "arithmetic", "split": "test", "limit": 500},
             "checkpoint": {"every": 0},
@@ -100,15 +108,11 @@ def main() -> int:
     use_all_threads()  # so that rounding is the same whatever else runs
     made = {"torch": torch.__version__, "commit": commit()}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
-        start = Path(folder) / "start"
-        recipe = yaml.safe_load((RECIPES / "arithmetic_bootstrap.yaml").read_text(encoding="utf-8"))
-        ensure_checkpoint(
-            BootstrapConfig.model_validate(recipe), start, like=EngineConfig(path=str(start), device="cpu")
-        )
+        start = make_start(Path(folder))
         for seed in range(options.seeds):
             base = 0.0
             for name in RUNS:
-                line = train(name, seed, options.steps, start, Path(folder))
+                line = train(name, RUNS[name], seed, options.steps, start, Path(folder))
                 base = line["after"] if name == BASE else base
                 line["apart"] = abs(line["after"] - base) / base
                 line["learned_apart"] = abs(line["in_bfloat16"] - base) / base
