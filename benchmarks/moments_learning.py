@@ -2,12 +2,14 @@
 
     python -m benchmarks.moments_learning                       # every run, and the record
     python -m benchmarks.moments_learning --seeds 1 --steps 20 --record trial.jsonl
+    archon bootstrap --config rl/recipes/arithmetic_bootstrap.yaml path=runs/start
+    python -m benchmarks.moments_learning --start runs/start    # without making this checkpoint again
 
-Runs start from the checkpoint on which the demo starts RL, with the demo's optimizer and schedule, in float32. A seed is
-an order of rows. A line of the record is one run: the held-out loss before and after, and the relative difference of the
-final loss from float32 moments (`apart`). A second float32 run with smaller micro-batches differs by rounding only and
-shows the noise. The last lines give the mean of `apart` over the seeds; the aim is at most 1 %. The exit code is 1 if a
-format misses it.
+Runs start from the checkpoint on which the demo starts RL, with the demo's optimizer and schedule, in float32. A seed
+is an order of rows. A line of the record is one run: the held-out loss before and after, and the relative difference of
+the final loss from float32 moments (`apart`). A second float32 run with smaller micro-batches differs by rounding only
+and shows the noise. The last lines give the mean of |`apart`| over the seeds; the aim is at most 1 %. The exit code is
+1 if a format misses it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def main() -> int:
     """Make every run. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, overwritten")
+    parser.add_argument("--start", type=Path, help="the demo's checkpoint; made first if left out")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the order of rows")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     options = parser.parse_args()
@@ -47,7 +50,7 @@ def main() -> int:
     made = {"torch": torch.__version__, "commit": commit()}
     apart: dict[str, list[float]] = {name: [] for name in RUNS if name != BASE}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
-        start = make_start(Path(folder))
+        start = options.start or make_start(Path(folder))
         for seed in range(options.seeds):
             base = 0.0
             for name, changes in RUNS.items():
