@@ -27,6 +27,9 @@ PEAK_BF16_FLOPS = {
     "H100 NVL": 835e12,
     "H200": 989e12,
     "H200 NVL": 835e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "4090": 165.2e12,
 }
 """Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), keyed by a substring of the GPU's name."""
 

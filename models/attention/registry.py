@@ -45,6 +45,11 @@ def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
     return tuple(_BACKENDS[name] for name in names)
 
 
+def available_backends(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
+    """Return the registered backends that can compute in `dtype` on `device`."""
+    return [backend for backend in _BACKENDS.values() if backend.unsupported_reason(device, dtype) is None]
+
+
 def supports_gathered(attn_type: str) -> bool:
     """Return whether `attn_type` supports keys gathered by context parallelism."""
     return any(backend.supports_gathered for backend in candidates(attn_type))

@@ -45,7 +45,7 @@ def test_documents_beyond_the_models_positions_are_told(archon, checkpoint):
     ("arguments", "complaint"),
     [
         ((), "there is no model to plan for"),
-        (("--gpu", "h300"), "expected one of a100-80gb"),
+        (("--gpu", "h300"), "expected one of 4090, a100-80gb"),
         (("--tokens", 8, "--seq", 32), "expected at least seq, the 32 tokens"),
     ],
 )

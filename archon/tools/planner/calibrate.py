@@ -1,13 +1,12 @@
 """Measurement of hardware figures that data sheets do not state.
 
-Every rank of a process group calls `calibrate`. It measures matmuls, copies and collectives; on a CPU also a pass of a
-small model and FSDP over small blocks. It runs no training step.
+Every rank of a process group calls `calibrate`. It measures copies, collectives and, on a GPU, each kind of kernel of a
+training step; on a CPU matmuls, a pass of a small model and FSDP over small blocks. It runs no training step.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,11 +25,22 @@ from archon.parallel.layout import ParallelLayout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 from archon.tools.planner.hardware import Hardware, known_hardware, read_hardware
+from archon.tools.planner.kernel_rates import (
+    GPU_SIZES,
+    KernelSizes,
+    measure_attention,
+    measure_experts,
+    measure_fp8_matmuls,
+    measure_head_passes,
+    measure_launch,
+    measure_matmuls,
+    median_seconds,
+)
 from archon.tools.planner.memory_model import RankParameters
 from archon.tools.planner.time_model import TimeModel
 
-# Rows, columns and inner size of the matmul; elements of the copied and of the all-reduced tensor.
-GEMM = {"cuda": 8192, "cpu": 1024}
+# Rows, columns and inner size of a CPU's matmul; elements of the copied and of the all-reduced tensor.
+CPU_GEMM = 1024
 COPY_BYTES = {"cuda": 2**29, "cpu": 2**24}
 ALL_REDUCE_ELEMENTS = 2**27
 ROUNDS = 5
@@ -40,12 +50,19 @@ TINY: dict[str, Any] = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8,
 SMALL = Qwen3ModelArgs(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, vocab_size=2048)
 SMALL_TOKENS = 512
 FEW, MANY = 2, 6
-PASS_ROUNDS = 7
 # Pairs of collectives timed together.
 REPEATS = 10
 # Matmuls between two collectives: one or two milliseconds, as in a block of a small model.
 PRODUCTS = 4
 LARGE_BYTES = 2**22
+# Kernels of a CPU have no rates besides those of matmuls and copies.
+CPU_KERNELS: dict[str, Any] = {
+    "grouped_gemm_efficiency": None,
+    "fp8_efficiency": None,
+    "attention": {},
+    "head_passes": 6,
+    "launch_s": 0.0,
+}
 
 
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
@@ -58,11 +75,9 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     if device.type == "cpu":
         return _calibrate_cpu(known, dtype)
     _check_name(like, torch.cuda.get_device_name(device))
-    peak = known.flops(str(dtype).removeprefix("torch."))
     measured: dict[str, Any] = {
         "name": f"{like}-calibrated",
-        "gemm_efficiency": _efficiency("matmuls", _gemm(device, dtype), peak),
-        "memory_efficiency": _efficiency("copies", _memory(device), known.memory_bandwidth),
+        **measure_kernels(known, device, dtype, GPU_SIZES),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
     if ControlPlane.world().size > 1:
@@ -70,6 +85,23 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
         bandwidth = known.node_bandwidth if in_node else known.network_bandwidth
         measured["link_efficiency"] = _efficiency("all-reduces", _link(device), bandwidth)
     return Hardware.model_validate(known.model_dump() | measured)
+
+
+def measure_kernels(known: Hardware, device: torch.device, dtype: torch.dtype, sizes: KernelSizes) -> dict[str, Any]:
+    """Return the measured rate of each kind of kernel, as fields of `Hardware`."""
+    peak, fp8_peak = known.flops(str(dtype).removeprefix("torch.")), known.fp8_flops
+    matmuls, bandwidth = measure_matmuls(device, dtype, sizes), _memory(device)
+    rates: dict[str, Any] = {
+        "gemm_efficiency": _efficiency("matmuls", matmuls, peak),
+        "grouped_gemm_efficiency": _efficiency("matmuls of experts", measure_experts(device, dtype, sizes), peak),
+        "attention": measure_attention(device, dtype, sizes),
+        "head_passes": measure_head_passes(device, dtype, sizes, matmuls, bandwidth),
+        "launch_s": measure_launch(device, sizes),
+        "memory_efficiency": _efficiency("copies", bandwidth, known.memory_bandwidth),
+    }
+    if fp8_peak:
+        rates["fp8_efficiency"] = _efficiency("FP8 matmuls", measure_fp8_matmuls(device, sizes), fp8_peak)
+    return rates
 
 
 def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
@@ -89,6 +121,7 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
         "fp32_flops": other if narrow else gemm,
         "fp8_flops": 0.0,  # emulated
         "gemm_efficiency": 1.0,
+        **CPU_KERNELS,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size,
         "reserve_bytes": 2**29,
         "memory_bandwidth": memory,
@@ -164,15 +197,9 @@ def _measure_on_rank0(measure: Callable[[], Any], world: ControlPlane) -> Any:
 
 def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
     """Return FLOP/s of a large matmul with the models' kernel."""
-    n = GEMM[device.type]
+    n = CPU_GEMM
     left, right = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-    repeats = 10 if device.type == "cuda" else 1
-
-    def work() -> None:
-        for _ in range(repeats):
-            mm(left, right)
-
-    return repeats * 2 * n**3 / median_seconds(work, device, rounds)
+    return 2 * n**3 / median_seconds(lambda: mm(left, right), device, rounds)
 
 
 def _memory(device: torch.device) -> float:
@@ -187,19 +214,6 @@ def _link(device: torch.device) -> float:
     n, tensor = ControlPlane.world().size, torch.zeros(ALL_REDUCE_ELEMENTS, device=device)
     sent = 2 * (n - 1) / n * tensor.numel() * 4
     return -max_over_ranks(-sent / median_seconds(lambda: dist.all_reduce(tensor), device, ROUNDS))
-
-
-def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = PASS_ROUNDS) -> float:
-    """Return the median seconds of `rounds` calls of `work` after one warm-up call."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
-    times = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
 
 
 def max_over_ranks(value: float) -> float:

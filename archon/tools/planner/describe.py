@@ -34,6 +34,8 @@ def describe(plan: Plan) -> list[str]:
         )
         if request.fp8.endswith("_inner"):
             lines.append(f"the first and last blocks run in {request.dtype}; their extra time is spread over all")
+    if backend := hw.attention_backend("auto"):
+        lines.append(f"attention is timed for {backend}, the fastest backend in the hardware file")
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:

@@ -13,8 +13,23 @@ from archon.schema.errors import ConfigError
 DATA = Path(__file__).with_name("data")
 
 
+class AttentionRate(StrictModel):
+    """Speed of an attention kernel: `flops` · a / (a + `half_keys`) for queries with a mean of `a` attended keys.
+
+    Counts 4 FLOPs per query, key and feature in the forward pass, and 10 in the backward pass, which computes the
+    scores again.
+    """
+
+    flops: float = Field(gt=0, description="FLOP/s with very many keys per query")
+    half_keys: float = Field(0, ge=0, description="keys per query at which the kernel reaches half of `flops`")
+
+    def reached(self, keys: float) -> float:
+        """Return the FLOP/s for queries with a mean of `keys` attended keys."""
+        return self.flops * keys / (keys + self.half_keys)
+
+
 class Hardware(StrictModel):
-    """GPU model and its links; bandwidths are in one direction, per GPU."""
+    """GPU model, its kernels and its links; bandwidths are in one direction, per GPU."""
 
     name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
@@ -30,6 +45,19 @@ class Hardware(StrictModel):
     reserve_bytes: int = Field(ge=0, description="memory reserved by libraries, bytes")
     fragmentation: float = Field(ge=0, lt=1, description="fraction of a step's allocations lost to fragmentation")
     gemm_efficiency: float = Field(gt=0, le=1, description="fraction of the peak that large matmuls reach")
+    grouped_gemm_efficiency: float | None = Field(
+        None, gt=0, le=1, description="fraction of the peak that matmuls of experts reach; null: gemm_efficiency"
+    )
+    fp8_efficiency: float | None = Field(
+        None, gt=0, le=1, description="fraction of the FP8 peak that FP8 matmuls reach; null: gemm_efficiency"
+    )
+    attention: dict[str, AttentionRate] = Field(
+        default_factory=dict, description="speed of attention by backend (attn_type); empty: a fraction of the peak"
+    )
+    head_passes: float = Field(
+        6, ge=0, description="reads and writes of the logits [T, V] in the compute dtype, beside the head's matmuls"
+    )
+    launch_s: float = Field(0, ge=0, description="idle time of the GPU between two kernels, seconds")
     memory_efficiency: float = Field(gt=0, le=1, description="fraction of the memory bandwidth that kernels reach")
     link_efficiency: float = Field(gt=0, le=1, description="fraction of a link's bandwidth that collectives reach")
 
@@ -61,6 +89,14 @@ class Hardware(StrictModel):
                 "GPU"
             )
         return self.fp8_flops
+
+    def attention_backend(self, attn_type: str) -> str | None:
+        """Return the backend in `attention` that times `attn_type`: the fastest for `auto`; None if there is none."""
+        if attn_type in self.attention:
+            return attn_type
+        if attn_type == "flash" and "varlen" in self.attention:
+            return "varlen"  # both are FlashAttention-2
+        return max(self.attention, key=lambda name: self.attention[name].flops, default=None)
 
     def oversubscription(self, ranks: int) -> float:
         """Return the slowdown of `ranks` that share their nodes' processors; at least 1."""

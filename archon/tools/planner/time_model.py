@@ -2,8 +2,15 @@
 
     step = (n + bubble) micro-batches of the slowest stage + FSDP's traffic not overlapped with computation + optimizer
 
-Matmuls run at `gemm_efficiency` of the peak, or as fast as their weights can be read. Attention counts Σ len² / 2. The
-bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
+Each kind of kernel has a rate in the hardware file:
+
+- Matmuls run at `gemm_efficiency` of the peak (of experts, at `grouped_gemm_efficiency`), or as fast as their weights
+  can be read.
+- Attention runs at the rate of its backend and counts Σ len² / 2.
+- The head is matmuls and passes over the logits. All other work is passes over memory.
+- A GPU idles for `launch_s` between kernels.
+
+The bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
 2.2).
 
 Ranks on a CPU share processors: all work takes `Hardware.oversubscription` times as long, and while a rank waits in a
@@ -27,18 +34,27 @@ from archon.tools.planner.activations import LoRAMatrices, MicroBatchShard, bloc
 from archon.tools.planner.hardware import Hardware
 from archon.tools.planner.memory_model import WIDTHS, RankParameters
 
-# Efficiency of attention relative to matmuls (Dao 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 %).
-# Attention has smaller matmuls, with softmax and recomputed scores between them.
+# Efficiency of attention relative to matmuls where the hardware file has no rates (Dao 2023, arXiv:2307.08691, table of
+# the backward pass: 50 to 60 %), for the 12 FLOPs per query, key and feature that `archon.models.flops` counts.
 ATTENTION_EFFICIENCY = 0.55
+# FLOPs of an attention kernel per query, key and feature: two matmuls forward, five backward.
+ATTENTION_FLOPS, ATTENTION_FORWARD_FLOPS = 14, 4
 # Memory passes over each tensor of a block: a write and a read, for the tensor and for its gradient.
 BLOCK_PASSES = 4
+# The same on a GPU without torch.compile, where elementwise operators run one by one. Measured for Qwen3-0.6B on an
+# H100: 272 ms of elementwise kernels outside the head, 62 ms by BLOCK_PASSES.
+EAGER_PASSES = 17
+# Kernels of a block, forward and backward, and of a block's forward alone. Measured for Qwen3-0.6B, compiled.
+BLOCK_LAUNCHES, FORWARD_LAUNCHES = 131, 44
+# Bytes moved per parameter for each all-gather of weights cast from float32 to bfloat16 (cast, copy), and for each
+# reduction of their gradients (copy, cast).
+GATHER_BYTES, REDUCE_BYTES = 12, 14
 # Extra passes over a block's tensors and weights with FP8 matmuls: in each direction, one finds the maximum and one
 # rounds. Estimated, not calibrated.
 FP8_PASSES = 2
-# Passes over a parameter's float32 state in AdamW and the gradient norm: weight, gradient, two moments.
-OPTIMIZER_PASSES = 8
-# Passes over a float32 tile of logits and its gradient in the head.
-TILE_PASSES = 6
+# Passes over a parameter's float32 state in AdamW and the gradient norm: weight, gradient, two moments. A fused AdamW
+# makes 7; measured on an H100, 3.1 billion parameters took 67 ms, as much as 14.
+OPTIMIZER_PASSES = 14
 
 
 @dataclass(frozen=True)
@@ -54,10 +70,10 @@ class StepTime:
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     fsdp: float = 0.0
-    """Part that does not overlap with computation. `stages`: sending hidden states between pipeline stages."""
+    """Casts, and the traffic that does not overlap with computation. `stages`: hidden states sent between stages."""
     stages: float = 0.0
     host: float = 0.0
-    """Host time that the device does not hide."""
+    """Host time that the device does not hide, and idle time between kernels."""
     bubble: float = 0.0
     optimizer: float = 0.0
 
@@ -189,8 +205,8 @@ class TimeModel:
     def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
         """Return the cached time of one micro-batch in a stage, forward and backward."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
-        ac = config.activation_checkpoint
-        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel, config.fp8)
+        options = (config.dtype, config.context_parallel, config.fp8, config.attn_type, config.compile)
+        key = (within, layers, last, tokens, repr(config.activation_checkpoint), *options)
         if key not in self._stages:
             self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
         return self._stages[key]
@@ -205,30 +221,35 @@ class TimeModel:
         products = attention = elementwise = 0.0
         # FLOPs per parameter and token: forward and input gradient, and the weight gradient unless frozen.
         work = 4 if self.frozen else 6
+        eager = config.compile is False and not hw.processors
+        backend = hw.attention_backend(config.attn_type)
         dense_seconds, expert_seconds = (self._matmul_seconds(config, experts) for experts in (False, True))
         for index, times in layers:
             spec = self._distinct[index]
             active, total = spec.feed_forward.parameters(args.dim)
             span = min(self.seq, spec.mixer.window or self.seq)
-            causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
+            keys = span - span * span / (2 * self.seq)  # mean attended keys of a query
+            rate = peak * ATTENTION_EFFICIENCY * ATTENTION_FLOPS / 12
+            if backend is not None and config.dtype == "bfloat16":
+                rate = hw.attention[backend].reached(keys)
             dense = T * (spec.mixer.parameters(args.dim) * dense_seconds + 6 * self._lora_parameters[index] / peak) / tp
             # Every matmul reads all of its weights: forward, input gradient, weight gradient.
             local = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
             network = T * active / tp * (expert_seconds if spec.feed_forward.n_experts else dense_seconds)
             products += times * (dense + max(network, work / 2 * local * b / self._memory))
-            attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
+            attention += times * T * ATTENTION_FLOPS * spec.mixer.attention_width * keys / tp / rate
             block = block_activations(args.dim, spec, shard, config.context_parallel)
-            elementwise += times * BLOCK_PASSES * block.saved / self._memory
+            elementwise += times * (EAGER_PASSES if eager else BLOCK_PASSES) * block.saved / self._memory
             rounded = block.saved + (local + spec.mixer.parameters(args.dim) / tp) * b
             elementwise += times * self._fp8_fraction(config) * FP8_PASSES * rounded / self._memory
-        recompute = self._recompute(config, products, attention, elementwise)
+        # Fraction of the blocks that run their forward and its collectives twice.
+        recomputed = _recomputed_fraction(config.activation_checkpoint, count)
+        recompute = self._recompute(config, recomputed, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
             products += work * T * args.dim * vocab / tp / peak
-            elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
-        ac = config.activation_checkpoint
-        # Fraction of the blocks that run their forward and its collectives twice.
-        recomputed = 0.0 if ac.mode == "none" else 1 / _recompute_interval(ac)
+            elementwise += hw.head_passes * T * vocab / tp * b / self._memory
+        launches = count * (BLOCK_LAUNCHES + recomputed * FORWARD_LAUNCHES)
         repeated = 1 + recomputed / 2
         hidden = T * args.dim * b
         return StepTime(
@@ -239,7 +260,9 @@ class TimeModel:
             Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
             self._context_parallel(config, layout, shard, layers) * repeated,
             self._expert_parallel(layout, shard, layers) * repeated,
-            host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
+            host=count * hw.layer_overhead_s * (1 + recomputed / 3)
+            + last * hw.micro_batch_overhead_s
+            + launches * hw.launch_s,
         )
 
     def _matmul_seconds(self, config: EngineConfig, experts: bool) -> float:
@@ -249,7 +272,10 @@ class TimeModel:
         block has the mean time of FP8 and other blocks; the first and last stages of a pipeline are in fact slower.
         """
         hw, share = self.hardware, self._fp8_fraction(config)
-        wide, narrow = (1 / (hw.matmul_flops(config.dtype, fp8) * hw.gemm_efficiency) for fp8 in ("none", config.fp8))
+        efficiency = (hw.grouped_gemm_efficiency if experts else None) or hw.gemm_efficiency
+        wide = narrow = 1 / (hw.flops(config.dtype) * efficiency)
+        if share:
+            narrow = 1 / (hw.matmul_flops(config.dtype, config.fp8) * (hw.fp8_efficiency or hw.gemm_efficiency))
         mean = share * narrow + (1 - share) * wide
         weight_gradient = mean if config.fp8_recipe == "tensorwise" and not experts else wide
         return 4 * mean + (0 if self.frozen else 2 * weight_gradient)
@@ -264,14 +290,15 @@ class TimeModel:
         # Sending one tensor costs the same as an all-gather of two tensors by two ranks.
         return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
 
-    def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
-        """Return the seconds of recomputed forwards, a third of a block's time; `op` recomputes no matmuls."""
+    def _recompute(
+        self, config: EngineConfig, recomputed: float, products: float, attention: float, elementwise: float
+    ) -> float:
+        """Return the seconds of the forwards of recomputed blocks; `op` recomputes no matmuls."""
         ac = config.activation_checkpoint
-        if ac.mode == "none":
-            return 0.0
         if ac.mode == "selective" and ac.selective == "op":
             return elementwise / 4
-        return (products / (2 if self.frozen else 3) + attention / 3 + elementwise / 4) / _recompute_interval(ac)
+        attention *= ATTENTION_FORWARD_FLOPS / ATTENTION_FLOPS
+        return recomputed * (products / (2 if self.frozen else 3) + attention + elementwise / 4)
 
     def _context_parallel(
         self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers
@@ -310,7 +337,7 @@ class TimeModel:
         n: int,
         compute_seconds: float,
     ) -> float:
-        """Return the non-overlapped seconds of gathering weights and reducing gradients."""
+        """Return the non-overlapped seconds of gathering weights and reducing gradients, and of their casts."""
         b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
         keeps_gathered = plan is not None or config.reshard_after_forward == "never"
         gathers = 1 if keeps_gathered else 2 * n
@@ -329,17 +356,22 @@ class TimeModel:
         traffic += expert_link.seconds(experts, sparse * times)
         replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
         traffic += 2 * reduces * replicas.seconds(trained.local * wide, blocks)
+        casts = 0.0
+        if b < wide:
+            casts = trained.gathered * (gathers * GATHER_BYTES + reduces * REDUCE_BYTES) / self._memory
         if layout.world_size > 1:
             traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
         # A pipeline has all traffic at the start and the end of a step, other layouts in each micro-batch that gathers.
         overlapped = 0.0 if plan is not None else compute_seconds / n if keeps_gathered else compute_seconds
         first = traffic / max(blocks, 1) / max(times, 1)
-        return max(traffic - self.hardware.overlap * overlapped, first if traffic else 0.0)
+        return casts + max(traffic - self.hardware.overlap * overlapped, first if traffic else 0.0)
 
 
-def _recompute_interval(ac: ActivationCheckpointConfig) -> int:
-    """Return k if every k-th block is recomputed."""
-    return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
+def _recomputed_fraction(ac: ActivationCheckpointConfig, blocks: int) -> float:
+    """Return the fraction of a stage's `blocks` blocks that are recomputed."""
+    if ac.mode == "none":
+        return 0.0
+    return 1 / ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1.0
 
 
 def _sum(parts: list[StepTime]) -> StepTime:

@@ -101,6 +101,27 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
     ),
     Mutant(
+        "attention is as fast with few keys as with many",
+        "archon/tools/planner/hardware.py",
+        "return self.flops * keys / (keys + self.half_keys)",
+        "return self.flops",
+        ("tests/tools/planner/test_time.py",),
+    ),
+    Mutant(
+        "a recomputed forward of attention takes as long as forward and backward",
+        "archon/tools/planner/time_model.py",
+        "attention *= ATTENTION_FORWARD_FLOPS / ATTENTION_FLOPS",
+        "attention *= 1",
+        ("tests/tools/planner/test_time.py::test_a_recomputed_forward_of_attention_is_four_fourteenths_of_it",),
+    ),
+    Mutant(
+        "the planner reads and writes the logits once",
+        "archon/tools/planner/time_model.py",
+        "elementwise += hw.head_passes * T * vocab / tp * b / self._memory",
+        "elementwise += T * vocab / tp * b / self._memory",
+        ("tests/tools/planner/test_time.py::test_steps_measured_on_an_h100_are_predicted",),
+    ),
+    Mutant(
         "the first block is recomputed in place of the n-th",
         "parallel/activation_checkpoint.py",
         "if position % every == 0:",

@@ -62,6 +62,7 @@ def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: st
 def test_what_lost_says_why() -> None:
     found = plan("Qwen3-0.6B", 8)
     text = "\n".join(describe(found))
+    assert "attention is timed for fa4" in text
     assert all(f"\n{placed.candidate.layout} " in text for placed in found.best)
     assert text.count(" %: ") == len(found.best) - 1, "each but the first is slower by so much, in some part"
     assert all(placed.headroom < 0 for placed in found.too_large)
