@@ -48,11 +48,11 @@ class PredictedStep(NamedTuple):
 def predict_step(options: dict[str, Any]) -> PredictedStep:
     """Return the prediction of archon's eager step on one GPU, from the checkpoint's config alone."""
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.engine.memory.memory_model import rank_parameters
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
     from archon.schema.config import EngineConfig
     from archon.tools.planner.hardware import read_hardware
-    from archon.tools.planner.memory_model import rank_parameters
     from archon.tools.planner.search import Planner
     from archon.tools.planner.time_model import TimeModel
 

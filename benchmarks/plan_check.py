@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.engine.memory.memory_model import rank_parameters
 from archon.models import get_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.qwen2 import Qwen2ModelArgs
@@ -24,7 +25,6 @@ from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 from archon.tools.planner.describe import describe_candidate, speed
 from archon.tools.planner.hardware import read_hardware
-from archon.tools.planner.memory_model import rank_parameters
 from archon.tools.planner.search import Candidate, Planner, PlanRequest
 from archon.tools.planner.time_model import TimeModel
 

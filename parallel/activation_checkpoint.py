@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from archon.parallel.torch_private import ignore_profiler_marks, replace_class
 from archon.schema.config import ActivationCheckpointConfig
+from archon.schema.errors import ConfigError
 
 ignore_profiler_marks()
 
@@ -28,20 +29,23 @@ def apply_activation_checkpointing(
 
     - `full`: every block keeps only its input.
     - `selective` with `"op"`: every block keeps the results of matmuls and of `attention_ops`.
-    - `selective` with an integer n: every n-th block keeps only its input (Korthikanti et al. 2022, section 5).
+    - `selective` with an integer n: every n-th block keeps only its input (Korthikanti et al. 2022, section 5); with
+      `"first n"`, each of the first n blocks.
     - `memory_budget`: nothing here; the compiler decides, see `apply_compile`.
 
     Args:
         layers: the blocks in order.
         config: the recompute policy.
         attention_ops: attention operators as `namespace::operator`.
+
+    Raises:
+        ConfigError: the policy is `auto`, which `archon.engine.memory.recompute` replaces before.
     """
-    if config.mode in ("none", "memory_budget"):
-        return
-    every = config.selective if config.mode == "selective" and isinstance(config.selective, int) else 1
-    saved = _SAVED_MATMULS | attention_ops if config.mode == "selective" and config.selective == "op" else None
+    if config.mode == "auto":
+        raise ConfigError("activation_checkpoint.mode is auto, which only the engine resolves; choose another mode")
+    saved = _SAVED_MATMULS | attention_ops if config.saves_ops else None
     for position, block in enumerate(layers, start=1):
-        if position % every == 0:
+        if config.recomputes(position):
             block_class: Any = type(block)
             replace_class(block, _checkpointed_class(block_class, saved))
 

@@ -72,7 +72,7 @@ def parallelize_decoder(
     ac = ac_config or ActivationCheckpointConfig()
     check_options(dims, cpu_offload, ac, enable_compile)
     compiled = compile_enabled(enable_compile, dims.device_type)
-    budget = ac.memory_budget if ac.mode == "memory_budget" else None
+    budget = ac.kept_share if ac.mode == "memory_budget" else None
     has_experts = any(getattr(module, "role", None) == "experts" for module in model.modules())
     if (dims.ep_enabled or dims.etp_enabled) and not has_experts and dims.pp == 1:
         raise LayoutError(f"ep = {dims.ep} and etp = {dims.etp} lay out experts, and this model has none; leave e out")

@@ -22,6 +22,7 @@ from archon.engine.build import (
     resolve_device,
 )
 from archon.engine.lora import LoRATrainer, check_multi_lora
+from archon.engine.memory.recompute import resolve_auto
 from archon.engine.optim import LRSchedule, build_optimizer, check_schedule
 from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.plan import ForwardPlanner
@@ -113,6 +114,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     ranks = Ranks.from_dims(dims)
 
     # 3. Build the model on the meta device, shard it and allocate its memory.
+    builder = replace(builder, config=resolve_auto(config, spec, args, sizes, device))
     planner = ForwardPlanner(
         ranks,
         device,

@@ -187,24 +187,55 @@ class SchedulerConfig(StrictModel):
 class ActivationCheckpointConfig(StrictModel):
     """Activations to keep, and activations to recompute in the backward pass."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = Field("none", description="recompute policy")
-    selective: Literal["op"] | int = Field(
-        "op", description="selective mode: 'op' keeps matmul and attention outputs; n checkpoints every n-th layer"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = Field(
+        "none",
+        description="recompute policy. auto: recompute as many of the first blocks as memory requires; the log and "
+        "--dry-run print them",
     )
-    memory_budget: float = Field(
-        0.5, ge=0, le=1, description="memory_budget mode: share of activation memory kept (needs compile)"
+    selective: Literal["op"] | int | Annotated[str, Field(pattern=r"^first [1-9][0-9]{0,4}$")] = Field(
+        "op",
+        description="selective mode: 'op' keeps matmul and attention outputs; n checkpoints every n-th layer; "
+        "'first n' the first n layers of each pipeline stage",
+    )
+    memory_budget: float | None = Field(
+        None,
+        ge=0,
+        description="memory_budget mode: share of activation memory kept (needs compile), null: 0.5; auto mode: GiB of "
+        "a rank for weights, states and activations, null: the free memory of its GPU, or its part of the CPU's memory",
     )
 
     @model_validator(mode="after")
-    def _check_selective(self) -> ActivationCheckpointConfig:
+    def _check_details(self) -> ActivationCheckpointConfig:
         if isinstance(self.selective, int) and self.selective < 1:
-            raise ValueError(f"selective must be 'op' or a number of layers >= 1, got {self.selective}")
+            raise ValueError(f"selective must be 'op', 'first n' or a number of layers >= 1, got {self.selective}")
+        if self.mode == "memory_budget" and self.kept_share > 1:
+            raise ValueError(
+                f"memory_budget must be a share from 0 to 1 in mode memory_budget, got {self.kept_share:g}"
+            )
         return self
 
     @property
+    def kept_share(self) -> float:
+        """Share of activation memory that mode `memory_budget` keeps."""
+        return 0.5 if self.memory_budget is None else self.memory_budget
+
+    @property
+    def saves_ops(self) -> bool:
+        """Whether recomputed blocks keep the outputs of matmuls and attention."""
+        return self.mode == "selective" and self.selective == "op"
+
+    def recomputes(self, position: int) -> bool:
+        """Return whether a stage's block recomputes; `position` counts from 1."""
+        if self.mode != "selective" or self.selective == "op":
+            return self.mode in ("full", "selective")
+        if isinstance(self.selective, int):
+            return position % self.selective == 0
+        return position <= int(self.selective.removeprefix("first "))
+
+    @property
     def name(self) -> str:
-        """The policy as text: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`."""
-        detail = {"selective": f" {self.selective}", "memory_budget": f" {self.memory_budget}"}
+        """The policy as text: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`, `auto`."""
+        detail = {"selective": f" {self.selective}", "memory_budget": f" {self.kept_share}"}
         return self.mode + detail.get(self.mode, "")
 
     @classmethod

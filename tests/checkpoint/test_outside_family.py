@@ -15,12 +15,12 @@ from archon.checkpoint.formats.megatron.rank_files import MANIFEST_FILE
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.memory.memory_model import MemoryModel
+from archon.engine.memory.weight_shards import ModelWeights
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
-from archon.tools.planner.memory_model import MemoryModel
-from archon.tools.planner.weight_shards import ModelWeights
 from tests.checkpoint.outside_family import MODEL_TYPE, register
 from tests.checkpoint.tiny_checkpoints import (
     assert_bitwise,

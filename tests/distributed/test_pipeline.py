@@ -18,6 +18,7 @@ from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.memory.memory_model import in_flight
 from archon.engine.micro_batch import micro_batches
 from archon.engine.pipeline_step import PipelineRunner
 from archon.models import get_model_spec
@@ -31,7 +32,6 @@ from archon.schema.config import PipelineConfig
 from archon.tools.check import layouts
 from archon.tools.check.layouts import LENGTHS, VOCAB
 from archon.tools.check.rank_pool import Pool
-from archon.tools.planner.memory_model import in_flight
 from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.distributed.checkpoints import whole_state
 

@@ -34,6 +34,7 @@ RECOMPUTE: list[dict[str, Any]] = [
     {"mode": "full"},
     {"mode": "selective", "selective": "op"},
     {"mode": "selective", "selective": 2},
+    {"mode": "selective", "selective": "first 1"},
 ]
 
 
@@ -198,6 +199,7 @@ def test_each_recompute_policy_keeps_less_than_the_one_before(tmp_path: Path) ->
         sizes[name_of(policy)] = kept_bytes(engine, sft_batch())
     assert sizes["full"] < sizes["selective-op"] < sizes["none"]
     assert sizes["full"] < sizes["selective-2"] < sizes["none"]  # one layer of three recomputes
+    assert sizes["selective-first 1"] == sizes["selective-2"]
 
 
 def test_selective_by_op_does_not_run_matrix_products_and_attention_again(tmp_path: Path) -> None:

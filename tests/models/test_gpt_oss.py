@@ -18,6 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 import archon
 from archon.checkpoint.formats.megatron.gpt_config import megatron_arguments
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout
+from archon.engine.memory.weight_shards import ModelWeights, count_parameters
 from archon.models.attention.meta import PackedAttention, PrefixAttention
 from archon.models.attention.prefix.plan import shared_prefixes
 from archon.models.attention.registry import candidates
@@ -28,7 +29,6 @@ from archon.schema.errors import ConfigError
 from archon.tools.check.isolation import check_isolation
 from archon.tools.check.oracle import build_pair, family_config, pack, random_config, reference_logits, relative_error
 from archon.tools.check.round_trip import fresh_model
-from archon.tools.planner.weight_shards import ModelWeights, count_parameters
 from tests.models.test_prefix import answers
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64, PARITY_FP32
 

@@ -82,3 +82,14 @@ def test_every_nth_block_recomputes_and_stays_the_class_it_was() -> None:
     assert [type(block).__name__ for block in layers.values()] == ["Linear", "CheckpointedLinear"] * 2 + ["Linear"]
     assert all(isinstance(block, nn.Linear) for block in layers.values())
     assert len({type(block) for block in layers.values()}) == 2
+
+
+def test_the_first_blocks_recompute() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(5)]
+    apply_activation_checkpointing(layers, ActivationCheckpointConfig(mode="selective", selective="first 3"))
+    assert [type(block).__name__ for block in layers] == ["CheckpointedLinear"] * 3 + ["Linear"] * 2
+
+
+def test_auto_is_left_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match="auto, which only the engine resolves"):
+        model(ac_config=ActivationCheckpointConfig(mode="auto"))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from archon.engine.memory.memory_model import RankParameters
 from archon.models.layers.matmul import mm
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from archon.parallel.comm import Group, all_gather, reduce_scatter
@@ -36,7 +37,6 @@ from archon.tools.planner.kernel_rates import (
     measure_matmuls,
     median_seconds,
 )
-from archon.tools.planner.memory_model import RankParameters
 from archon.tools.planner.time_model import TimeModel
 
 # Rows, columns and inner size of a CPU's matmul; elements of the copied and of the all-reduced tensor.

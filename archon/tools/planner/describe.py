@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from archon.tools.planner.memory_model import MemoryEstimate
+from archon.engine.memory.memory_model import MemoryEstimate
 from archon.tools.planner.search import UNSEARCHED_NOTE, Candidate, CandidateFit, Plan, PlanRequest
 
 GIB = 2**30

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from archon.engine.memory.memory_model import (
+    MemoryEstimate,
+    MemoryModel,
+    RankParameters,
+    candidate_ranks,
+    rank_parameters,
+)
+from archon.engine.memory.recompute import choose_recompute
+from archon.engine.memory.weight_shards import ModelWeights
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.registry import supports_gathered
 from archon.models.flops import Flops
@@ -22,15 +31,7 @@ from archon.parallel.resolve import find_violation, resolve_layout
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 from archon.schema.errors import UserError
 from archon.tools.planner.hardware import Hardware
-from archon.tools.planner.memory_model import (
-    MemoryEstimate,
-    MemoryModel,
-    RankParameters,
-    candidate_ranks,
-    rank_parameters,
-)
 from archon.tools.planner.time_model import StepTime, TimeModel
-from archon.tools.planner.weight_shards import ModelWeights
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"mode": "none"},
@@ -178,7 +179,8 @@ class Planner:
             elif error := self._engine_error(request, candidate):
                 rejections.refused[error] += 1
             else:
-                fitting[candidate.key] = fit
+                fitting[candidate.key] = self._with_fewer_recomputed(request, times, fit)
+        fitting = dict(sorted(fitting.items(), key=lambda item: item[1].candidate.seconds.total))
         too_large = [fit for key, fit in not_fitting.items() if key not in fitting][:near]
         chosen, considered, longest = list(fitting.values()), len(candidates), self.args.max_seq_len
         return Plan(request, self.hardware, times.flops, chosen, too_large, considered, closest, rejections, longest)
@@ -228,6 +230,22 @@ class Planner:
                         config = self._config(request, "d1", choices, tokens)
                         seconds = times.step(config, layout, plan, counts, tokens, n)
                         yield Candidate(layout, choices, tokens, n, seconds)
+
+    def _with_fewer_recomputed(self, request: PlanRequest, times: TimeModel, fit: CandidateFit) -> CandidateFit:
+        """Return a candidate that recomputes as few of the first blocks as fit; unchanged unless it recomputes all."""
+        candidate, hw = fit.candidate, self.hardware
+        if candidate.options["activation_checkpoint"] != {"mode": "full"}:
+            return fit
+        config, layout = self._config(request, "d1", candidate.options, candidate.tokens), candidate.layout
+        budget = hw.memory_bytes - hw.reserve_bytes
+        policy = choose_recompute(self.memory_model, config, budget, layout, candidate.micro_batches).policy
+        options = candidate.options | {"activation_checkpoint": policy.model_dump(include={"mode", "selective"})}
+        config = self._config(request, "d1", options, candidate.tokens)
+        plan = self.memory_model.plan(config, layout)
+        counts = self._largest_counts(layout, plan)
+        seconds = times.step(config, layout, plan, counts, candidate.tokens, candidate.micro_batches)
+        fewer = self.predict_memory(request, replace(candidate, options=options, seconds=seconds))
+        return fewer if fewer.headroom >= 0 else fit
 
     def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
         if layout.pp == 1:

@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from archon.engine.memory.activations import LoRAMatrices, MicroBatchShard, block_activations
+from archon.engine.memory.memory_model import WIDTHS, RankParameters
 from archon.models.args.base import BaseModelArgs
 from archon.models.flops import MatmulShape
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import context_parallel_kind
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
-from archon.tools.planner.activations import LoRAMatrices, MicroBatchShard, block_activations
 from archon.tools.planner.hardware import Hardware
-from archon.tools.planner.memory_model import WIDTHS, RankParameters
 
 # Efficiency of attention relative to matmuls where the hardware file has no rates (Dao 2023, arXiv:2307.08691, table of
 # the backward pass: 50 to 60 %), for the 12 FLOPs per query, key and feature that `archon.models.flops` counts.
@@ -294,8 +294,7 @@ class TimeModel:
         self, config: EngineConfig, recomputed: float, products: float, attention: float, elementwise: float
     ) -> float:
         """Return the seconds of the forwards of recomputed blocks; `op` recomputes no matmuls."""
-        ac = config.activation_checkpoint
-        if ac.mode == "selective" and ac.selective == "op":
+        if config.activation_checkpoint.saves_ops:
             return elementwise / 4
         attention *= ATTENTION_FORWARD_FLOPS / ATTENTION_FLOPS
         return recomputed * (products / (2 if self.frozen else 3) + attention + elementwise / 4)
@@ -369,9 +368,7 @@ class TimeModel:
 
 def _recomputed_fraction(ac: ActivationCheckpointConfig, blocks: int) -> float:
     """Return the fraction of a stage's `blocks` blocks that are recomputed."""
-    if ac.mode == "none":
-        return 0.0
-    return 1 / ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1.0
+    return sum(ac.recomputes(position) for position in range(1, blocks + 1)) / blocks if blocks else 0.0
 
 
 def _sum(parts: list[StepTime]) -> StepTime:

@@ -38,7 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "interleaved 1F1B has one pass, not two, more under way for each later rank",
-        "archon/tools/planner/memory_model.py",
+        "archon/engine/memory/memory_model.py",
         "(stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1",
         "(stages - 1) * plan.pp + (plan.pp - 1 - rank) + 1",
         (f"{PIPELINE}::test_as_many_passes_are_under_way_as_the_planner_counts",),
@@ -101,6 +101,34 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
     ),
     Mutant(
+        "one block more than the first n recomputes",
+        "archon/schema/config.py",
+        'return position <= int(self.selective.removeprefix("first "))',
+        'return position <= int(self.selective.removeprefix("first ")) + 1',
+        ("tests/parallel/test_decoder.py::test_the_first_blocks_recompute",),
+    ),
+    Mutant(
+        "auto recomputes a block more than the memory requires",
+        "archon/engine/memory/recompute.py",
+        "middle = (low + high) // 2",
+        "middle = (low + high) // 2 + 1",
+        ("tests/engine/test_recompute.py",),
+    ),
+    Mutant(
+        "auto takes all of the free memory",
+        "archon/engine/memory/recompute.py",
+        "return free - RESERVE[device.type] if budget is None else int(budget * GIB)",
+        "return free if budget is None else int(budget * GIB)",
+        ("tests/engine/test_recompute.py::test_the_budget_is_configured_or_the_memory_without_a_margin",),
+    ),
+    Mutant(
+        "auto counts on no fragmentation",
+        "archon/engine/memory/recompute.py",
+        "return self.memory.total + int(FRAGMENTATION * self.memory.step)",
+        "return self.memory.total",
+        ("tests/engine/test_recompute.py",),
+    ),
+    Mutant(
         "attention is as fast with few keys as with many",
         "archon/tools/planner/hardware.py",
         "return self.flops * keys / (keys + self.half_keys)",
@@ -123,9 +151,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first block is recomputed in place of the n-th",
-        "parallel/activation_checkpoint.py",
-        "if position % every == 0:",
-        "if position % every == 1 % every:",
+        "archon/schema/config.py",
+        "return position % self.selective == 0",
+        "return position % self.selective == 1 % self.selective",
         ("tests/parallel/test_decoder.py",),
     ),
     Mutant(

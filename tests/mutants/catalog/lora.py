@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the planner gives frozen weights masters",
-        "archon/tools/planner/memory_model.py",
+        "archon/engine/memory/memory_model.py",
         "weights = (self.counts.local * self.shard.bytes, masters)",
         "weights = (self.counts.local * self.shard.wide, masters)",
         ("tests/tools/planner/test_memory.py::test_frozen_weights_have_the_compute_dtype_and_adapters_the_state",),

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.engine.memory.memory_model import MemoryEstimate, MemoryModel
+from archon.engine.memory.weight_shards import ModelWeights
 from archon.models import get_model_spec
 from archon.models.lora.targets import resolve_lora_sizes
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
-from archon.tools.planner.memory_model import MemoryEstimate, MemoryModel
-from archon.tools.planner.weight_shards import ModelWeights
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",

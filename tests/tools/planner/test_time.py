@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.engine.memory.memory_model import rank_parameters
 from archon.models import get_model_spec
 from archon.models.lora.targets import resolve_lora_sizes
 from archon.parallel.layout import parse_layout
@@ -17,7 +18,6 @@ from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 from archon.tools.planner.calibrate import CPU_KERNELS, fit_latency
 from archon.tools.planner.hardware import Hardware, read_hardware
-from archon.tools.planner.memory_model import rank_parameters
 from archon.tools.planner.search import Planner
 from archon.tools.planner.time_model import BLOCK_LAUNCHES, FORWARD_LAUNCHES, Link, StepTime
 from tests.tools.planner.models import DENSE, MODELS, MOE

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import nn
 
+from archon.engine.memory.activations import LoRAMatrices, LoRAMatrix
 from archon.models.args.base import BaseModelArgs
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
@@ -17,7 +18,6 @@ from archon.models.lora.targets import LoRASize
 from archon.models.spec import MOE_TP_PLAN, ModelSpec
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
-from archon.tools.planner.activations import LoRAMatrices, LoRAMatrix
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
-from archon.models.args.base import BaseModelArgs
-from archon.models.layers.spec import LayerSpec
-from archon.parallel.layout import ParallelLayout
-from archon.parallel.pipeline import StagePlan, plan_stages
-from archon.schema.config import EngineConfig
-from archon.tools.planner.activations import (
+from archon.engine.memory.activations import (
     BlockActivations,
     LoRAMatrices,
     MicroBatchShard,
     block_activations,
     head_memory,
 )
-from archon.tools.planner.weight_shards import ModelWeights, count_parameters
+from archon.engine.memory.weight_shards import ModelWeights, count_parameters
+from archon.models.args.base import BaseModelArgs
+from archon.models.layers.spec import LayerSpec
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan, plan_stages
+from archon.schema.config import EngineConfig
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -243,11 +243,9 @@ class _Step:
     def _mode(self, position: int) -> str:
         """Return the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
         ac = self.config.activation_checkpoint
-        if ac.mode != "selective":
-            return "full" if ac.mode == "full" else "none"
-        if ac.selective == "op":
-            return "op"
-        return "full" if position % ac.selective == 0 else "none"
+        if not ac.recomputes(position):
+            return "none"
+        return "op" if ac.saves_ops else "full"
 
     def _block(self, layer: tuple[LayerSpec, LoRAMatrices]) -> BlockActivations:
         return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
