@@ -1,6 +1,6 @@
-"""Compare the planner's seconds with published figures, and write a record and a table.
+"""Compare the planner's seconds with published figures, predict the GPU recipes, and write a record and tables.
 
-    python -m benchmarks.plan_check    # predicts, writes records/plan_check.jsonl and the table in PLANNER.md
+    python -m benchmarks.plan_check    # predicts, writes records/plan_check.jsonl and the tables in PLANNER.md
 
 A test fails if record or table differ from today's predictions.
 
@@ -17,16 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.hf_reader import read_hf_config
+from archon.cli.config import load_config
 from archon.engine.memory.memory_model import rank_parameters
 from archon.models import get_model_spec
 from archon.models.args.base import BaseModelArgs
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.parallel.layout import parse_layout
+from archon.rl.config import RLConfig
 from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
 from archon.tools.planner.describe import describe_candidate, speed
 from archon.tools.planner.hardware import read_hardware
+from archon.tools.planner.prediction import Batch, Prediction, predict
 from archon.tools.planner.search import Candidate, Planner, PlanRequest
 from archon.tools.planner.time_model import TimeModel
+from archon.training.config import SFTConfig
 
 HERE = Path(__file__).resolve().parent
 RECORD, TABLE = HERE / "records" / "plan_check.jsonl", HERE / "PLANNER.md"
@@ -148,6 +153,63 @@ def records() -> list[dict[str, Any]]:
     return found + [asdict(figure) for figure in UNPREDICTED]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe of `rl/recipes` for one GPU, with the config of its model in `tests/data/hf_configs`."""
+
+    file: str
+    model: str
+    config: type[SFTConfig | RLConfig]
+    told: str
+
+    def predict(self, gpu: str) -> Prediction | None:
+        """Return the prediction of its training step on a GPU; None if the GPU is too small."""
+        config = load_config(self.config, RECIPES / self.file, [])
+        if isinstance(config, RLConfig):
+            model, documents = config.resolve().actor, config.rollout.prompts_per_step * config.gconfig.n_samples
+            batch = Batch(documents, config.train_data.max_length + config.gconfig.max_new_tokens)
+        else:
+            model, batch = config.resolve().model, Batch(config.batch_size, config.train_data.max_length)
+        try:
+            return predict(model, read_hf_config(CONFIGS / self.model), read_hardware(gpu), batch)
+        except ConfigError:
+            return None
+
+
+RECIPES = HERE.parent / "rl" / "recipes"
+GPU_RECIPES = [
+    Recipe("gsm8k_sft_gpu.yaml", "Qwen3-0.6B", SFTConfig, "SFT"),
+    Recipe("gsm8k_rl_gpu.yaml", "Qwen3-0.6B", RLConfig, "GRPO, the training step"),
+    Recipe("gsm8k_lora_gpu.yaml", "Qwen3-8B", SFTConfig, "SFT with LoRA of rank 16"),
+]
+RECIPE_GPUS = ("h100-80gb", "a100-80gb", "h200", "b200")
+
+
+def recipe_table() -> list[str]:
+    """Return the predictions of the GPU recipes as Markdown."""
+    lines = [
+        "## Recipes on one GPU",
+        "",
+        "Predicted, not measured: memory with libraries and fragmentation, and the time of a step of documents of the",
+        "longest length. `archon sft --config rl/recipes/gsm8k_sft_gpu.yaml --dry-run --gpu h100-80gb` prints a row.",
+        "",
+        "| recipe | model | GPU | recompute (`auto`) | memory, GiB | a step | tok/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for recipe in GPU_RECIPES:
+        for gpu in RECIPE_GPUS:
+            found, first = recipe.predict(gpu), f"| `{recipe.file}`, {recipe.told} | {recipe.model} | {gpu} |"
+            if found is None:
+                lines.append(f"{first} does not fit | | | |")
+                continue
+            assert found.choice is not None
+            memory = f"{found.used / 2**30:.1f} of {found.hardware.memory_bytes / 2**30:.1f}"
+            step = f"{found.batch.documents} × {found.batch.seq:,} tokens in {found.seconds.total:.2f} s"
+            policy = found.choice.policy.name.removeprefix("selective ")
+            lines.append(f"{first} {policy} | {memory} | {step} | {found.tokens_per_second:,.0f} |")
+    return lines
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     lines = [
@@ -180,7 +242,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "unpredicted" in row
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "", *recipe_table()]).rstrip() + "\n"
 
 
 def lines(rows: list[dict[str, Any]]) -> str:

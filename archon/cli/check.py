@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from archon.data.registry import DatasetKind
     from archon.rl.config import RLConfig
     from archon.schema.config import EngineConfig, StrictModel
+    from archon.tools.planner.prediction import Batch
     from archon.training.config import BootstrapConfig, PreferenceConfig, SFTConfig
 
 Config = TypeVar("Config", bound="StrictModel")
@@ -33,14 +34,18 @@ def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
         print("\n".join(f"# {line}" for text in lines for line in text.splitlines()))
 
 
-def check_rl(config: RLConfig) -> list[str]:
-    """Check an RL run. Returns summary lines; raises the `UserError` that would end the run."""
+def check_rl(config: RLConfig, gpu: str | None = None) -> list[str]:
+    """Check an RL run. Returns summary lines; raises the `UserError` that would end the run.
+
+    With `gpu`, the models run on this GPU instead of a local device, and memory and time of training are predicted.
+    """
     from archon.parallel.layout import parse_layout
     from archon.rl.config import RewardModelConfig
     from archon.rl.rewards import get_reward_fn
     from archon.rl.rewards.reward_model import RewardModel
     from archon.rl.workflows import resolve_workflow
     from archon.schema.config import EngineConfig, derive_reference
+    from archon.tools.planner.prediction import Batch
     from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
@@ -55,13 +60,17 @@ def check_rl(config: RLConfig) -> list[str]:
     # 1. Models and tokenizer
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as blanks:
         steps = config.optimizer_steps
-        lines = check_model("actor", models.actor, blanks, steps)
+        answers = config.rollout.prompts_per_step * config.gconfig.n_samples
+        most, prompt = models.actor.max_tokens_per_mb, config.train_data.max_length
+        longest = most if prompt is None else min(prompt + config.gconfig.max_new_tokens, most)
+        options: dict[str, Any] = {"gpu": gpu, "batch": Batch(answers, longest)}
+        lines = check_model("actor", models.actor, blanks, steps, **options)
         if models.ref is not None:
-            lines += check_model("ref", models.ref, blanks)
+            lines += check_model("ref", models.ref, blanks, **options)
         if models.critic is not None:
-            lines += check_model("critic", models.critic, blanks, steps)
+            lines += check_model("critic", models.critic, blanks, steps, **options)
         if isinstance(models.teacher, EngineConfig):
-            lines += check_model("teacher", models.teacher, blanks)
+            lines += check_model("teacher", models.teacher, blanks, **options)
         tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, blanks)
     lines.append(line)
     # 2. Data
@@ -71,7 +80,7 @@ def check_rl(config: RLConfig) -> list[str]:
     offered: dict[str, Any] = {"gconfig": config.gconfig, "tokenizer": tokenizer, "train_data": config.train_data}
     if isinstance(config.reward, RewardModelConfig):
         changes = {"path": config.reward.model, "init_from_scratch": False, "is_critic": True}
-        lines += check_model("reward.model", derive_reference(config.actor, changes, "reward.model"), {})
+        lines += check_model("reward.model", derive_reference(config.actor, changes, "reward.model"), {}, **options)
         offered["reward_fn"] = RewardModel(config.reward.model)
     elif config.reward is not None:
         offered["reward_fn"] = get_reward_fn(config.reward)
@@ -79,18 +88,19 @@ def check_rl(config: RLConfig) -> list[str]:
     return [*lines, f"reward: {config.reward or 'of the workflow'}", f"workflow: {config.workflow}"]
 
 
-def check_preference(config: PreferenceConfig) -> list[str]:
+def check_preference(config: PreferenceConfig, gpu: str | None = None) -> list[str]:
     """Check a preference run; see `check_rl`."""
-    lines = check_sft(config, "dpo")
+    lines = check_sft(config, gpu, "dpo")
     ref = config.resolve().ref
     if ref is not None and ref.path != config.model.path:
-        lines += check_model("ref", ref, {})
+        lines += check_model("ref", ref, {}, gpu=gpu)
     return lines
 
 
-def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
+def check_sft(config: SFTConfig, gpu: str | None = None, kind: DatasetKind = "sft") -> list[str]:
     """Check an SFT run; see `check_rl`."""
     from archon.parallel.layout import parse_layout
+    from archon.tools.planner.prediction import Batch
     from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
@@ -98,7 +108,10 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as blanks:
-        lines = check_model("model", config.resolve().model, blanks, config.optimizer_steps)
+        documents = config.batch_size * (1 if kind == "sft" else 2)  # a pair is two documents
+        most = config.model.max_tokens_per_mb
+        batch = Batch(documents, min(config.train_data.max_length or most, most))
+        lines = check_model("model", config.resolve().model, blanks, config.optimizer_steps, gpu=gpu, batch=batch)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, blanks)
     lines.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
@@ -157,7 +170,12 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
 
 
 def check_model(
-    name: str, config: EngineConfig, blanks: Mapping[str, str], total_steps: int | None = None
+    name: str,
+    config: EngineConfig,
+    blanks: Mapping[str, str],
+    total_steps: int | None = None,
+    gpu: str | None = None,
+    batch: Batch | None = None,
 ) -> list[str]:
     """Check a model's layout, device, attention backend, schedule, config and files without reading its weights.
 
@@ -166,6 +184,8 @@ def check_model(
         config: Config of the model.
         blanks: Temporary folders of checkpoints that the bootstrap has yet to create, by path.
         total_steps: Optimizer steps of the run; None skips the check of the schedule.
+        gpu: Name or file of a GPU in place of the local device.
+        batch: Documents of a training step, to predict on `gpu`.
     """
     import torch
 
@@ -175,13 +195,21 @@ def check_model(
     from archon.models.attention.registry import resolve_backend, supports_gathered
     from archon.parallel.process_group import require_processes, torchrun_world_size
     from archon.parallel.resolve import resolve_layout
+    from archon.tools.planner.hardware import read_hardware
     from archon.tools.planner.inspection import inspect_checkpoint
+    from archon.tools.planner.prediction import predict, predict_recompute
 
-    device = resolve_device(config.device)
-    resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
+    if gpu is None:
+        device = resolve_device(config.device)
+        resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
+    elif config.device == "cpu":
+        raise ConfigError(f"{name}.device is cpu, and --gpu {gpu} predicts a run on a GPU; set it to cuda or auto")
+    else:
+        device = torch.device("cuda")
     if config.optimizer is not None and total_steps is not None:
         check_schedule(config.scheduler, total_steps)
-    inspection = inspect_checkpoint(config.path, read_hf_config(blanks.get(config.path, config.path)))
+    hf_config = read_hf_config(blanks.get(config.path, config.path))
+    inspection = inspect_checkpoint(config.path, hf_config)
     if inspection.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(inspection.refused)}")
     assert inspection.args is not None
@@ -200,6 +228,12 @@ def check_model(
         torchrun = f"torchrun --nproc-per-node {layout.world_size} -m archon …"
         hint = f": start the run with {torchrun}" if single_process else ""
         lines.append(f"{name}: layout {config.layout} on {layout.world_size} processes{hint}")
+    if config.optimizer is None:
+        return lines
+    if gpu is not None and batch is not None:
+        lines += [f"{name}: {line}" for line in predict(config, hf_config, read_hardware(gpu), batch).lines()]
+    elif config.activation_checkpoint.mode == "auto":
+        lines.append(f"{name}: activation_checkpoint {predict_recompute(config, hf_config, device)}")
     return lines
 
 

@@ -16,4 +16,12 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml"
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file with dotted keys")
 ]
+TargetGpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="with --dry-run: predict memory and time on this GPU, which need not be here; names as in archon plan",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print and check the resolved configuration, then exit")]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import typer
 
 from archon.cli.config import config_command, load_config, read_bootstrap
-from archon.cli.options import ConfigFile, DryRun, Overrides
+from archon.cli.options import ConfigFile, DryRun, Overrides, TargetGpu
 from archon.cli.report import write_run_report
 
 
@@ -51,8 +52,10 @@ def settings(name: str) -> dict[str, Any]:
 def command(name: str) -> Callable[..., None]:
     """Return the command `name` of `RUNS`."""
 
-    def train(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-        exit_with(lambda: run_training(name, config, overrides or [], dry_run))
+    def train(
+        config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False, gpu: TargetGpu = None
+    ) -> None:
+        exit_with(lambda: run_training(name, config, overrides or [], dry_run, gpu))
 
     return train
 
@@ -67,9 +70,10 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
     raise typer.Exit(exit_code)
 
 
-def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
-    """Run a command of `RUNS`, or check its configuration with `dry_run`. Returns the exit code."""
+def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool, gpu: str | None = None) -> int:
+    """Run a command of `RUNS`, or check its configuration with `dry_run`, for `gpu`. Returns the exit code."""
     import archon.rl as rl
+    from archon.schema.errors import ConfigError
 
     run = RUNS[command]
     config_type: Any = getattr(rl, run.config.partition(":")[2])
@@ -85,8 +89,10 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     if dry_run:
         from archon.cli import check
 
-        check.print_check(config, getattr(check, f"check_{command}"))
+        check.print_check(config, partial(getattr(check, f"check_{command}"), gpu=gpu))
         return 0
+    if gpu is not None:
+        raise ConfigError(f"--gpu {gpu} predicts a run, which --dry-run does; add --dry-run, or set {run.model}.device")
     from archon.engine.optim import check_schedule
     from archon.rl.bootstrap import ensure_checkpoint
     from archon.training.loop import join_processes

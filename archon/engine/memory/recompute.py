@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -117,7 +116,7 @@ def memory_model(
     loras: Mapping[str | None, Mapping[str, LoRASize]],
     device_type: str,
 ) -> MemoryModel:
-    """Return the memory model of a model with these LoRAs by name; several count as one of their total rank.
+    """Return the memory model of a model with these LoRAs by name.
 
     Raises:
         ConfigError: the vision encoder is trained; its activations depend on the images.
@@ -128,13 +127,16 @@ def memory_model(
             "activation_checkpoint.mode = auto cannot predict the activations of a trained vision encoder; choose "
             "none, selective or full, or train only the decoder"
         )
-    ranks = Counter[str]()
+    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras)), device_type)
+
+
+def sum_lora_ranks(loras: Mapping[str | None, Mapping[str, LoRASize]]) -> dict[str, LoRASize]:
+    """Return the matrix sizes of one LoRA with the total rank of several, by matrix name."""
     sizes = dict[str, LoRASize]()
     for matrices in loras.values():
         for name, size in matrices.items():
-            ranks[name] += size.rank
-            sizes[name] = replace(size, rank=ranks[name])
-    return MemoryModel(args, ModelWeights.from_spec(spec, args, sizes), device_type)
+            sizes[name] = replace(size, rank=size.rank + (sizes[name].rank if name in sizes else 0))
+    return sizes
 
 
 def memory_budget(config: EngineConfig, device: torch.device, free: int) -> int:

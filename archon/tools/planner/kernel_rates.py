@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -80,8 +81,9 @@ def measure_matmuls(device: torch.device, dtype: torch.dtype, sizes: KernelSizes
     for width, out in sizes.matrices:
         shapes = ((sizes.tokens, width), (out, width), (sizes.tokens, out))
         x, weight, grad = (_random(*shape, like=(device, dtype)) for shape in shapes)
+        products = ((x, weight.t()), (grad, weight), (grad.t(), x))
         flops += 6 * sizes.tokens * width * out
-        seconds += median_seconds(lambda x=x, w=weight, g=grad: (x @ w.t(), g @ w, g.t() @ x), device)
+        seconds += sum(median_seconds(partial(torch.mm, *operands), device) for operands in products)
     return flops / seconds
 
 
@@ -105,18 +107,13 @@ def measure_fp8_matmuls(device: torch.device, sizes: KernelSizes) -> float:
     """Return FLOP/s of FP8 matmuls with one scale per operand, without the quantization."""
     flops = seconds = 0.0
     scale, scaling = torch.ones((), device=device), F.ScalingType.TensorWise
+    multiply = partial(F.scaled_mm, output_dtype=torch.bfloat16, use_fast_accum=True)
     for width, out in sizes.matrices:
-        x, weight = (
-            _random(*shape, like=(device, torch.float32)).to(torch.float8_e4m3fn)
-            for shape in ((sizes.tokens, width), (out, width))
-        )
+        shapes = ((sizes.tokens, width), (out, width))
+        x, weight = (_random(*shape, like=(device, torch.float32)).to(torch.float8_e4m3fn) for shape in shapes)
         flops += 2 * sizes.tokens * width * out
-        seconds += median_seconds(
-            lambda x=x, w=weight: F.scaled_mm(
-                x, w.t(), scale, scaling, scale, scaling, output_dtype=torch.bfloat16, use_fast_accum=True
-            ),
-            device,
-        )
+        operands = (x, weight.t(), scale, scaling, scale, scaling)
+        seconds += median_seconds(partial(multiply, *operands), device)
     return flops / seconds
 
 

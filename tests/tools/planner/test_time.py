@@ -18,6 +18,7 @@ from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 from archon.tools.planner.calibrate import CPU_KERNELS, fit_latency
 from archon.tools.planner.hardware import Hardware, read_hardware
+from archon.tools.planner.prediction import Batch, predict
 from archon.tools.planner.search import Planner
 from archon.tools.planner.time_model import BLOCK_LAUNCHES, FORWARD_LAUNCHES, Link, StepTime
 from tests.tools.planner.models import DENSE, MODELS, MOE
@@ -122,6 +123,23 @@ def test_steps_measured_on_an_h100_are_predicted(
     lora = None if config.lora is None else resolve_lora_sizes(names, config.lora)
     seconds = Planner(spec, args, hardware, lora).seconds(config, 4096, documents).total
     assert documents * 4096 / seconds == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "options", "measured"),
+    [
+        ("Qwen3-0.6B", 32768, {}, 51.8e9),
+        ("Qwen3-8B", 16384, {"lora": {"rank": 16}, "activation_checkpoint": {"mode": "full"}}, 26.9e9),
+    ],
+)
+def test_peak_memory_measured_on_an_h100_is_predicted(
+    model: str, tokens: int, options: dict[str, Any], measured: float
+) -> None:
+    """Allocated bytes of one micro-batch, within the 10 % that the project aims at."""
+    config = EngineConfig(path="model", dtype="bfloat16", max_tokens_per_mb=tokens, **options)
+    hf_config = read_hf_config(Path(__file__).parents[2] / "data" / "hf_configs" / model)
+    prediction = predict(config, hf_config, H100, Batch(tokens // 4096, 4096))
+    assert prediction.memory.total == pytest.approx(measured, rel=0.1)
 
 
 def test_attention_slows_down_where_a_query_attends_to_few_keys() -> None:
