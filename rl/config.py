@@ -324,6 +324,13 @@ class RLConfig(StrictModel):
                 f"rollout.max_staleness is {self.rollout.max_staleness} with mode {self.mode}; only mode both overlaps "
                 "rollout and training: set it to 0"
             )
+        shares_gpu = self.rollout.launch is not None and self.rollout.launch.gpu_share is not None
+        if shares_gpu and (self.mode != "both" or self.rollout.max_staleness):
+            raise ValueError(
+                f"rollout.launch.gpu_share lets rollout and training alternate on one GPU, but mode is {self.mode} and "
+                f"rollout.max_staleness is {self.rollout.max_staleness}; set mode to both and max_staleness to 0, or "
+                "gpu_share to null"
+            )
 
     @model_validator(mode="after")
     def _check_sections(self) -> RLConfig:

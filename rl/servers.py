@@ -12,12 +12,13 @@ from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
-from archon.remote.engine import RemoteEngine
+from archon.remote.engine import RemoteEngine, release_device_memory
 from archon.remote.http import KEY
 from archon.remote.launchers.base import command, ensure_server_key
 from archon.remote.launchers.launch import LaunchedServers, push_root
 from archon.rl.config import RLConfig
 from archon.rl.weight_sync import PushedWeights, probe_tokens
+from archon.schema.errors import ConfigError
 
 
 def open_servers(
@@ -27,8 +28,15 @@ def open_servers(
 
     Closing the returned engine ends launched servers. Raises ConfigError for unsuitable servers.
     """
-    launched = None if config.rollout.launch is None else _launch_servers(config, engine, log)
     world = ControlPlane.with_long_timeout("servers")
+    if _is_colocated(config):
+        if world.size > 1:
+            raise ConfigError(
+                f"rollout.launch.gpu_share shares one GPU, but the trainer has {world.size} processes; run one "
+                "process, or set gpu_share to null and give the servers other GPUs"
+            )
+        release_device_memory()
+    launched = None if config.rollout.launch is None else _launch_servers(config, engine, log)
     try:
         urls = config.rollout.servers
         if config.rollout.launch is not None:
@@ -41,6 +49,7 @@ def open_servers(
             vocab_size=engine.args.vocab_size,
             tokenizer=tokenizer,
             has_lora=bool(engine.lora),
+            colocated=_is_colocated(config),
             recorded_model=engine.args if config.generator and config.generator.record_experts else None,
             probe=probe_tokens(tokenizer, rows),
             seed=config.seed,
@@ -61,6 +70,10 @@ def open_servers(
         f"|Δ logprob| up to {pushed['push/difference']:.1e}"
     )
     return generator
+
+
+def _is_colocated(config: RLConfig) -> bool:
+    return config.rollout.launch is not None and config.rollout.launch.gpu_share is not None
 
 
 def _chain_close(generator: RemoteEngine, launched: LaunchedServers | None) -> None:

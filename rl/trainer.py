@@ -177,6 +177,8 @@ class RLTrainer(BaseTrainer):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
         if batch:
+            # On a shared GPU the generator sleeps from here to the push.
+            seconds |= self.weight_sync.sleep()
             if not self._logprobs_checked:
                 self._check_logprobs(batch)
             # 2. Compute reference and critic outputs, advantages, and weights of demonstrations.
@@ -199,6 +201,8 @@ class RLTrainer(BaseTrainer):
                 # 4. Push the new weights.
                 with timed(seconds, "push"):
                     metrics |= self._push()
+            else:
+                self.weight_sync.wake()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)

@@ -26,6 +26,7 @@ from archon.parallel.gather import BUCKET_BYTES
 from archon.remote.dialects.base import Transport
 from archon.remote.engine import PROBE_TOKENS, RemoteEngine
 from archon.training.batch_sharding import score_sharded
+from archon.training.loop import timed
 
 
 def engine_weights(engine: ArchonEngine) -> WeightSource:
@@ -134,6 +135,15 @@ class WeightSync(Protocol):
     def push_metrics(self) -> dict[str, float]:
         """Return the metrics of the last push."""
 
+    def sleep(self) -> dict[str, float]:
+        """Let a generator that shares the trainer's GPU free it, until a push or `wake`. Return {"sleep": seconds}.
+
+        Other generators do nothing and return {}.
+        """
+
+    def wake(self) -> None:
+        """End `sleep` without a push: the weights have not changed."""
+
     def exported_model(self) -> BaseArchonModel:
         """Return an unsharded model with the engine's weights."""
 
@@ -169,6 +179,13 @@ class InProcessSync:
         """Return the bytes written since `weights`."""
         return {"push/bytes": float(self.generator.stats.pushed_bytes - self._bytes_before)}
 
+    def sleep(self) -> dict[str, float]:
+        """Do nothing: trainer and generator share the allocator's memory."""
+        return {}
+
+    def wake(self) -> None:
+        """Do nothing."""
+
     def exported_model(self) -> BaseArchonModel:
         """Return the engine's model, or with several processes the replica."""
         return self.engine.full_model if self.engine.parallel_dims.world_size == 1 else self.generator.model
@@ -199,6 +216,19 @@ class RemoteSync:
     def push_metrics(self) -> dict[str, float]:
         """Return the metrics of the last push."""
         return self.generator.push_metrics
+
+    def sleep(self) -> dict[str, float]:
+        """Let servers free the GPU that they share with the trainer."""
+        seconds: dict[str, float] = {}
+        if self.generator.colocated:
+            with timed(seconds, "sleep"):
+                self.generator.sleep()
+        return seconds
+
+    def wake(self) -> None:
+        """Wake the servers that sleep."""
+        if self.generator.colocated:
+            self.generator.wake()
 
     def exported_model(self) -> BaseArchonModel:
         """Return the engine's model."""

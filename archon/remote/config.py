@@ -61,6 +61,13 @@ class LaunchConfig(StrictModel):
         None, description="launcher ray: resources of each server by Ray name, such as {GPU: 1}; null: one CPU"
     )
     sbatch: list[str] = Field(default_factory=list, description="options of sbatch, such as --partition=gpu")
+    gpu_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="fraction of the trainer's GPU that the server uses while it samples; it sleeps while the trainer "
+        "computes. Needs engine vllm, launcher local, count 1 and one trainer process; null: servers have other GPUs",
+    )
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of a start, until the first token")
     restarts: int = Field(3, ge=0, description="a server is abandoned after this many failed restarts in a row")
 
@@ -69,6 +76,12 @@ class LaunchConfig(StrictModel):
         for name, launcher in (("resources", "ray"), ("sbatch", "slurm")):
             if getattr(self, name) and self.launcher != launcher:
                 raise ValueError(f"{name} needs launcher {launcher}, but launcher is {self.launcher}; unset it")
+        for name, needed in (("engine", "vllm"), ("launcher", "local"), ("count", 1)):
+            if self.gpu_share is not None and (value := getattr(self, name)) != needed:
+                raise ValueError(
+                    f"gpu_share is {self.gpu_share:g}, which needs {name} {needed}, but {name} is {value}; set {name} "
+                    f"to {needed}, or gpu_share to null"
+                )
         return self
 
 

@@ -34,6 +34,7 @@ def connect(
     vocab_size: int,
     tokenizer: Any = None,
     has_lora: bool = False,
+    colocated: bool = False,
     log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
@@ -45,6 +46,7 @@ def connect(
         vocab_size: vocabulary size of the trained model.
         tokenizer: the trainer's tokenizer, compared with the servers' tokenizers; None: not compared.
         has_lora: the trained model has a LoRA, which can be pushed without the frozen weights.
+        colocated: the servers share the trainer's GPU and must be able to sleep.
         log: called with each message for the user.
         options: other fields of `RemoteEngine`.
 
@@ -67,6 +69,11 @@ def connect(
         if transport not in dialect.facts.transports:
             fix = dialect.start_for(transport)
             raise ConfigError(f"{url} does not accept pushes by {transport}; start it with {fix}")
+        if colocated and not dialect.facts.can_sleep:
+            raise ConfigError(
+                f"{url}: {dialect.facts.kind} {dialect.facts.release} shares the trainer's GPU but runs without sleep "
+                "mode; start vLLM with --enable-sleep-mode, or set rollout.launch.gpu_share to null"
+            )
         return server
 
     servers = [connect_server(url) for url in urls]
@@ -79,6 +86,7 @@ def connect(
         vocab_size,
         eos_token_ids=stop_token_ids(tokenizer),
         log=log,
+        colocated=colocated,
         connect_server=connect_server,
         **options,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
 import threading
@@ -16,6 +17,7 @@ from operator import or_
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from archon.generation.expert_record import Experts, decode_server_experts, join_records
@@ -119,6 +121,7 @@ class RemoteEngine:
         stats: counts and times of this rank.
         push_metrics: metrics of the last push.
         connect_server: connects a server that joins the fleet; None: no server may join.
+        colocated: the servers share the trainer's GPU: they sleep while the trainer computes.
         recovery_timeout: seconds to wait for a server if all have failed, because a launcher may restart one.
         close: removes the private folder of pushes.
     """
@@ -137,6 +140,7 @@ class RemoteEngine:
     stats: RemoteStats = field(default_factory=RemoteStats)
     push_metrics: dict[str, float] = field(default_factory=dict)
     connect_server: Callable[[str], RemoteServer] | None = None
+    colocated: bool = False
     recovery_timeout: float = 0.0
     close: Callable[[], None] = lambda: None
 
@@ -231,6 +235,30 @@ class RemoteEngine:
             server.dialect.resume(server.http)
         self._resumed.set()
 
+    def sleep(self) -> None:
+        """Let every server free its GPU for the trainer, until a push or `wake`.
+
+        Requests wait, and unfinished answers continue afterwards. A server that cannot sleep leaves the fleet.
+        """
+        for server in self.servers:
+            if server.failure is None:
+                self._keep_or_lose(server, server.sleep)
+
+    def wake(self) -> None:
+        """Wake the servers without a push; they have the weights of the last push."""
+        release_device_memory()
+        for server in self.servers:
+            self._keep_or_lose(server, server.wake)
+
+    def _keep_or_lose(self, server: RemoteServer, send: Callable[[float], None]) -> None:
+        was_lost = server.failure is not None
+        try:
+            send(self.config.seconds)
+        except ServerError as error:
+            if not was_lost:
+                self._mark_lost(server)
+                self.log(f"a server leaves the fleet: {error}")
+
     def abort(self, rid: str | None = None) -> int:
         """End the unfinished requests with id `rid`, or all, with stop reason `abort`. Return their number."""
         chosen = {key: server for key, server in self._running.items() if rid is None or _request_id(key) == rid}
@@ -265,6 +293,8 @@ class RemoteEngine:
                 push = replace(push, folder=folder, delta=delta, since=since)
                 size = _size(delta or folder) if is_main else 0
             seconds = time.perf_counter() - started
+            if any(server.asleep for server in self.servers):
+                release_device_memory()
             # 2. Rank 0 pushes to all servers, each in a thread. Meanwhile all ranks gather buckets and score the probe.
             queues = [BucketQueue() if is_broadcast else None for _ in self.servers]
             with ThreadPoolExecutor(len(self.servers)) as pool:
@@ -543,7 +573,7 @@ class RemoteEngine:
             raise ServerError(f"{server.url}: {error}") from None
 
     async def _choose(self, group: object) -> RemoteServer:
-        """Return the group's server or the least loaded one; servers that receive weights are skipped."""
+        """Return the group's server or the least loaded one; skip servers that receive weights or sleep."""
         until = time.monotonic() + self.recovery_timeout
         while True:
             if all(server.failure is not None for server in self.servers):
@@ -551,7 +581,7 @@ class RemoteEngine:
                     await asyncio.sleep(POLL_SECONDS)
                     continue
                 await asyncio.to_thread(self._retry_lost_servers)
-            ready = [server for server in self.fleet if not server.pushing]
+            ready = [server for server in self.fleet if not (server.pushing or server.asleep)]
             if ready:
                 break
             await asyncio.sleep(POLL_SECONDS)
@@ -599,6 +629,12 @@ class RemoteEngine:
             rid=req.rid,
             model="",
         )
+
+
+def release_device_memory() -> None:
+    """Return the memory that torch's allocator caches to the GPU, where servers of other processes need it."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def spaced_token_ids(vocab_size: int, n: int) -> list[int]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Full, Queue
 from threading import Event
+from typing import get_args
 
-from archon.remote.dialects.base import Answer, Dialect, Sampling, Transport
+from archon.remote.dialects.base import Answer, Dialect, Sampling, SleepTag, Transport
 from archon.remote.http import Http, ServerError
 from archon.remote.weight_stream import Bucket
 from archon.schema.errors import RolloutError
@@ -103,6 +104,7 @@ class RemoteServer:
         answers: number of answers to this process.
         tokens: number of tokens in these answers.
         pushing: the server is receiving weights and accepts requests only after their verification.
+        asleep: the server has freed its GPU for the trainer and accepts requests only after it is awake.
     """
 
     http: Http
@@ -115,6 +117,7 @@ class RemoteServer:
     answers: int = 0
     tokens: int = 0
     pushing: bool = False
+    asleep: bool = False
 
     @property
     def url(self) -> str:
@@ -123,7 +126,7 @@ class RemoteServer:
 
     def move(self, url: str) -> None:
         """Switch to the restarted server at `url`, which has no pushed weights yet."""
-        self.http, self.version, self.verified = Http(url), None, set()
+        self.http, self.version, self.verified, self.asleep = Http(url), None, set(), False
         self.failure = self.failure or f"{url} waits for its first push"
 
     async def generate(self, sampling: Sampling, seconds: float) -> Answer:
@@ -165,6 +168,36 @@ class RemoteServer:
         """
         self.dialect.score(self.http, self.model, [0, 0], seconds)
 
+    def sleep(self, seconds: float) -> None:
+        """Free the server's GPU. Unfinished answers end with their current tokens, to be continued later.
+
+        Raises:
+            ServerError: the request failed; the server counts as asleep and out of the fleet until the next push.
+        """
+        self.asleep = True
+        try:
+            self.dialect.sleep(self.http, seconds)
+        except ServerError as error:
+            self.failure = self.failure or str(error)
+            raise
+
+    def wake(self, seconds: float) -> None:
+        """Take back the GPU memory of a server that sleeps; its weights are those from before.
+
+        Raises:
+            ServerError: the request failed; the server is out of the fleet.
+        """
+        if not self.asleep:
+            return
+        try:
+            for tag in get_args(SleepTag):
+                self.dialect.wake(self.http, tag, seconds)
+        except ServerError as error:
+            self.failure = self.failure or str(error)
+            raise
+        finally:
+            self.asleep = False
+
     def push(self, push: Push) -> float:
         """Replace the server's weights, and return the largest |Δ logprob| between server and trainer.
 
@@ -176,6 +209,8 @@ class RemoteServer:
         try:
             # 1. Load the weights, as a delta if the server has its base version.
             self.dialect.pause(self.http, abort=True)
+            if self.asleep:  # the cache stays free, because loading needs memory too
+                self.dialect.wake(self.http, "weights", push.seconds)
             if push.buckets is not None:
                 model = self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
             else:
@@ -185,6 +220,8 @@ class RemoteServer:
             # 2. Verify them.
             self._require_version(push)
             push.expected.result()  # stay paused until the scores can be compared
+            if self.asleep:
+                self.dialect.wake(self.http, "kv_cache", push.seconds)
             self.dialect.resume(self.http)
             try:
                 largest = self._compare(push, model)
@@ -196,7 +233,7 @@ class RemoteServer:
             self.failure = str(error)
             raise
         finally:
-            self.pushing = False
+            self.pushing = self.asleep = False
             if push.buckets is not None:
                 push.buckets.close()
         return largest

@@ -39,6 +39,8 @@ class VLLMTwin:
 
     Attributes:
         requests: (path, body) of every request so far.
+        calls: path and query of every request so far.
+        sleeping: parts of the memory that are freed, with the setting `sleep_mode`.
         patched: of each update through a folder, whether only what changed was pushed.
         streamed: the bytes of each update that was broadcast.
         faults: names of what goes wrong, such as `stale_head`; tests add and remove them.
@@ -54,6 +56,7 @@ class VLLMTwin:
         self.lora = settings.pop("lora", False)
         self.dtype = settings.pop("dtype", "float32")
         self.reports_experts = settings.pop("reports_experts", False)
+        self.sleep_mode = settings.pop("sleep_mode", False)
         max_slots = settings.pop("max_slots", 32)
         assert not settings
         self.scale_out = scale_out
@@ -68,9 +71,11 @@ class VLLMTwin:
         self._head = self.engine.model.output
         self.weight_version = "default"
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[str] = []
         self.faults: set[str] = set()
         self.answer_seconds = self.line_seconds = self.score_seconds = 0.0
         self.updating = False
+        self.sleeping: set[str] = set()
         self.patched: list[bool] = []
         self.streamed: list[int] = []
         self._kept = TemporaryDirectory()
@@ -119,6 +124,7 @@ class VLLMTwin:
         body = await request.json() if request.can_read_body else {}
         path = f"/{request.match_info['path']}"
         self.requests.append((path, body))
+        self.calls.append(str(request.rel_url))
         if "down" in self.faults:
             return web.json_response({"error": "the engine is dead"}, status=503)
         control = getattr(self, "_on" + path.replace("/", "_"), None)
@@ -136,6 +142,7 @@ class VLLMTwin:
     async def _on_server_info(self, body: Any, query: Any) -> Any:
         assert query["config_format"] == "json"
         model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": f"torch.{self.dtype}"}
+        model["enable_sleep_mode"] = self.sleep_mode
         transfer = {"backend": self.backend} if self.backend else None
         lora = {"max_lora_rank": 8} if self.lora else None
         return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer, "lora_config": lora}}
@@ -158,6 +165,20 @@ class VLLMTwin:
         self._may_sample.set()
         return {"status": "resumed"}
 
+    async def _on_sleep(self, body: Any, query: Any) -> Any:
+        assert self.sleep_mode and query["level"] == "1"
+        if "sleep" in self.faults:
+            return web.json_response({"error": "EngineCore encountered an issue"}, status=500)
+        await self._on_pause(body, query)
+        self.sleeping = {"weights", "kv_cache"}
+        return {"status": "sleeping", "level": 1}
+
+    async def _on_wake_up(self, body: Any, query: Any) -> Any:
+        self.sleeping -= set(query.getall("tags"))
+        if not self.sleeping:
+            await self._on_resume(body, query)
+        return {"status": "sleeping" if self.sleeping else "awake"}
+
     async def _on_abort_requests(self, body: Any, query: Any) -> Any:
         names = [name.removeprefix("generate-tokens-") for name in body["request_ids"]]
         return {"aborted": sum(self.engine.abort(name) for name in names)}
@@ -169,6 +190,7 @@ class VLLMTwin:
         return {"world_size": 1}
 
     async def _on_start_weight_update(self, body: Any, query: Any) -> Any:
+        assert "weights" not in self.sleeping, "there is no memory to load them into"
         self.updating = True
         return {}
 
@@ -231,6 +253,7 @@ class VLLMTwin:
         assert set(body) <= GENERATE_FIELDS and set(body["sampling_params"]) <= SAMPLING_FIELDS
         params = body["sampling_params"]
         if "prompt_logprobs" in params:
+            assert not self.sleeping, "scores need the cache"
             await asyncio.sleep(self.score_seconds)
             return {"prompt_logprobs": self._scores(body["token_ids"])}
         await self._may_sample.wait()

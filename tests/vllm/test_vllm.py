@@ -28,6 +28,7 @@ from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.rl.weight_sync import PushedWeights
 from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
 from archon.training.metrics import read_jsonl
 from benchmarks.vllm_side import RELEASE, environment
 from tests.real_model import SMOLLM2
@@ -151,6 +152,44 @@ def test_a_few_changed_elements_are_pushed_alone(server: VLLMServer, checkpoint:
     remote.update_weights(PushedWeights(engine), version=1)
     assert remote.push_metrics["push/bytes"] < whole / 10 and remote.push_metrics["push/difference"] < LOGPROB
     assert remote.prompt_logprobs(remote.probe) != pytest.approx(before, abs=100 * LOGPROB)
+
+
+@tiny
+def test_a_server_that_sleeps_and_wakes_around_a_push_answers_as_before(
+    server: VLLMServer, checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    """vLLM's CPU build frees no memory, but has the scheduler, the tags and the states of a server on a GPU."""
+    engine = ArchonEngine(EngineConfig(path=str(checkpoint), optimizer=None))
+    engine.initialize()
+    remote = connect([server.url], vocab_size=engine.args.vocab_size)
+    remote.update_weights(PushedWeights(engine), version=0)
+    wanted = request(prompts[0], greedy=True, ignore_eos=True, max_new_tokens=300)
+    (expected,) = ask(remote, wanted)
+
+    def is_sleeping() -> bool:
+        return bool(Http(server.url).get("/is_sleeping")["is_sleeping"])
+
+    async def interrupted() -> Any:
+        answer = asyncio.create_task(remote.agenerate(wanted))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(remote.sleep)
+        assert is_sleeping() and not answer.done()
+        await asyncio.to_thread(lambda: remote.update_weights(PushedWeights(engine), version=1))
+        return await answer
+
+    answer = asyncio.run(interrupted())
+    assert not is_sleeping() and remote.stats.resumed == 1
+    assert answer.output_tokens == expected.output_tokens and set(answer.output_versions) == {0, 1}
+    remote.sleep()
+    assert is_sleeping()
+    remote.wake()
+    assert not is_sleeping() and ask(remote, wanted)[0].output_tokens == expected.output_tokens
+
+
+@tiny
+def test_a_server_without_sleep_mode_does_not_share_a_gpu(server: VLLMServer) -> None:
+    with pytest.raises(ConfigError, match="runs without sleep mode"):
+        connect([server.url], vocab_size=100, colocated=True)
 
 
 @real

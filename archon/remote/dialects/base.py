@@ -20,6 +20,8 @@ from archon.schema.errors import ConfigError
 
 LogprobsMode = Literal["raw", "processed"]
 Transport = Literal["disk", "delta", "lora", "gloo", "nccl"]
+SleepTag = Literal["weights", "kv_cache"]
+"""Parts of a sleeping server's device memory, which wakes in this order."""
 BROADCAST_TRANSPORTS: tuple[Transport, ...] = ("gloo", "nccl")
 """Transports without a folder: the trainer broadcasts to the server's workers."""
 
@@ -36,6 +38,7 @@ class ServerFacts:
         logprobs_mode: `raw`: logprobs at temperature 1; `processed`: logprobs of the sampling distribution.
         dtype: compute dtype, such as `bfloat16`.
         transports: supported push transports.
+        can_sleep: the server can free its device memory and take it back.
     """
 
     kind: str
@@ -45,6 +48,7 @@ class ServerFacts:
     logprobs_mode: LogprobsMode
     dtype: str
     transports: frozenset[Transport]
+    can_sleep: bool = False
 
 
 @dataclass
@@ -146,6 +150,14 @@ class Dialect(ABC):
     def resume(self, http: Http) -> None:
         """Continue sampling."""
         raise self._unsupported("pauses")
+
+    def sleep(self, http: Http, seconds: float) -> None:
+        """End unfinished answers with their current tokens, and free the device; the weights move to host memory."""
+        raise self._unsupported("sleep mode")
+
+    def wake(self, http: Http, tag: SleepTag, seconds: float) -> None:
+        """Take back a part of the device memory. With its last part the server samples again."""
+        raise self._unsupported("sleep mode")
 
     def abort(self, http: Http, rid: str) -> None:
         """End a request with its current tokens."""

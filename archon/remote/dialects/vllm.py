@@ -23,6 +23,7 @@ from archon.remote.dialects.base import (
     LogprobsMode,
     Sampling,
     ServerFacts,
+    SleepTag,
     Transport,
     finite_logprobs,
 )
@@ -88,6 +89,7 @@ class VLLM(Dialect):
             logprobs_mode=_MODES[mode],
             dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
             transports=frozenset(transports),
+            can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
         )
         return cls(facts, http.url, generates=_has_generate_route(http))
 
@@ -201,6 +203,14 @@ class VLLM(Dialect):
     def resume(self, http: Http) -> None:
         """Continue sampling."""
         http.command("/resume")
+
+    def sleep(self, http: Http, seconds: float) -> None:
+        """Sleep at level 1: the KV cache is dropped, and the weights move to host memory."""
+        http.command("/sleep?level=1&mode=abort", seconds=seconds)
+
+    def wake(self, http: Http, tag: SleepTag, seconds: float) -> None:
+        """Take back the weights or the KV cache."""
+        http.command(f"/wake_up?tags={tag}", seconds=seconds)
 
     def abort(self, http: Http, rid: str) -> None:
         """End a request."""

@@ -68,6 +68,8 @@ def command(config: LaunchConfig, model: str, push_root: Path, dtype: str, lora_
         return Command([*program, "--model-path", model, *address, "--dtype", dtype, *config.args], {})
     program = config.command or ["vllm", "serve"]
     options = [model, *address, "--dtype", dtype, "--enable-scale-out"]
+    if config.gpu_share is not None:
+        options += ["--enable-sleep-mode", "--gpu-memory-utilization", str(config.gpu_share)]
     environment = {"VLLM_SERVER_DEV_MODE": "1"} | path
     if lora_rank is None:
         extension = "archon.serve.vllm_extension.Extension"

@@ -116,6 +116,8 @@ class LaunchedServers:
                 server = next((server for server in engine.servers if server.url == handle.url), None)
                 if server is None or server.pushing or handle.failed_starts > self.config.restarts:
                     continue
+                if server.asleep:  # a server that starts now would take the trainer's memory
+                    continue
                 end = handle.exit_message()
                 if end is None and server.failure is None:
                     handle.failed_starts = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ENGINE, FLEET, TRAINING = "tests/remote/test_engine.py", "tests/remote/test_fleet.py", "tests/remote/test_training.py"
+SLEEP = "tests/remote/test_sleep.py"
 INTERRUPTED = f"{ENGINE}::test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -161,5 +162,33 @@ MUTANTS: tuple[Mutant, ...] = (
         '"Answers resumed after an interruption.", stats.resumed)',
         '"Answers resumed after an interruption.", stats.retried)',
         ("tests/rl/test_monitor.py::test_a_scrape_has_the_last_step_and_every_server",),
+    ),
+    Mutant(
+        "a sleeping server loads weights before it has memory for them",
+        "archon/remote/server.py",
+        'self.dialect.wake(self.http, "weights", push.seconds)',
+        'self.dialect.wake(self.http, "kv_cache", push.seconds)',
+        (f"{SLEEP}::test_a_push_wakes_the_weights_then_loads_then_wakes_the_cache",),
+    ),
+    Mutant(
+        "requests go to a sleeping server",
+        "archon/remote/engine.py",
+        "if not (server.pushing or server.asleep)]",
+        "if not server.pushing]",
+        (f"{SLEEP}::test_sleep_interrupts_answers_and_holds_new_requests_until_the_server_is_awake",),
+    ),
+    Mutant(
+        "a failed push leaves the server asleep, and no launcher restarts it",
+        "archon/remote/server.py",
+        "self.pushing = self.asleep = False",
+        "self.pushing = False",
+        (f"{SLEEP}::test_a_failed_push_leaves_no_server_asleep",),
+    ),
+    Mutant(
+        "a step without an update leaves the server asleep",
+        "rl/trainer.py",
+        "self.weight_sync.wake()",
+        "pass",
+        (f"{SLEEP}::test_a_step_without_an_update_wakes_the_server",),
     ),
 )

@@ -233,6 +233,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/remote/server.py",
         """            self._require_version(push)
             push.expected.result()  # stay paused until the scores can be compared
+            if self.asleep:
+                self.dialect.wake(self.http, "kv_cache", push.seconds)
             self.dialect.resume(self.http)
 """,
         """            push.expected.result()
@@ -245,9 +247,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a server is loaded while it serves",
         "archon/remote/server.py",
         """            self.dialect.pause(self.http, abort=True)
-            if push.buckets is not None:
+            if self.asleep:  # the cache stays free, because loading needs memory too
 """,
-        """            if push.buckets is not None:
+        """            if self.asleep:
 """,
         (f"{ENGINE}::test_a_server_that_serves_is_paused_by_a_push_that_fails",),
     ),
