@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from archon.remote.config import LaunchConfig
 from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
 from archon.remote.http import KEY
-from archon.remote.launchers.base import command
+from archon.remote.launchers import launch
+from archon.remote.launchers.base import Command, command
 from archon.rl import RLTrainer
 from archon.rl import servers as rl_servers
 from archon.rl.config import RLConfig
@@ -152,6 +154,30 @@ def test_the_server_is_started_in_sleep_mode_with_its_share(tmp_path: Path) -> N
     arguments = command(LaunchConfig.parse(LAUNCH), "M", tmp_path, "bfloat16", None).arguments
     assert "--enable-sleep-mode" in arguments
     assert arguments[arguments.index("--gpu-memory-utilization") + 1] == "0.4"
+
+
+def test_a_trainer_of_several_processes_does_not_share_a_gpu(
+    rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rl_config([]).model_dump()
+    run["rollout"] |= {"servers": None, "launch": LAUNCH}
+    monkeypatch.setattr(rl_servers.ControlPlane, "with_long_timeout", lambda *_: Mock(size=2))
+    with pytest.raises(ConfigError, match="gpu_share shares one GPU, but the trainer has 2 processes"):
+        rl_servers.open_servers(RLConfig.parse(run), Mock(), None, [], print)
+
+
+def test_no_server_is_restarted_while_the_trainer_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.01)
+    restored = threading.Event()
+    monkeypatch.setattr(launch.LaunchedServers, "_restore", lambda *_: restored.set())
+    launched = launch.LaunchedServers(LaunchConfig(), Command([], {}), tmp_path)
+    launched.handles = [Mock(url="u", failed_starts=0)]
+    server = Mock(url="u", pushing=False, asleep=True, failure="it ended")
+    launched.watch(Mock(servers=[server]))
+    assert not restored.wait(0.3)
+    server.asleep = False
+    assert restored.wait(10)
+    launched.close()
 
 
 @pytest.fixture
