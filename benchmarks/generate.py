@@ -8,7 +8,8 @@ with its longest answer. Of its static and dynamic cache, only the faster one is
 
     python -m benchmarks.generate
     python -m benchmarks.generate --case ragged --quick
-    python -m benchmarks.generate --shape 4B            # on a GPU: bfloat16, 128 prompts, 128 new tokens each
+
+`benchmarks.gpu` measures generation on a GPU.
 """
 
 from __future__ import annotations
@@ -23,23 +24,31 @@ from archon.tools.bench.origin import spread
 from benchmarks import harness, vllm_side
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
+from benchmarks.profiles import step_profile
+from benchmarks.record import Record
 
 ARCHON = "archon"
 STATIC, DYNAMIC = "transformers generate (static cache)", "transformers generate (dynamic cache)"
 CONTINUOUS = "transformers continuous batching"
-VLLM = "vLLM (CPU build)"
-AIMS = {"even": ">= 1.4", "ragged": ">= 2.2", "gpu": ">= 10"}
+VLLM, VLLM_GPU = "vLLM (CPU build)", "vLLM"
+CPU_SIDES = (ARCHON, STATIC, DYNAMIC, CONTINUOUS, VLLM)
 VLLM_AIM = ">= 1"
+AIMS = {
+    "even": {"transformers": ">= 1.4", VLLM: VLLM_AIM},
+    "ragged": {"transformers": ">= 2.2", VLLM: VLLM_AIM},
+}
+"""Aims of the CPU cases by the other side; `transformers` means the fastest of its sides."""
 PROMPT_LENGTH = 32
 TIE = 1e-5  # float32 logits of different kernels differ by about 1e-6 of the largest
 
 Generate = Callable[[], list[list[int]]]
 
 
-def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """Load the checkpoint into a side and generate once; the parent compares the tokens."""
     prompts = make_prompts(options)
     makers = {ARCHON: archon, STATIC: transformers, DYNAMIC: transformers, CONTINUOUS: continuous, VLLM: vllm}
+    makers[VLLM_GPU] = vllm
     make = makers[side]
     generate = make(side, prompts, options)
     start = time.perf_counter()
@@ -49,11 +58,14 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     if got != options["lengths"]:
         raise RuntimeError(f"answers of {got[:5]}… tokens came back, asked for {options['lengths'][:5]}…")
 
-    def run() -> dict[str, Any]:
+    def run(profile: bool = False) -> dict[str, Any]:
+        if profile:
+            return {"profile": step_profile(generate, options["device"])}
         generate()
         return {}
 
-    return {"tokens": tokens, "seconds": seconds, "version": vllm_side.version() if side == VLLM else None}, run
+    version = vllm_side.version() if makers[side] is vllm else None
+    return {"tokens": tokens, "seconds": seconds, "version": version}, run
 
 
 def make_prompts(options: dict[str, Any]) -> list[list[int]]:
@@ -62,7 +74,7 @@ def make_prompts(options: dict[str, Any]) -> list[list[int]]:
 
     generator = torch.Generator().manual_seed(2)
     vocab = shape(options["model"])["vocab_size"]
-    return torch.randint(vocab, (len(options["lengths"]), PROMPT_LENGTH), generator=generator).tolist()
+    return torch.randint(vocab, (len(options["lengths"]), options["prompt_length"]), generator=generator).tolist()
 
 
 def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
@@ -74,7 +86,7 @@ def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> 
     from archon.rl import GenerationHyperparameters, ModelRequest
 
     model = load_model(options["checkpoint"], device=options["device"], dtype=getattr(torch, options["dtype"]))
-    longest = PROMPT_LENGTH + max(options["lengths"])
+    longest = options["prompt_length"] + max(options["lengths"])
     engine = InProcessEngine.from_model(model, max_slots=options["slots"], max_seq_len=longest)
     sampling = [
         GenerationHyperparameters(greedy=True, ignore_eos=True, max_new_tokens=length) for length in options["lengths"]
@@ -95,7 +107,7 @@ def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any
     from benchmarks.peer_models import transformers_model
 
     model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
-    size, lengths = options["slots"], options["lengths"]
+    size, lengths, prompt_length = options["slots"], options["lengths"], options["prompt_length"]
 
     class EnoughTokens(StoppingCriteria):
         """Says of each row whether it has its forced length."""
@@ -104,7 +116,7 @@ def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any
             self.wanted = wanted
 
         def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-            return input_ids.shape[1] - PROMPT_LENGTH >= self.wanted
+            return input_ids.shape[1] - prompt_length >= self.wanted
 
     def batch(first: int) -> list[list[int]]:
         wanted = lengths[first : first + size]
@@ -118,7 +130,7 @@ def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any
             cache_implementation="static" if side == STATIC else "dynamic",
             stopping_criteria=StoppingCriteriaList([EnoughTokens(torch.tensor(wanted, device=options["device"]))]),
         )
-        return [row[:length] for row, length in zip(out[:, PROMPT_LENGTH:].tolist(), wanted, strict=True)]
+        return [row[:length] for row, length in zip(out[:, prompt_length:].tolist(), wanted, strict=True)]
 
     return lambda: [answer for first in range(0, len(prompts), size) for answer in batch(first)]
 
@@ -131,7 +143,7 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
 
     model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
     page = 32
-    pages = -(-(PROMPT_LENGTH + max(options["lengths"]) + 1) // page)
+    pages = -(-(options["prompt_length"] + max(options["lengths"]) + 1) // page)
     sizes = {
         "page_size": page,
         "num_blocks": (options["slots"] + 1) * pages,
@@ -141,7 +153,9 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
         sizes = {"max_requests_per_batch": options["slots"]}
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=max(options["lengths"]), eos_token_id=-1),
-        continuous_batching_config=ContinuousBatchingConfig(**sizes, max_batch_tokens=options["slots"] * PROMPT_LENGTH),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **sizes, max_batch_tokens=options["slots"] * options["prompt_length"]
+        ),
     )
     manager.start()
 
@@ -169,22 +183,39 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
 
 def vllm(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
     """vLLM's offline `LLM` with the same number of concurrent requests as the other sides."""
-    return vllm_side.greedy_answers(options["checkpoint"], prompts, options["lengths"], options["slots"])
+    chosen = (options[name] for name in ("lengths", "slots", "dtype"))
+    return vllm_side.greedy_answers(options["checkpoint"], prompts, *chosen)
 
 
-def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """Measure one case: checks that every side generates the same tokens, then times them."""
+def measure(
+    case: str,
+    options: dict[str, Any],
+    rounds: int,
+    names: Sequence[str],
+    aims: dict[str, str],
+    *,
+    benchmark: str = "generate",
+    profiled: bool = False,
+) -> Record:
+    """Measure one case: checks that every side generates the same tokens, then times them.
+
+    Args:
+        case: case of the record.
+        options: options of all sides.
+        rounds: timed runs of each side.
+        names: the sides.
+        aims: aims of archon's ratio to other sides, as in `AIMS`.
+        benchmark: benchmark of the record.
+        profiled: record a profile of archon.
+    """
     total = sum(options["lengths"])
     what = f"{len(options['lengths'])} prompts, {total} new tokens, {options['dtype']}"
-    say(f"generate.{case}: {options['model']}, {what}")
-    record = harness.new_record("generate", case, options["threads"])
-    record.setup = {"model": shape(options["model"]), "prompt_length": PROMPT_LENGTH}
-    record.setup |= {key: options[key] for key in ("lengths", "slots", "dtype")}
-    names = [ARCHON, STATIC, DYNAMIC, CONTINUOUS]
-    if options["device"] == "cpu":
-        names.append(VLLM)
-        if python := vllm_side.python():
-            options = {**options, "pythons": {VLLM: str(python)}}
+    say(f"{benchmark}.{case}: {options['model']}, {what}")
+    record = harness.new_record(benchmark, case, options["threads"])
+    record.setup = {"model": shape(options["model"])}
+    record.setup |= {key: options[key] for key in ("prompt_length", "lengths", "slots", "dtype")}
+    if python := vllm_side.python():
+        options = options | {"pythons": dict.fromkeys((VLLM, VLLM_GPU), str(python))}
     with Sides("benchmarks.generate", names, options) as sides:
         ours = sides.facts(ARCHON)["tokens"]
         theirs = {name: sides.facts(name)["tokens"] for name in sides.workers if name != ARCHON}
@@ -192,22 +223,23 @@ def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None
             record.notes += compare(name, ours, tokens, options)
             record.checks.append(harness.NumericCheck(what="greedy tokens", peer=name, difference=0.0, tolerance=0.0))
         record.notes += keep_faster_cache(sides)
-        if VLLM in sides.workers:
-            record.versions["vllm"] = sides.facts(VLLM)["version"]
+        for name in {VLLM, VLLM_GPU} & sides.workers.keys():
+            record.versions["vllm"] = sides.facts(name)["version"]
         runs = sides.alternate(rounds, warmup=0)
+        if profiled:
+            record.profiles[ARCHON] = sides.workers[ARCHON].run(profile=True)["profile"]
     rates = {side: [total / run["seconds"] for run in results] for side, results in runs.items()}
     for side, values in rates.items():
         record.sides[side] = spread(values, "tok/s", runs[side])
     peers = {side: values for side, values in rates.items() if side != ARCHON}
-    of_transformers = [side for side in peers if side != VLLM]
-    aims = {VLLM: VLLM_AIM}
-    if of_transformers:
+    of_transformers = [side for side in peers if side.startswith("transformers")]
+    if of_transformers and "transformers" in aims:
         fastest = max(of_transformers, key=lambda side: record.sides[side].median)
-        aims[fastest] = AIMS["gpu" if options["device"] == "cuda" else case]
+        aims = aims | {fastest: aims["transformers"]}
     for side, values in peers.items():
         record.ratios[f"archon / {side}"] = harness.ratio(rates[ARCHON], values, aims.get(side))
     record.missing = sides.missing
-    harness.finish(record, keep)
+    return record
 
 
 def keep_faster_cache(sides: Sides) -> list[str]:
@@ -265,8 +297,8 @@ def case_lengths(case: str, quick: bool) -> list[int]:
     """Answer lengths in tokens; ragged ones spread evenly over their range, in a fixed random order."""
     import random
 
-    if case != "ragged":
-        return [16 if quick else 128] * (4 if quick else 32 if case == "even" else 128)
+    if case == "even":
+        return [16] * 4 if quick else [128] * 32
     count, low, high = (12, 4, 24) if quick else (128, 16, 256)
     lengths = [low + round(i * (high - low) / (count - 1)) for i in range(count)]
     random.Random(0).shuffle(lengths)
@@ -277,27 +309,21 @@ def main() -> None:
     """Parse, make the checkpoint, measure."""
     parser = harness.parser(__doc__)
     parser.add_argument("--case", choices=["even", "ragged"], help="one case only")
-    parser.add_argument("--shape", choices=["0.6B", "1.7B", "4B"], help="on a GPU: a model of this shape, in bfloat16")
     arguments = parser.parse_args()
     if arguments.worker:
         return harness.serve(prepare, arguments.worker)
     keep = not (arguments.quick or arguments.no_record)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"threads": arguments.threads, "slots": 4 if arguments.quick else 32}
-        if arguments.shape:
-            made = make_checkpoint(Path(folder), arguments.shape, dtype="bfloat16", device="cuda")
-            case = f"gpu-{arguments.shape}"
-            lengths = case_lengths(case, arguments.quick)
-            options |= {"checkpoint": str(made), "model": arguments.shape, "device": "cuda", "dtype": "bfloat16"}
-            measure(case, {**options, "slots": len(lengths), "lengths": lengths}, arguments.rounds, keep)
-            return None
         model = "tiny" if arguments.quick else "26M"
         # vLLM's attention for CPUs has no heads below 32.
         made = make_checkpoint(Path(folder), model, fields={"head_dim": 32} if arguments.quick else None)
         options |= {"checkpoint": str(made), "model": model, "device": "cpu", "dtype": "float32"}
+        options |= {"prompt_length": PROMPT_LENGTH}
         for case in [arguments.case] if arguments.case else ["even", "ragged"]:
             lengths = case_lengths(case, arguments.quick)
-            measure(case, {**options, "lengths": lengths}, arguments.rounds, keep)
+            record = measure(case, {**options, "lengths": lengths}, arguments.rounds, CPU_SIDES, AIMS[case])
+            harness.finish(record, keep)
     return None
 
 

@@ -1,41 +1,106 @@
-"""The GPU cases of `benchmarks.train_step`: shapes of released models in bfloat16, eager and compiled, compared
-with transformers and with the prediction of archon's planner.
+"""Training steps on one GPU: shapes of released models in bfloat16 with float32 masters, next to peers and the planner.
+
+`benchmarks.gpu` runs the cases. A case has one or more sides of archon, which differ by fields of `EngineConfig`.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from archon.tools.bench.origin import spread
-from benchmarks import harness
-from benchmarks.checkpoints import shape
+from benchmarks import harness, train_step
+from benchmarks.checkpoints import make_checkpoint, make_lora, shape
 from benchmarks.harness import Sides
 from benchmarks.record import Record
 from benchmarks.step_check import compare
 
-EAGER, COMPILED, PLANNED = "archon (eager)", "archon (compiled)", "archon's planner"
-MFU_AIM = ">= 0.5"
-GPU, HARDWARE = "H200", "h200"
+ARCHON, PLANNED = "archon", "archon's planner"
+TRANSFORMERS, LIGER, PEFT = "transformers", "transformers + Liger", "peft + Liger"
+TENSORWISE, ROWWISE = "archon (FP8 tensorwise)", "archon (FP8 rowwise)"
+UNSHARED = "archon (no prefix sharing)"
+PLANNER_AIM = "0.85 to 1.15"
+DEFAULT_HARDWARE = "h100-80gb"
+PENDING = "the stage ended before this side was measured"
+LORA_RANK = 16
+SAMPLES = 8
+
+
+class Aim(NamedTuple):
+    """The project's aim for a side of archon.
+
+    Attributes:
+        figure: `tok/s`, or `full MFU` in percent, or the name of another side, whose speed divides the side's.
+        bound: smallest value.
+        side: the side.
+    """
+
+    figure: str
+    bound: float
+    side: str = ARCHON
 
 
 class GpuCase(NamedTuple):
-    """A shape of `benchmarks.checkpoints`, its documents in one micro-batch, and the recompute policy of every side."""
+    """A training step.
+
+    Attributes:
+        model: a shape of `benchmarks.checkpoints`.
+        documents: documents of the step, all in one micro-batch.
+        seq: tokens of a document.
+        prompt: first tokens that `SAMPLES` consecutive documents have in common; they have no loss.
+        aim: aim of the project, or None.
+        sides: fields of `EngineConfig` by archon's sides; `ARCHON` is the reference of checks and ratios.
+        peers: other sides.
+        lora: every side trains the same LoRA.
+        recompute: peers recompute all blocks; archon's sides do what their fields say.
+    """
 
     model: str
     documents: int
     seq: int = 4096
-    recompute: str = "none"
+    prompt: int = 0
+    aim: Aim | None = None
+    sides: Mapping[str, dict[str, Any]] = {ARCHON: {}}
+    peers: tuple[str, ...] = (LIGER,)
+    lora: bool = False
+    recompute: bool = False
 
 
-# The logits of transformers limit the documents; archon's master weights and moments limit the layers of 30B-A3B.
+RECOMPUTED: dict[str, Any] = {"activation_checkpoint": {"mode": "full"}}
 CASES = {
-    "0.6B": GpuCase("0.6B", 8),
-    "1.7B": GpuCase("1.7B", 4),
-    "4B": GpuCase("4B", 2),
-    "30B-A3B": GpuCase("30B-A3B-8L", 2),
-    "0.6B-32k": GpuCase("0.6B", 1, 32768, "full"),
-    "4B-32k": GpuCase("4B", 1, 32768, "full"),
+    "0.6B": GpuCase("0.6B", 8, aim=Aim("tok/s", 90_000)),
+    "experts": GpuCase("30B-A3B-4L", 4, aim=Aim("full MFU", 35)),
+    "prefixes": GpuCase(
+        "0.6B", 32, 1024, 768, Aim(UNSHARED, 2), {ARCHON: {}, UNSHARED: {"share_prefixes": False}}, peers=()
+    ),
+    # Every second block is recomputed: the activations of all blocks do not fit next to the weights.
+    "8B-lora": GpuCase(
+        "8B",
+        4,
+        aim=Aim("tok/s", 13_000),
+        sides={ARCHON: {"activation_checkpoint": {"mode": "selective", "selective": 2}}},
+        peers=(PEFT,),
+        lora=True,
+        recompute=True,
+    ),
+    "fp8": GpuCase(
+        "8B-8L",
+        4,
+        aim=Aim(ARCHON, 1.2, TENSORWISE),
+        sides={ARCHON: {}, TENSORWISE: {"fp8": "tensorwise"}, ROWWISE: {"fp8": "rowwise"}},
+        peers=(),
+    ),
+    # These peers keep all logits, and fit only half the documents of 0.6B.
+    "1.7B": GpuCase("1.7B", 4, aim=Aim("tok/s", 45_000), peers=(LIGER, TRANSFORMERS, "torchtitan")),
+    "0.6B-32k": GpuCase("0.6B", 1, 32768, sides={ARCHON: RECOMPUTED}, recompute=True),
 }
+MINIATURE_MODELS = {"30B-A3B-4L": "tiny-moe"}
+"""Model of a miniature case; `tiny` for others."""
+MINIATURE_SEQ = 48
 
 
 class PredictedStep(NamedTuple):
@@ -45,88 +110,206 @@ class PredictedStep(NamedTuple):
     bytes: int
 
 
-def predict_step(options: dict[str, Any]) -> PredictedStep:
-    """Return the prediction of archon's eager step on one GPU, from the checkpoint's config alone."""
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """Load a side and take its first two steps; archon's sides have their fields in `options["engines"]`."""
+    if side not in options["engines"]:
+        return train_step.prepared(train_step.peer_step(side, options), options["device"])
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    docs = train_step.documents(options)
+    scored = [torch.arange(len(doc)) >= max(1, options["prompt"]) for doc in docs]
+    engine = train_step.archon_engine(options, compiled="auto", **options["engines"][side])
+    step = train_step.step_of(engine, docs, loss_mask=pad_sequence(scored, batch_first=True).long())
+    return train_step.prepared(step, options["device"])
+
+
+def planned_options(case: GpuCase, checkpoint: Path | str) -> dict[str, Any]:
+    """Return the options of a case's sides that do not depend on the machine."""
+    return {
+        "checkpoint": str(checkpoint),
+        "model": case.model,
+        "dtype": "bfloat16",
+        "lengths": [case.seq] * case.documents,
+        "max_tokens_per_mb": case.seq * case.documents,
+        "prompt": case.prompt,
+        "samples": SAMPLES,
+        "recompute": "full" if case.recompute else "none",
+        "engines": dict(case.sides),
+        **({"lora": ""} if case.lora else {}),
+    }
+
+
+def case_options(case: GpuCase, folder: Path, threads: int, *, miniature: bool) -> dict[str, Any]:
+    """Make the checkpoint of a case in `folder`, unless an earlier case did, and return the options of its sides."""
+    device = "cpu" if miniature else "cuda"
+    made = {"dtype": "bfloat16", "device": device}
+    if miniature:
+        model, prompt = MINIATURE_MODELS.get(case.model, "tiny"), case.prompt * MINIATURE_SEQ // case.seq
+        case = case._replace(model=model, documents=SAMPLES, seq=MINIATURE_SEQ, prompt=prompt)
+    checkpoint = make_once(folder / case.model, partial(make_checkpoint, name=case.model, **made))
+    options = planned_options(case, checkpoint) | {"threads": threads, "device": device}
+    if case.lora:
+        make = partial(make_lora, checkpoint=checkpoint, rank=LORA_RANK, **made)
+        options["lora"] = str(make_once(folder / f"{case.model}-lora", make))
+    return options
+
+
+def make_once(path: Path, make: Callable[[Path], Path]) -> Path:
+    """Make a folder unless an earlier stage did, and free the GPU for the sides, which are other processes."""
+    import torch
+
+    if not path.exists():
+        unfinished = path.with_name(f"{path.name}-unfinished")
+        make(unfinished).rename(path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return path
+
+
+def hardware_name(gpu: str) -> str:
+    """Return the planner's hardware file for a GPU's name, such as `NVIDIA H200`; an H100's for others."""
+    from archon.tools.planner.hardware import known_hardware
+
+    return next((file for file in known_hardware() if file.partition("-")[0].upper() in gpu), DEFAULT_HARDWARE)
+
+
+class CaseModel(NamedTuple):
+    """The model of a case, from the checkpoint's config alone: family, arguments, and LoRA sizes by matrix."""
+
+    spec: Any
+    args: Any
+    loras: dict[str, Any]
+    work: Any
+    """`MatmulShape` of a step."""
+
+
+def case_model(options: dict[str, Any]) -> CaseModel:
+    """Read the model of a case's checkpoint."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.engine.memory.memory_model import rank_parameters
     from archon.models import get_model_spec
+    from archon.models.flops import MatmulShape
+    from archon.models.lora.targets import active_parameters, resolve_lora_sizes
+    from archon.schema.config import LoRASpec
+
+    hf_config = read_hf_config(options["checkpoint"])
+    spec = get_model_spec(hf_config["model_type"])
+    args = spec.model_args_class.from_hf_config(hf_config)
+    work, loras = MatmulShape.from_args(args), {}
+    if "lora" in options:
+        adapter = spec.state_dict_adapter_class(hf_config)
+        loras = resolve_lora_sizes(adapter, LoRASpec(rank=LORA_RANK))
+        work = replace(work, lora=active_parameters(adapter, loras))
+    return CaseModel(spec, args, loras, work)
+
+
+def predict_step(options: dict[str, Any], side: str = ARCHON, hardware: str = DEFAULT_HARDWARE) -> PredictedStep:
+    """Return the planner's prediction of a side's step on one GPU."""
     from archon.parallel.layout import ParallelLayout
     from archon.schema.config import EngineConfig
     from archon.tools.planner.hardware import read_hardware
     from archon.tools.planner.search import Planner
-    from archon.tools.planner.time_model import TimeModel
 
-    hf_config = read_hf_config(options["checkpoint"])
-    spec = get_model_spec(hf_config["model_type"])
-    args, hardware, layout = spec.model_args_class.from_hf_config(hf_config), read_hardware(HARDWARE), ParallelLayout()
-    planner = Planner(spec, args, hardware)
-    config = EngineConfig(
-        path=options["checkpoint"],
-        dtype=options["dtype"],
-        max_tokens_per_mb=options["max_tokens_per_mb"],
-        activation_checkpoint={"mode": options["recompute"]},
-    )
-    tokens, seq = sum(options["lengths"]), max(options["lengths"])
-    state = rank_parameters(planner.weights, layout, None, 0)
-    seconds = TimeModel(args, hardware, seq).step(config, layout, None, state, tokens, 1)
-    return PredictedStep(seconds.total, planner.memory_model.estimate_rank(config, layout, 0, tokens, 1).total)
+    fields = {name: options[name] for name in ("dtype", "max_tokens_per_mb")} | options["engines"][side]
+    fields |= {"lora": {"rank": LORA_RANK}} if "lora" in options else {}
+    config = EngineConfig.parse({"path": options["checkpoint"], **fields})
+    model = case_model(options)
+    planner = Planner(model.spec, model.args, read_hardware(hardware), model.loras or None)
+    documents, seq = len(options["lengths"]), max(options["lengths"])
+    memory = planner.memory_model.estimate_rank(config, ParallelLayout(), 0, documents * seq, 1)
+    return PredictedStep(planner.seconds(config, seq, documents).total, memory.total)
 
 
-def record_prediction(record: Record, found: PredictedStep, seconds: dict[str, list[float]], tokens: int) -> None:
-    """Record the prediction and its ratios to the measured `seconds` and memory of each of archon's sides."""
+def record_prediction(record: Record, side: str, found: PredictedStep, seconds: list[float], tokens: int) -> None:
+    """Record the planner's prediction of a side, and its ratios to the measured `seconds` and memory."""
     memory = [{"memory": {"allocated": found.bytes}}]
-    record.sides[PLANNED] = spread([tokens / found.seconds], "tok/s", memory)
-    for side, measured in seconds.items():
-        record.ratios[f"{PLANNED} / {side}, step time"] = harness.ratio([found.seconds] * len(measured), measured)
-        if "allocated" in record.sides[side].memory_bytes:  # by a GPU alone
-            peak = float(record.sides[side].memory_bytes["allocated"])
-            record.ratios[f"{PLANNED} / {side}, memory"] = harness.ratio([float(found.bytes)], [peak])
+    record.sides[f"{PLANNED}, {side}"] = spread([tokens / found.seconds], "tok/s", memory)
+    planned = [found.seconds] * len(seconds)
+    record.ratios[f"{PLANNED} / {side}, step time"] = harness.ratio(planned, seconds, PLANNER_AIM)
+    if "allocated" in record.sides[side].memory_bytes:  # by a GPU alone
+        peak = float(record.sides[side].memory_bytes["allocated"])
+        record.ratios[f"{PLANNED} / {side}, memory"] = harness.ratio([float(found.bytes)], [peak], PLANNER_AIM)
 
 
-def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
-    """Measure one GPU case, one side after the other, because the optimizer states of two do not fit at once."""
-    from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
+def record_aim(record: Record, aim: Aim, rates: Mapping[str, list[float]]) -> None:
+    """Record the ratio of a case's figure and its aim, once both are measured."""
+    side, bound = aim.side, aim.bound
+    if side not in rates:
+        return
+    if aim.figure == "tok/s":
+        name = f"{side} / {bound:,.0f} tok/s"
+        record.ratios[name] = harness.ratio(rates[side], [bound] * len(rates[side]), ">= 1")
+    elif aim.figure == "full MFU":
+        shares = record.sides[f"{side}, full MFU"].values
+        record.ratios[f"{side}, full MFU / {bound:.0f} %"] = harness.ratio(shares, [bound] * len(shares), ">= 1")
+    elif aim.figure in rates:
+        record.ratios[f"{side} / {aim.figure}"] = harness.ratio(rates[side], rates[aim.figure], f">= {bound:g}")
 
+
+def measure_gpu(
+    name: str, case: GpuCase, options: dict[str, Any], rounds: int, write: Callable[[Record], None]
+) -> None:
+    """Measure one case, one side after the other, because the optimizer states of two do not fit at once.
+
+    `write` receives the record after every side: a stage that is stopped loses one side.
+    """
+    import torch
+
+    from archon.models.flops import PEAK_BF16_FLOPS
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
+    peak = PEAK_BF16_FLOPS[max((name for name in PEAK_BF16_FLOPS if name in gpu), key=len, default="H100")]
     tokens, config = sum(options["lengths"]), shape(options["model"])
-    record = harness.new_record("train_step", f"gpu-{case}", options["threads"])
-    record.setup = {"model": config, "lengths": options["lengths"], "dtype": "bfloat16, float32 masters"}
-    record.setup["recompute"] = options["recompute"]
-    record.notes.append("sides one after the other, each alone on the GPU; MFU against 989 TFLOP/s, dense bfloat16")
-    record.notes.append(f"{PLANNED} predicts the eager step on an {GPU}")
+    record = harness.new_record("gpu", f"train-{name}", options["threads"])
+    masters = "float32 LoRA" if case.lora else "float32 masters"
+    record.setup = {"model": config, "lengths": options["lengths"], "dtype": f"{options['dtype']}, {masters}"}
+    record.setup |= {"prompt": options["prompt"], "engine fields": options["engines"]}
+    record.notes.append(
+        f"one side after the other, alone on the GPU; MFU against {peak / 1e12:.0f} TFLOP/s, dense bfloat16"
+    )
     if "num_experts" in config:
         record.setup["routing"] = "natural"
         record.notes.append("routing is natural: every side's own router chooses the experts")
-    work = MatmulShape.from_hf_config(config).packed(options["lengths"])
+    work = case_model(options).work.packed(options["lengths"])
+    record.missing = dict.fromkeys([*case.sides, *case.peers], PENDING)
     facts: dict[str, dict[str, Any]] = {}
-    seconds: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
-    for side in [EAGER, COMPILED, *([] if alone else ["transformers"])]:
+    for side in [*case.sides, *case.peers]:
+        engine = case.sides.get(side)
         try:
-            with Sides("benchmarks.train_step", [side], options) as sides:
+            with Sides("benchmarks.gpu_step", [side], options) as sides:
                 if side in sides.workers:
                     facts[side] = sides.facts(side)
-                    record.checks += compare({EAGER: facts[EAGER], side: facts[side]}, "bfloat16", EAGER)
+                    rounding = "float8" if engine is not None and "fp8" in engine else "bfloat16"
+                    record.checks += compare({ARCHON: facts[ARCHON], side: facts[side]}, rounding)
                 runs = sides.alternate(rounds, warmup=2)
+                if engine is not None:
+                    record.profiles[side] = sides.workers[side].run(profile=True)["profile"]
+            reason = sides.missing.get(side)
         except harness.BenchmarkError as error:
-            if side == EAGER or isinstance(error, harness.DisagreementError):
+            if side == ARCHON:
                 raise
-            record.missing[side] = str(error)
-            continue
-        record.missing |= sides.missing
-        if side not in runs:
-            continue
-        seconds[side] = [run["seconds"] for run in runs[side]]
-        rates[side] = [tokens / s for s in seconds[side]]
-        record.sides[side] = spread(rates[side], "tok/s", runs[side])
-        for convention in ("full", "causal"):
-            shares = [getattr(work.mfu(s, PEAK_BF16_FLOPS[GPU]), convention) for s in seconds[side]]
-            record.sides[f"{side}, {convention} MFU"] = spread([100 * share for share in shares], "%")
-        if case == "4B" and side != "transformers":
-            record.ratios[f"{side}, causal MFU"] = harness.ratio(shares, [1.0] * rounds, MFU_AIM)
-    for side in (EAGER, COMPILED):
-        if side in rates and "transformers" in rates:
-            record.ratios[f"{side} / transformers"] = harness.ratio(rates[side], rates["transformers"])
-    seconds.pop("transformers", None)
-    record_prediction(record, predict_step(options), seconds, tokens)
-    harness.finish(record, keep)
-    return record
+            runs, reason = {}, str(error)
+        del record.missing[side]
+        if reason is not None:
+            record.missing[side] = reason
+        else:
+            seconds = [run["seconds"] for run in runs[side]]
+            rates[side] = [tokens / s for s in seconds]
+            record.sides[side] = spread(rates[side], "tok/s", runs[side])
+            for convention in ("full", "causal"):
+                shares = [getattr(work.mfu(s, peak), convention) for s in seconds]
+                record.sides[f"{side}, {convention} MFU"] = spread([100 * share for share in shares], "%")
+            if engine is not None:
+                record_prediction(record, side, predict_step(options, side, hardware_name(gpu)), seconds, tokens)
+            else:
+                record.ratios[f"{ARCHON} / {side}"] = harness.ratio(rates[ARCHON], rates[side])
+            if case.aim is not None:
+                record_aim(record, case.aim, rates)
+        write(record)
+
+
+if __name__ == "__main__":
+    arguments = harness.parser(__doc__).parse_args()
+    harness.serve(prepare, arguments.worker)

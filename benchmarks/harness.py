@@ -335,7 +335,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None
 
 
 def meets(value: float, aim: str) -> bool:
-    """Return whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
+    """Return whether a ratio meets an aim written as `>= 1.05`, `<= 0.4` or `0.85 to 1.15`."""
+    if " to " in aim:
+        low, high = aim.split(" to ")
+        return float(low) <= value <= float(high)
     sign, bound = aim.split()
     return value >= float(bound) if sign == ">=" else value <= float(bound)
 

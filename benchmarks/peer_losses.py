@@ -104,9 +104,11 @@ def megatron_even(model: Any, docs: list[Tensor]) -> Parts:
 
 LOSSES: dict[str, Callable[[Any, list[Tensor]], Parts]] = {
     "transformers": transformers_padded,
+    "transformers + Liger": transformers_padded,
     "transformers (padded)": transformers_padded,
     "transformers (packed)": transformers_packed,
     "transformers (one document at a time)": transformers_one_by_one,
+    "peft + Liger": transformers_padded,
     "peft (padded)": transformers_padded,
     "peft (packed)": transformers_packed,
     "peft (one document at a time)": transformers_one_by_one,

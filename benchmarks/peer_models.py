@@ -50,11 +50,18 @@ def transformers_model(path: str, *, device: str = "cpu", dtype: str = "float32"
     )
 
 
-def peft_model(path: str, adapter: str, dtype: str) -> Any:
+def peft_model(path: str, lora: str, dtype: str, device: str = "cpu") -> Any:
     """transformers' model in `dtype` with a LoRA in PEFT's format, trained in float32."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(transformers_model(path, dtype=dtype), adapter, is_trainable=True)
+    return PeftModel.from_pretrained(transformers_model(path, device=device, dtype=dtype), lora, is_trainable=True)
+
+
+def use_liger(path: str) -> None:
+    """Let transformers use Liger's kernels for the model type of `path`, with its fused loss."""
+    from liger_kernel import transformers as liger
+
+    getattr(liger, f"apply_liger_kernel_to_{hf_config(path)['model_type']}")()
 
 
 def fsdp2_model(path: str) -> Any:

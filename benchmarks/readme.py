@@ -8,6 +8,7 @@ python -m benchmarks.readme --print    # the summary alone
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from archon.tools.bench import read_record
 from archon.tools.bench.origin import Spread
 from archon.tools.bench.table import table as sweep_table
 from benchmarks.figures import figures
+from benchmarks.gpu_predictions import read_predictions
 from benchmarks.record import FOLDER, Ratio, Record, read_records
 from benchmarks.runs import run_tables
 
@@ -23,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 TITLES = {
+    "gpu": "One GPU",
     "train_step": "A training step",
     "lora": "LoRA training",
     "head_memory": "The language-model head",
@@ -53,7 +56,8 @@ records, which do not name the model, and hardly faster on family 25, model 17, 
 pip install -e '.[bench]'
 pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
 python -m benchmarks                       # everything (about two hours on 2 cores), or one of:
-{chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
+{chr(10).join(f"python -m benchmarks.{name}" for name in TITLES if name != "gpu")}
+python -m benchmarks.gpu --out gpu-records # on one GPU, within 9 minutes; the same command continues later
 python -m benchmarks.growth                # cost of a step over tokens, context, vocabulary, experts and ranks
 python -m benchmarks.peers                 # the even training step next to every peer
 ```
@@ -149,8 +153,35 @@ def lines(records: Sequence[Record]) -> str:
     return "\n\n".join([table(["case", "ratio", "measured", "archon", "baseline", "commit"], rows), *said])
 
 
+def gpu_summary(records: Sequence[Record]) -> str:
+    """Return the aims on one GPU: earlier figures, predictions, and measurements where there are some."""
+    by_case = {record.case: record for record in records if record.benchmark == "gpu"}
+    lines = [json.loads(line) for line in (FOLDER / "gpu_baseline.jsonl").read_text(encoding="utf-8").splitlines()]
+    earlier = {(line["case"], line["side"]): line for line in lines}
+    rows = []
+    for prediction in read_predictions():
+        unit, line = prediction.unit, earlier[prediction.case, prediction.side]
+        note = f" ({line['note']})" if "note" in line else ""
+        peers = [other for other in lines if other["case"] == line["case"] and other is not line]
+        note += "".join(f"; {peer['side']} {number(peer['value'])}" for peer in peers)
+        measured, figure = "not yet", prediction.measured(by_case)
+        if figure is not None:
+            met = "✓" if figure >= prediction.aim else "✗ missed"
+            measured = f"{number(figure)} {unit} {met} ({by_case[prediction.case].commit})"
+        before, predicted, aimed = (f"{number(x)} {unit}" for x in (line["value"], prediction.value, prediction.aim))
+        rows.append([prediction.name, prediction.setup, before + note, predicted, aimed, measured])
+    origin = lines[0]
+    head = ["one GPU", "setup", f"at {origin['commit']}", "predicted", "aim", "measured"]
+    text = (
+        f"The figures at {origin['commit']} are of one {origin['gpu']} ({origin['date']}, torch {origin['torch']}).\n"
+        "Scripts outside this repository measured them. Predictions follow from kernel counts, bytes and rates of\n"
+        "that GPU (`python -m benchmarks.gpu_predictions`). `python -m benchmarks.gpu` measures."
+    )
+    return f"{table(head, rows)}\n\n{text}"
+
+
 def summary(records: Sequence[Record]) -> str:
-    """Return one line for each ratio that has an aim."""
+    """Return the aims on one GPU, and one line for each ratio that has an aim."""
     rows = [
         [TITLES.get(record.benchmark, record.benchmark), record.case, name, ratio(value), aim(value)]
         for record in records
@@ -159,7 +190,7 @@ def summary(records: Sequence[Record]) -> str:
     ]
     if not rows:
         return "No records yet."
-    return table(["", "case", "ratio", "measured", "aim"], rows)
+    return f"{gpu_summary(records)}\n\n{table(['', 'case', 'ratio', 'measured', 'aim'], rows)}"
 
 
 def readme(records: Sequence[Record]) -> str:

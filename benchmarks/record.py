@@ -12,6 +12,8 @@ from archon.schema.config import StrictModel
 from archon.tools.bench.origin import Machine, NumericCheck, Spread
 
 FOLDER = Path(__file__).resolve().parent / "records"
+PREDICTIONS = "gpu.predictions.json"
+"""File of `benchmarks.gpu_predictions`, the only one that is no `Record`."""
 
 
 class Ratio(StrictModel):
@@ -20,7 +22,7 @@ class Ratio(StrictModel):
     value: float
     min: float
     max: float
-    aim: str | None = Field(None, description="such as `>= 1.05`; null where none was set")
+    aim: str | None = Field(None, description="such as `>= 1.05` or `0.85 to 1.15`; null where none was set")
     aim_met: bool | None = None
 
 
@@ -41,7 +43,8 @@ class Record(StrictModel):
     sides: dict[str, Spread] = Field(default_factory=dict)
     ratios: dict[str, Ratio] = Field(default_factory=dict)
     profiles: dict[str, dict[str, float]] = Field(
-        default_factory=dict, description="where an aim is missed: seconds of a side's step by kind"
+        default_factory=dict,
+        description="seconds of a side's step by kind of operator or class of kernel; on a CPU if an aim is missed",
     )
     missing: dict[str, str] = Field(default_factory=dict, description="peers that could not run, and why")
     notes: list[str] = Field(default_factory=list)
@@ -51,16 +54,18 @@ class Record(StrictModel):
         """Path of the record, one per case; a new record replaces the old one."""
         return FOLDER / f"{self.benchmark}.{self.case}.json"
 
-    def write(self) -> Path:
-        """Write the file and return its path."""
-        FOLDER.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return self.path
+    def write(self, folder: Path | None = None) -> Path:
+        """Write the file, by default below benchmarks/records, and return its path."""
+        path = self.path if folder is None else folder / self.path.name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
 
 
-def read_records() -> list[Record]:
-    """Return all records, in the order of their file names."""
+def read_records(folder: Path | None = None) -> list[Record]:
+    """Return all records of a folder, by default benchmarks/records, in the order of their file names."""
     return [
         Record.parse(json.loads(path.read_text(encoding="utf-8")), source=path.name)
-        for path in sorted(FOLDER.glob("*.json"))
+        for path in sorted((folder or FOLDER).glob("*.json"))
+        if path.name != PREDICTIONS
     ]

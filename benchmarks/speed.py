@@ -282,7 +282,13 @@ def main() -> None:
         for name in [arguments.case] if arguments.case else CASES:
             lengths = lengths_of(CASES[name].kind)
             options = {"threads": arguments.threads, "checkpoint": str(made), "model": model, "case": name}
-            options |= {"device": "cpu", "dtype": "float32", "slots": 32, "lengths": lengths}
+            options |= {
+                "device": "cpu",
+                "dtype": "float32",
+                "slots": 32,
+                "lengths": lengths,
+                "prompt_length": generate.PROMPT_LENGTH,
+            }
             options["max_tokens_per_mb"] = sum(lengths)
             measure(name, options, arguments.rounds, not (arguments.quick or arguments.no_record))
     return None

@@ -9,9 +9,9 @@ from archon.tools.bench.origin import NumericCheck
 from benchmarks import harness
 
 # float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float8": 1e-1}
 # After one AdamW step: rounding decides its sign near a zero gradient.
-TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2}
+TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2, "float8": 1e-1}
 
 
 def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[NumericCheck]:

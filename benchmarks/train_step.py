@@ -3,12 +3,10 @@
 On a CPU: a Qwen3 of 26 million parameters in float32; an even batch (4 × 512 tokens) against transformers,
 torchtitan and megatron-core; a ragged one (16 documents, 3,580 tokens) against transformers' three ways of taking
 it; and the even one on two ranks against transformers under FSDP2. Where an aim is missed, a step of both sides is
-profiled. On a GPU: the shapes of Qwen3-0.6B, 1.7B and 4B, and of 8 layers of Qwen3-30B-A3B, in bfloat16 with float32
-masters, packed 4,096-token documents or one of 32,768, with both MFUs and the planner's figures (`gpu_step`).
+profiled. `benchmarks.gpu` measures training steps on a GPU.
 
-    python -m benchmarks.train_step                     # the CPU cases, or the GPU cases where there is a GPU
+    python -m benchmarks.train_step
     python -m benchmarks.train_step --case even --quick --profile
-    python -m benchmarks.train_step --case 4B --alone   # on a GPU, archon only
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from archon.tools.bench.origin import spread
-from benchmarks import gpu_step, harness
+from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
-from benchmarks.profiles import operator_seconds
+from benchmarks.profiles import step_profile
 from benchmarks.record import Record
 from benchmarks.step_check import compare
 
@@ -50,7 +48,7 @@ Step = Callable[[], dict[str, float]]
 def documents(options: dict[str, Any]) -> list[Any]:
     """Return the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents.
 
-    With the option `document` it is that one alone.
+    With the option `document` it is that one alone. With `prompt`, each `samples` documents begin with the same tokens.
     """
     import torch
 
@@ -59,6 +57,9 @@ def documents(options: dict[str, Any]) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     vocab = hf_config(options["checkpoint"])["vocab_size"]
     docs = [torch.randint(vocab, (length,), generator=generator) for length in options["lengths"]]
+    if prompt := options.get("prompt"):
+        for index, doc in enumerate(docs):
+            doc[:prompt] = docs[index - index % options["samples"]][:prompt]
     if "document" in options:
         return [docs[options["document"]]]
     ranks = options.get("ranks", 1)
@@ -70,19 +71,21 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     return prepared((archon_step if side.startswith("archon") else peer_step)(side, options))
 
 
-def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Prepare a side from the function that takes its steps."""
+def prepared(step: Step, device: str = "cpu") -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """Prepare a side from the function that takes its steps on `device`."""
     first, second = step(), step()
     facts = {"loss": first["loss"], "grad_norm": first["grad_norm"], "loss_after_one_step": second["loss"]}
 
     def run(profile: bool = False) -> dict[str, Any]:
-        return {"profile": operator_seconds(step)} if profile else dict(step())
+        return {"profile": step_profile(step, device)} if profile else dict(step())
 
     return facts, run
 
 
-def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[str, Any] | None = None) -> Any:
-    """Return archon's initialized engine; it trains LoRAs if the options have one, or `lora`."""
+def archon_engine(
+    options: dict[str, Any], compiled: bool | str = False, lora: dict[str, Any] | None = None, **fields: Any
+) -> Any:
+    """Return archon's initialized engine, with further `fields`; it trains LoRAs if the options have one, or `lora`."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -92,10 +95,10 @@ def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[st
         dtype=options["dtype"],
         max_tokens_per_mb=options["max_tokens_per_mb"],
         compile=compiled,
-        activation_checkpoint={"mode": options.get("recompute", "none")},
         layout=f"d{options.get('ranks', 1)}",
         lora={"path": options["lora"]} if "lora" in options else lora,
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
+        **fields,
     )
     engine = ArchonEngine(config)
     engine.initialize()
@@ -129,18 +132,24 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     from benchmarks.peer_losses import LOSSES
 
     device = options["device"]
+    if side.endswith("+ Liger"):
+        peer_models.use_liger(options["checkpoint"])
+    # transformers' Trainer does this too: masters in float32, matrix products in bfloat16.
+    autocast = torch.autocast(device, torch.bfloat16, enabled=options["dtype"] == "bfloat16")
     if "lora" in options:
-        model = peer_models.peft_model(options["checkpoint"], options["lora"], options["dtype"]).train()
-        autocast = torch.autocast("cpu", enabled=False)
-    elif side == "transformers" or side in RAGGED_AIMS:
-        model = peer_models.transformers_model(options["checkpoint"], device=device).train()
-        if options.get("recompute") == "full":
-            model.gradient_checkpointing_enable()
-        # transformers' Trainer does this too: masters in float32, matrix products in bfloat16.
-        autocast = torch.autocast(device, torch.bfloat16, enabled=options["dtype"] == "bfloat16")
-    else:
+        if device == "cpu":
+            autocast = torch.autocast("cpu", enabled=False)
+        model = peer_models.peft_model(options["checkpoint"], options["lora"], options["dtype"], device).train()
+    elif side in peer_models.MODELS:
         model = peer_models.peer_model(side, options["checkpoint"])
-        autocast = torch.autocast("cpu", enabled=False)
+        if device != "cpu":
+            model.to(device)
+    else:
+        model = peer_models.transformers_model(options["checkpoint"], device=device).train()
+    if options.get("recompute") == "full":
+        model.gradient_checkpointing_enable()
+        if "lora" in options:
+            model.enable_input_require_grads()
     parts = LOSSES[side](model, [doc.to(device) for doc in documents(options)])
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
 
@@ -222,31 +231,17 @@ def time_sides(
 
 
 def main(doc: str | None = __doc__, cases: Sequence[str] = ()) -> None:
-    """Parse, make the checkpoint, measure; without `--case`, all CPU cases, or all GPU cases on a GPU."""
+    """Parse, make the checkpoint, measure; without `--case`, all of `cases`, or all cases."""
     parser = harness.parser(doc)
-    parser.add_argument("--case", choices=[*CPU_CASES, *gpu_step.CASES], help="one case only")
-    parser.add_argument("--profile", action="store_true", help="on a CPU: profile also where no aim is missed")
-    parser.add_argument("--alone", action="store_true", help="on a GPU: without transformers")
+    parser.add_argument("--case", choices=CPU_CASES, help="one case only")
+    parser.add_argument("--profile", action="store_true", help="profile also where no aim is missed")
     arguments = parser.parse_args()
     if arguments.worker:
         return harness.serve(prepare, arguments.worker)
-    import torch
-
-    on_gpu = torch.cuda.is_available()
     keep = not (arguments.quick or arguments.no_record)
     options: dict[str, Any] = {"threads": arguments.threads}
-    for case in [arguments.case] if arguments.case else cases or list(gpu_step.CASES if on_gpu else CPU_CASES):
+    for case in [arguments.case] if arguments.case else cases or list(CPU_CASES):
         with tempfile.TemporaryDirectory() as folder:
-            if case in gpu_step.CASES:
-                model, documents, seq, recompute = gpu_step.CASES[case]
-                made = make_checkpoint(Path(folder), model, dtype="bfloat16", device="cuda")
-                torch.cuda.empty_cache()
-                chosen = {"checkpoint": str(made), "model": model, "device": "cuda", "dtype": "bfloat16"}
-                chosen |= {"lengths": [seq] * (1 if arguments.quick else documents), "recompute": recompute}
-                # The logits of transformers decide: all documents of a step in one micro-batch, as archon has them.
-                chosen |= {"max_tokens_per_mb": 32768}
-                gpu_step.measure_gpu(case, {**options, **chosen}, arguments.alone, arguments.rounds, keep)
-                continue
             model = "tiny" if arguments.quick else "26M"
             made = make_checkpoint(Path(folder), model)
             lengths = list(RAGGED_LENGTHS) if case == "ragged" else [512] * 4

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as a side of a benchmark: a separate environment and the offline `LLM`.
+"""vLLM as a side of a benchmark, on a CPU or a GPU: a separate environment and the offline `LLM`.
 
 That environment imports this module too, so it may use only packages that vLLM installs.
 """
@@ -45,9 +45,9 @@ def python() -> Path | None:
 
 
 def greedy_answers(
-    path: str, prompts: Sequence[list[int]], lengths: Sequence[int], slots: int
+    path: str, prompts: Sequence[list[int]], lengths: Sequence[int], slots: int, dtype: str
 ) -> Callable[[], list[list[int]]]:
-    """Load a checkpoint in float32 and return a function that answers prompts greedily with these lengths.
+    """Load a checkpoint in `dtype` and return a function that answers prompts greedily with these lengths.
 
     Raises:
         ModuleNotFoundError: vLLM is missing; the message has the install command.
@@ -59,7 +59,7 @@ def greedy_answers(
         raise ModuleNotFoundError(f"{error} (to install it: {INSTALLATION})", name=error.name) from error
     engine = LLM(
         model=path,
-        dtype="float32",
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_model_len=max(map(len, prompts)) + max(lengths),
         max_num_seqs=slots,

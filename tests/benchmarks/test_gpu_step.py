@@ -10,38 +10,72 @@ import pytest
 
 from archon.tools.bench.origin import spread
 from archon.tools.planner.hardware import read_hardware
-from benchmarks import gpu_step, harness, readme, step_check, train_step
+from benchmarks import gpu_step, harness, profiles, readme, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
+from benchmarks.gpu_step import ARCHON, CASES, Aim
 from benchmarks.peer_models import hf_tensors
+from benchmarks.profiles import IDLE, Kernel
 from tests.benchmarks.parameter_counts import parameters_of
 
 
-def options_of(checkpoint: Path, model: str, lengths: list[int], recompute: str = "none") -> dict[str, Any]:
-    options = {"threads": 1, "checkpoint": str(checkpoint), "model": model, "device": "cpu", "dtype": "bfloat16"}
-    return options | {"lengths": lengths, "max_tokens_per_mb": 32768, "recompute": recompute}
+@pytest.mark.parametrize("name", CASES)
+def test_archons_step_of_every_case_is_predicted_to_fit_one_h100(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape(case.model)))
+    hardware = read_hardware("h100-80gb")
+    for side in case.sides:
+        found = gpu_step.predict_step(gpu_step.planned_options(case, tmp_path), side)
+        # Masters, gradients and two moments in float32; with a LoRA, frozen weights in bfloat16.
+        state = (2 if case.lora else 16) * parameters_of(shape(case.model))
+        assert state < found.bytes < hardware.memory_bytes - hardware.reserve_bytes, side
+        tokens = case.documents * case.seq
+        work = (
+            (4 if case.lora else 6) * tokens * gpu_step.case_model(gpu_step.planned_options(case, tmp_path)).work.active
+        )
+        assert found.seconds > work / (hardware.fp8_flops if "fp8" in case.sides[side] else hardware.bf16_flops), side
 
 
-@pytest.mark.parametrize("case", gpu_step.CASES)
-def test_archons_step_of_every_case_is_foretold_to_fit(case: str, tmp_path: Path) -> None:
-    model, documents, seq, recompute = gpu_step.CASES[case]
-    (tmp_path / "config.json").write_text(json.dumps(shape(model)))
-    found = gpu_step.predict_step(options_of(tmp_path, model, [seq] * documents, recompute))
-    state = 16 * parameters_of(shape(model))  # masters, gradients and two moments in float32
-    hw = read_hardware(gpu_step.HARDWARE)
-    assert state < found.bytes < hw.memory_bytes - hw.reserve_bytes
-    assert found.seconds > 6 * documents * seq * parameters_of(shape("0.6B")) / hw.flops("bfloat16")
+@pytest.mark.parametrize(
+    ("gpu", "file"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("", "h100-80gb"),
+    ],
+)
+def test_the_planner_knows_the_gpu_by_its_name(gpu: str, file: str) -> None:
+    assert gpu_step.hardware_name(gpu) == file
 
 
-def test_what_was_foretold_stands_in_the_row_of_what_was_measured() -> None:
-    record = harness.new_record("train_step", "gpu-x", threads=1)
+def test_the_prediction_stands_next_to_the_measurement() -> None:
+    record = harness.new_record("gpu", "x", threads=1)
     runs = [{"memory": {"allocated": 40_000_000_000}}]
-    record.sides = {gpu_step.EAGER: spread([1000.0, 500.0, 800.0], "tok/s", runs)}
-    gpu_step.record_prediction(
-        record, gpu_step.PredictedStep(2.0, 38_000_000_000), {gpu_step.EAGER: [1.6, 3.2, 2.0]}, 1600
-    )
-    assert record.ratios[f"{gpu_step.PLANNED} / {gpu_step.EAGER}, step time"].value == 1.0
-    assert record.ratios[f"{gpu_step.PLANNED} / {gpu_step.EAGER}, memory"].value == 0.95
-    assert f"| {gpu_step.PLANNED} | 800 [800–800] tok/s | allocated 38.00 GB |" in readme.section(record)
+    record.sides = {ARCHON: spread([1000.0, 500.0, 800.0], "tok/s", runs)}
+    step = gpu_step.PredictedStep(2.0, 38_000_000_000)
+    gpu_step.record_prediction(record, ARCHON, step, [1.6, 3.2, 2.0], 1600)
+    planned = f"{gpu_step.PLANNED} / {ARCHON}"
+    assert record.ratios[f"{planned}, step time"].value == 1.0 and record.ratios[f"{planned}, step time"].aim_met
+    assert record.ratios[f"{planned}, memory"].value == 0.95
+    assert f"| {gpu_step.PLANNED}, {ARCHON} | 800 [800–800] tok/s | allocated 38.00 GB |" in readme.section(record)
+    gpu_step.record_prediction(record, ARCHON, gpu_step.PredictedStep(1.6, 1), [2.0], 1600)
+    assert record.ratios[f"{planned}, step time"].aim_met is False, "more than 15 % too fast"
+
+
+@pytest.mark.parametrize(
+    ("aim", "ratio", "met"),
+    [
+        (Aim("tok/s", 90), "archon / 90 tok/s", True),
+        (Aim("full MFU", 35), "archon, full MFU / 35 %", False),
+        (Aim("other", 2.5), "archon / other", False),
+        (Aim(ARCHON, 0.4, "other"), "other / archon", True),
+    ],
+)
+def test_an_aim_is_a_ratio_that_is_met_or_missed(aim: Aim, ratio: str, met: bool) -> None:
+    record = harness.new_record("gpu", "x", threads=1)
+    record.sides["archon, full MFU"] = spread([30.0], "%")
+    gpu_step.record_aim(record, aim, {ARCHON: [100.0], "other": [50.0]})
+    assert {name: value.aim_met for name, value in record.ratios.items()} == {ratio: met}
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +88,52 @@ def test_a_checkpoint_of_experts_has_the_parameters_its_shape_says(experts: Path
 
 
 def test_recomputing_sides_compute_what_the_others_do(experts: Path) -> None:
-    kept, again = (options_of(experts, "tiny-moe", [48, 48], mode) for mode in ("none", "full"))
-    ours = train_step.prepare(gpu_step.EAGER, kept)[0]
-    for side in (gpu_step.EAGER, "transformers"):
-        theirs = train_step.prepare(side, again)[0]
+    options: dict[str, Any] = {"threads": 1, "checkpoint": str(experts), "model": "tiny-moe", "device": "cpu"}
+    options |= {"dtype": "bfloat16", "lengths": [48, 48], "max_tokens_per_mb": 96, "prompt": 0, "recompute": "full"}
+    options |= {"engines": {ARCHON: {}, "archon (recomputing)": gpu_step.RECOMPUTED}}
+    ours = gpu_step.prepare(ARCHON, options)[0]
+    for side in ("archon (recomputing)", "transformers"):
+        theirs = gpu_step.prepare(side, options)[0]
         harness.check_close("loss", ours["loss"], {side: theirs["loss"]}, step_check.TOLERANCE["bfloat16"])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_case_of_experts_is_measured_as_a_gpu_would(experts: Path) -> None:
-    record = gpu_step.measure_gpu("x", options_of(experts, "tiny-moe", [48, 48]), alone=False, rounds=1, keep=False)
-    assert record.missing == {} and record.setup["routing"] == "natural"
-    assert {gpu_step.EAGER, gpu_step.COMPILED, "transformers", gpu_step.PLANNED} <= record.sides.keys()
-    assert f"{gpu_step.PLANNED} / {gpu_step.COMPILED}, step time" in record.ratios
-    assert "Routing is natural" in readme.section(record)
+def test_documents_of_a_group_begin_with_one_prompt_that_has_no_loss(experts: Path) -> None:
+    options = {"checkpoint": str(experts), "lengths": [8] * 6, "prompt": 5, "samples": 3}
+    docs = train_step.documents(options)
+    for group in (docs[:3], docs[3:]):
+        assert len({tuple(doc[:5].tolist()) for doc in group}) == 1
+        assert len({tuple(doc.tolist()) for doc in group}) == 3
+    assert docs[0][:5].tolist() != docs[3][:5].tolist()
+
+
+def test_the_time_of_a_gpu_step_is_that_of_its_kernels_and_of_the_gaps_between_them() -> None:
+    kernels = [
+        Kernel("nvjet_hsh_128x256", 0, 100),
+        Kernel("triton_poi_fused_add_3", 150, 170),
+        Kernel("Memcpy HtoD", 160, 180),  # on another stream
+        Kernel("flash_bwd_sm90", 180, 280),
+    ]
+    seconds = profiles.seconds_by_class(reversed(kernels))
+    assert seconds == pytest.approx({"GEMM": 1e-4, "Triton": 2e-5, "copies": 2e-5, "attention": 1e-4, IDLE: 5e-5})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void flash::flash_fwd_splitkv", "attention"),
+        ("sm90_xmma_gemm_bf16", "GEMM"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::index_elementwise_kernel", "index"),
+        ("void at::native::reduce_kernel", "reduce"),
+        ("void at::native::vectorized_elementwise_kernel", "elementwise"),
+        ("Memset (Device)", "copies"),
+        ("ncclDevKernel", profiles.OTHER_KERNELS),
+    ],
+)
+def test_kernels_have_a_class(name: str, kind: str) -> None:
+    assert profiles.kernel_class(name) == kind
+
+
+def test_kernels_of_this_project_have_their_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "own_kernels", lambda: frozenset({"reduce_tile"}))
+    assert profiles.kernel_class("reduce_tile") == profiles.OWN_KERNELS

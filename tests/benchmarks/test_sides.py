@@ -20,7 +20,7 @@ def test_the_shapes_are_those_that_are_named():
     millions = {name: round(parameters_of(shape(name)) / 1e6) for name in SHAPES}
     assert millions["26M"] == 26
     assert millions["2.43GB"] == 1215  # in bfloat16: 2.43 GB
-    assert [round(millions[name], -1) for name in ("0.6B", "1.7B", "4B")] == [600, 1720, 4020]
+    assert [round(millions[name], -1) for name in ("0.6B", "1.7B", "8B")] == [600, 1720, 8190]
     assert sum(train_step.RAGGED_LENGTHS) == 3580 and len(train_step.RAGGED_LENGTHS) == 16
 
 
@@ -71,7 +71,7 @@ def test_the_heads_of_both_sides_agree():
 def test_generation_gives_forced_lengths_and_equal_tokens(checkpoint):
     lengths = [3, 9, 1, 6, 4]
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
-    options |= {"lengths": lengths, "slots": 2}
+    options |= {"lengths": lengths, "slots": 2, "prompt_length": 32}
     tokens = {side: generate.prepare(side, options)[0]["tokens"] for side in ("archon", generate.DYNAMIC)}
     assert [len(answer) for answer in tokens["archon"]] == lengths
     assert generate.compare("peer", tokens["archon"], tokens[generate.DYNAMIC], options) == []
@@ -84,12 +84,9 @@ def test_generation_gives_forced_lengths_and_equal_tokens(checkpoint):
 @pytest.mark.slow
 def test_where_vllm_is_not_installed_the_record_says_how_to_get_it(checkpoint, tmp_path, monkeypatch):
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
-    options |= {"lengths": [3, 5], "slots": 2}
-    records = []
+    options |= {"lengths": [3, 5], "slots": 2, "prompt_length": 32}
     monkeypatch.setenv("ARCHON_VLLM", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("benchmarks.harness.finish", lambda record, keep: records.append(record))
-    generate.measure("even", options, rounds=1, keep=False)
-    (record,) = records
+    record = generate.measure("even", options, 1, generate.CPU_SIDES, generate.AIMS["even"])
     reason = "ModuleNotFoundError: No module named 'vllm' (to install it: .ci/setup_vllm)"
     assert record.missing == {generate.VLLM: reason}
     ratios = {name: ratio.aim for name, ratio in record.ratios.items()}

@@ -20,7 +20,10 @@ from archon.schema.config import StrictModel
 ROOT = Path(__file__).resolve().parents[3]
 # Git pathspecs that exclude files without influence on measurements.
 EXCLUDED_PATHS = (":!benchmarks/records", ":!*.md")
-PACKAGES = ("torch", "transformers", "peft", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
+PACKAGES = (
+    *("torch", "triton", "flash-attn-4", "torchao", "transformers", "liger-kernel", "peft", "torchtitan"),
+    *("megatron-core", "trl", "accelerate", "safetensors", "numpy"),
+)
 
 
 class Machine(StrictModel):
@@ -99,12 +102,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with `+` if tracked files differ; `unknown` outside a checkout.
+    """Return the commit of the checkout, with `+` if tracked files differ.
 
-    Records and Markdown pages do not count, because a run writes them.
+    Outside a checkout it is `ARCHON_COMMIT`, or `unknown`. Records and Markdown pages do not count, because a run
+    writes them.
     """
     if not (ROOT / ".git").exists():
-        return "unknown"
+        return os.environ.get("ARCHON_COMMIT", "unknown")
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
