@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from archon.models.flops import MatmulShape
 from archon.tools.bench.origin import spread
 from benchmarks import gpu, gpu_predictions, gpu_step, harness
+from benchmarks.checkpoints import shape
 from benchmarks.gpu import Attempt, is_complete, run_stages, summary
 from benchmarks.record import Record, read_records
+from tests.benchmarks.parameter_counts import parameters_of
 
 CRASH = "import os; print('about to crash', flush=True); os.abort()"
 HANG = "import time; print('hangs', flush=True); time.sleep(1000)"
@@ -127,6 +130,24 @@ def test_the_recorded_predictions_are_those_of_the_code() -> None:
     assert recorded == current, "run python -m benchmarks.gpu_predictions --write"
 
 
+@pytest.mark.parametrize("name", ["0.6B", "1.7B", "8B", "30B-A3B-4L"])
+def test_predictions_count_the_parameters_and_flops_of_the_models(name: str) -> None:
+    model, config = gpu_predictions.Model(name), shape(name)
+    work = MatmulShape.from_hf_config(config)
+    router = config.get("num_experts", 0) * config["hidden_size"] * config["num_hidden_layers"]
+    assert model.blocks + model.head + router == work.active
+    assert model.weights == pytest.approx(parameters_of(config), rel=1e-3)
+    # Attention of a step: two matmuls forward and five backward, of which `MatmulShape` counts four.
+    counted = work.packed([4096] * 4).causal - 6 * work.active * 4 * 4096
+    assert model.attention_flops(4, 4096) == pytest.approx(counted * 7 / 6)
+
+
+def test_the_measured_attention_rate_gives_back_its_measurement() -> None:
+    model = gpu_predictions.Model("0.6B")
+    seconds = model.attention_flops(8, 4096) / model.layers / gpu_predictions.ATTENTION_LONG
+    assert seconds == pytest.approx(3.96e-3, rel=0.01)
+
+
 def test_a_prediction_adds_up_and_names_what_it_assumes() -> None:
     for prediction in gpu_predictions.predictions():
         assert prediction.assumes and min(prediction.parts_ms.values()) >= 0
@@ -161,4 +182,5 @@ def test_every_stage_runs_in_miniature(tmp_path: Path) -> None:
         assert all(check.difference <= check.tolerance for check in record.checks) and record.command
         if case.startswith("train-"):
             assert record.profiles and any(gpu_step.PLANNED in name for name in record.ratios)
-    assert {"rollout", "score", "update", "push"} <= records["rl"].sides.keys()
+    for case in ("rl", "rl-0.6B"):
+        assert {"rollout", "score", "update", "push"} <= records[case].sides.keys()
