@@ -21,7 +21,7 @@ ENVIRONMENT = {
 """For vLLM on a machine without a GPU or a network."""
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Options of the offline `LLM`.
+"""Options of the offline `LLM` on a CPU.
 
 By default vLLM starts an engine process that spins on one core while the worker computes: on two cores that leaves one
 thread, and half the speed.
@@ -52,7 +52,10 @@ def greedy_answers(
     Raises:
         ModuleNotFoundError: vLLM is missing; the message has the install command.
     """
-    os.environ |= ENVIRONMENT | IN_PROCESS
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    os.environ |= ENVIRONMENT | ({} if on_gpu else IN_PROCESS)
     try:
         from vllm import LLM, SamplingParams
     except ModuleNotFoundError as error:
@@ -64,6 +67,8 @@ def greedy_answers(
         max_model_len=max(map(len, prompts)) + max(lengths),
         max_num_seqs=slots,
         enable_prefix_caching=False,
+        # The other sides hold their weights on the same GPU.
+        **({"gpu_memory_utilization": 0.4} if on_gpu else {}),
     )
     sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
 
