@@ -187,7 +187,6 @@ class CaseModel(NamedTuple):
 def case_model(options: dict[str, Any]) -> CaseModel:
     """Read the model of a case's checkpoint."""
     from archon.checkpoint.hf_reader import read_hf_config
-    from archon.engine.memory.memory_model import rank_parameters
     from archon.models import get_model_spec
     from archon.models.flops import MatmulShape
     from archon.models.lora.targets import active_parameters, resolve_lora_sizes

@@ -114,9 +114,9 @@ def memory_model(
     spec: ModelSpec,
     args: BaseModelArgs,
     loras: Mapping[str | None, Mapping[str, LoRASize]],
-    device_type: str,
+    device: torch.device,
 ) -> MemoryModel:
-    """Return the memory model of a model with these LoRAs by name.
+    """Return the memory model of a model with these LoRAs by name, on this device.
 
     Raises:
         ConfigError: the vision encoder is trained; its activations depend on the images.
@@ -127,7 +127,8 @@ def memory_model(
             "activation_checkpoint.mode = auto cannot predict the activations of a trained vision encoder; choose "
             "none, selective or full, or train only the decoder"
         )
-    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras)), device_type)
+    gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras)), gpu_memory)
 
 
 def sum_lora_ranks(loras: Mapping[str | None, Mapping[str, LoRASize]]) -> dict[str, LoRASize]:
@@ -166,7 +167,7 @@ def resolve_auto(
     if config.activation_checkpoint.mode != "auto":
         return config
     budget = memory_budget(config, device, free_memory(device))
-    choice = choose_recompute(memory_model(config, spec, args, loras, device.type), config, budget)
+    choice = choose_recompute(memory_model(config, spec, args, loras, device), config, budget)
     if ControlPlane.world().is_main:
         logger.log(logging.INFO if choice.fits else logging.WARNING, "activation_checkpoint %s", choice)
     return config.model_copy(update={"activation_checkpoint": choice.policy})

@@ -121,7 +121,7 @@ def predict_recompute(config: EngineConfig, hf_config: Mapping[str, Any], device
     """Return the choice of `activation_checkpoint.mode = auto` on this device."""
     spec, args, loras = _read_model(config, hf_config)
     budget = memory_budget(config, device, free_memory(device))
-    return choose_recompute(memory_model(config, spec, args, loras, device.type), config, budget)
+    return choose_recompute(memory_model(config, spec, args, loras, device), config, budget)
 
 
 def _read_model(
