@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,20 @@ def test_loss_and_gradient_equal_the_formula(
     torch.testing.assert_close((label_logits - lse).double(), logprobs, rtol=0, atol=HEAD_FP32)
     case.check_gradient((logprobs * logprob_grad).sum())
     assert not case.products[0].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_and_options(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(kernels, "BLOCK", rng.choice([16, 32, 64]))
+    shape, dtype = (rng.randint(1, 6), rng.randint(2, 150)), rng.choice([torch.float32, torch.bfloat16])
+    case = RowsCase(device, dtype, shape, rng.choice(TEMPERATURES), rng.choice(SOFT_CAPS))
+    logprobs, entropies = case.expected()
+    lse, label_logits, entropy = case.sums()
+    torch.testing.assert_close((label_logits - lse).double(), logprobs, rtol=0, atol=HEAD_FP32)
+    torch.testing.assert_close(entropy.double(), entropies, rtol=0, atol=HEAD_FP32)
+    kernels.head_gradient(case.products, case.labels, *case.options, lse, entropy, *case.grads)
+    case.check_gradient((torch.stack((logprobs, entropies)) * case.grads).sum())
 
 
 @soft_caps
