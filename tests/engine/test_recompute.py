@@ -33,7 +33,7 @@ BLOCKS = 12
 def model_of(name: str = "dense") -> MemoryModel:
     hf_config = MODELS[name] | {"num_hidden_layers": BLOCKS}
     spec = get_model_spec(hf_config["model_type"])
-    return memory_model(config(), spec, spec.model_args_class.from_hf_config(hf_config), {}, "cpu")
+    return memory_model(config(), spec, spec.model_args_class.from_hf_config(hf_config), {}, torch.device("cpu"))
 
 
 def config(layout: str = "d1", **fields: Any) -> EngineConfig:
@@ -89,7 +89,7 @@ def test_the_gradients_are_those_without_recomputation(tmp_path: Path, caplog: p
     sizes = {"hf": {"num_hidden_layers": 4}, "max_tokens_per_mb": 256}
     plain = make_engine(tmp_path, **sizes)
     spec = get_model_spec(plain.spec.name)
-    model = memory_model(plain.config, spec, plain.args, {}, "cpu")
+    model = memory_model(plain.config, spec, plain.args, {}, torch.device("cpu"))
     kept, recomputed = (choose_recompute(model, plain.config, budget).bytes for budget in (1 << 60, 0))
     budget = (kept + recomputed) / 2 / GIB
     with caplog.at_level(logging.INFO, logger="archon.engine.memory.recompute"):
@@ -105,7 +105,7 @@ def test_the_gradients_are_those_without_recomputation(tmp_path: Path, caplog: p
 
 def test_what_auto_cannot_decide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot predict the activations of a trained vision encoder"):
-        memory_model(config(vision="trained"), *([None] * 2), {}, "cpu")  # type: ignore[arg-type]
+        memory_model(config(vision="trained"), *([None] * 2), {}, torch.device("cpu"))  # type: ignore[arg-type]
     zbv: dict[str, Any] = {"layout": "p2", "pipeline": {"schedule": "zbv"}, "hf": {"num_hidden_layers": 4}}
     with pytest.raises(ConfigError, match="splits the backward pass, which recomputed and compiled blocks do not"):
         make_engine(tmp_path, **zbv, activation_checkpoint={"mode": "auto"})
