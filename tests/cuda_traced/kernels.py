@@ -15,19 +15,23 @@ def check_operands(func: Any, args: Any, kwargs: Any) -> None:
     name = func.name()
     if name == "torch_attn::_varlen_attn":
         q, k, v, cu_q, cu_k, max_q, max_k = args[:7]
-        _flash(q, k, v, cu_q, cu_k, max_q, max_k)
+        flash_operands(q, k, v, cu_q, cu_k, max_q, max_k)
         # torch 2.11 has no such argument, and takes fewer heads of keys without.
         asks = any(argument.name == "enable_gqa" for argument in func._schema.arguments)
         assert q.shape[1] == k.shape[1] or not asks or args[10:11] == (True,) or kwargs.get("enable_gqa")
     elif name == "flash_attn::_flash_attn_varlen_forward":
-        _flash(*args[:7])
+        flash_operands(*args[:7])
+    elif name == "archon::flash_attention":
+        q, k, v, sinks, cu_q, cu_k, longest = args[:7]
+        flash_operands(q, k, v, cu_q, cu_k, *longest)
+        assert sinks is None or sinks.shape == q.shape[1:2]
     elif name == "aten::_grouped_mm":
         _grouped(*args[:2], kwargs["offs"] if "offs" in kwargs else args[2])
     elif name in ("aten::_scaled_mm", "aten::_scaled_grouped_mm"):
         _scaled(*args[:2])
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
+def flash_operands(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
     """`mha_varlen_fwd` of FlashAttention 2."""
     for x in (q, k, v):
         assert x.dtype in HALF and x.dtype == q.dtype, f"FlashAttention in {x.dtype}"

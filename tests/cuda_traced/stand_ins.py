@@ -13,13 +13,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.models.attention.packed.fa4 import FlashAttention4
+from archon.models.attention.packed.flash_kernel import FlashKernelBackend
 from archon.parallel.torch_private import join_fake_group
+from tests.cuda_traced.kernels import flash_operands
 from tests.cuda_traced.trace import MixedDevicesError
 
 
 def flash_attn_without_kernels() -> None:
     """Let flash-attn's own Python be imported, which registers the fake kernels, without the compiled ones."""
     sys.modules.setdefault("flash_attn_2_cuda", types.ModuleType("flash_attn_2_cuda"))
+
+
+@contextmanager
+def flash_attention_4() -> Iterator[None]:
+    """Let the backend `fa4` be chosen, with kernels that compute nothing."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        bounds = [options[f"{name}_{side}"] for name in ("cu_seqlens", "max_seqlen") for side in "qk"]
+        flash_operands(q, k, v, *bounds)
+        if not all(x.is_cuda for x in (q, k, v, *bounds[:2])):
+            raise MixedDevicesError("FlashAttention-4 has a tensor that is not on the GPU")
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    interface: Any = types.ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd = forward
+    modules = {"flash_attn.cute": types.ModuleType("flash_attn.cute"), interface.__name__: interface}
+    with (
+        one_gpu(),
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(FlashAttention4, "unsupported_reason", FlashKernelBackend.unsupported_reason),
+    ):
+        yield
 
 
 @contextmanager

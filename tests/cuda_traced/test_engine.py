@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from archon.parallel.fsdp import local_tensor, reshard
 from archon.parallel.torch_private import FakeTensorMode
 from archon.schema.config import EngineConfig
 from tests.cuda_traced.models import family_config
-from tests.cuda_traced.stand_ins import one_gpu, one_process
+from tests.cuda_traced.stand_ins import flash_attention_4, one_gpu, one_process
 from tests.cuda_traced.trace import CUDA, CudaTrace, cuda_trace
 from tests.distributed.cases import EVEN as EVEN_SIZES
 from tests.engine.test_host_waits import scored
@@ -119,7 +119,7 @@ def test_scores_and_evaluation(traced: Callable[..., None], tmp_path: Path, hf: 
         assert trace.waits == READ_ONCE
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash", "sdpa"])
+@pytest.mark.parametrize("backend", ["fa4", "varlen", "flash", "sdpa"])
 @models
 def test_common_beginnings(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], backend: str) -> None:
     """Run of tokens that documents share, and trees of short documents, each computed once."""
@@ -127,7 +127,8 @@ def test_common_beginnings(traced: Callable[..., None], tmp_path: Path, hf: dict
     long, short = torch.arange(90) % 50, torch.arange(9)
     documents = [torch.cat([start, torch.arange(n) + 3 * n]) for start in (long, short) for n in (3, 9, 14, 20)]
     batch = padded(documents, loss_mask=[torch.ones_like(x) for x in documents])
-    with made(tmp_path, hf, attn_type=backend, max_tokens_per_mb=600) as (engine, trace):
+    kernels = flash_attention_4() if backend == "fa4" else nullcontext()
+    with kernels, made(tmp_path, hf, attn_type=backend, max_tokens_per_mb=600) as (engine, trace):
         check_step(engine, trace, batch, CrossEntropyLoss(), micro_batches=1)
         assert trace.waits == READ_ONCE
         assert sum(mb.n_computed_tokens for mb in engine._split(batch)[1]) < sum(map(len, documents)) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ from archon.models.layers.head import TokenScores, WeightedLoss
 from archon.models.spec import FAMILIES
 from archon.tools.check.random_configs import ROPE_KINDS
 from tests.cuda_traced.models import LENGTHS, VOCAB, Pack, build, family_config, on_device
-from tests.cuda_traced.stand_ins import triton_without_launches
+from tests.cuda_traced.stand_ins import flash_attention_4, triton_without_launches
 from tests.cuda_traced.trace import CudaTrace, cuda_trace, require_on_cuda
 
 pytestmark = pytest.mark.cuda_traced
 
-BACKENDS = ("varlen", "flash", "sdpa")
-KERNELS = {"varlen": "torch_attn._varlen_attn.default", "flash": "flash_attn._flash_attn_varlen_forward.default"}
+BACKENDS = ("fa4", "varlen", "flash", "sdpa")
+KERNELS = {
+    "fa4": "archon.flash_attention.default",
+    "varlen": "torch_attn._varlen_attn.default",
+    "flash": "flash_attn._flash_attn_varlen_forward.default",
+}
 T = sum(LENGTHS)
 
 
@@ -49,7 +54,8 @@ def trace_forwards(config: dict[str, Any], backend: str, **args: Any) -> CudaTra
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward(traced: Callable[..., None], family: str, backend: str) -> None:
     traced(family, backend, "logits, token scores, fused loss")
-    trace = trace_forwards(family_config(family), backend)
+    with flash_attention_4() if backend == "fa4" else nullcontext():
+        trace = trace_forwards(family_config(family), backend)
     assert trace.waits == {}
     assert trace.operators["archon.head_sums.default"] == trace.operators["archon.head_loss.default"] == 1
     if backend in KERNELS:

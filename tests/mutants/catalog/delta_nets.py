@@ -86,8 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "mixed precision casts decays",
         "parallel/fsdp.py",
-        'if getattr(module, "full_precision", False)):\n            # A separate FSDP',
-        "if False):\n            # A separate FSDP",
+        'if getattr(module, "full_precision", False)):\n        # A separate FSDP',
+        "if False):\n        # A separate FSDP",
         ("tests/distributed/test_full_precision.py::test_decays_stay_float32_under_mixed_precision[d2]",),
     ),
     Mutant(
