@@ -54,8 +54,11 @@ class PackedDocuments:
 
     @cached_property
     def length_tensor(self) -> Tensor:
-        """`lengths` as int64 [B] on the CPU, for compiled code, which treats a tuple as constants."""
-        return torch.tensor(self.lengths)
+        """`lengths` and a 0 as int64 [B + 1] on the CPU, for compiled code, which treats a tuple as constants.
+
+        Without the empty document at the end, torch.compile would compile again for the size 1 of a single document.
+        """
+        return torch.tensor([*self.lengths, 0])
 
     @cached_property
     def cu_seqlens_int64(self) -> Tensor:
