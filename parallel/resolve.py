@@ -177,6 +177,11 @@ def check_config(
         raise ConfigError(
             f"fp8 = {config.fp8} has kernels for dtype = bfloat16 alone, and it is {config.dtype}; set it to bfloat16"
         )
+    if config.gradient_reduction == "step_in_backward" and dims.world_size > 1:
+        raise ConfigError(
+            f"gradient_reduction = step_in_backward runs on one process, and layout {config.layout} has "
+            f"{dims.world_size}; set it to per_step or per_microbatch"
+        )
     if dims.cp_enabled and context_parallel == "allgather" and not supports_gathered:
         raise ConfigError(
             f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "

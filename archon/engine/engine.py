@@ -19,8 +19,9 @@ from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.micro_batch import Batch, MicroBatch, micro_batches
 from archon.engine.optim import LRSchedule, clip_gradients, gradient_norm, gradient_norms
 from archon.engine.router_balance import replay_metrics
+from archon.engine.step_in_backward import StepInBackward
 from archon.engine.threads import adjust_threads
-from archon.engine.train_step import BatchLoss, LossGroup, lora_groups, total_weight
+from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, total_weight
 from archon.engine.watchdog import StallWatchdog
 from archon.models.layers.routed_experts import check_replay
 from archon.models.lora.mapping import NO_LORA
@@ -28,7 +29,7 @@ from archon.models.lora.model import disable_lora, share_frozen
 from archon.parallel.gather import full_tensors
 from archon.parallel.phase import phase
 from archon.schema.config import EngineConfig, OptimizerConfig
-from archon.schema.errors import BatchError, ConfigError
+from archon.schema.errors import BatchError, ConfigError, UserError
 
 
 class ArchonEngine(EngineIO):
@@ -90,8 +91,15 @@ class ArchonEngine(EngineIO):
             return self._train_loras(batch, loss_fn, loss_weight_fn, temperature)
         optimizer, scheduler, config = self._require_optimizer()
         with self.stall_watch.block():
-            metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
+            metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature, self.built.stepper)
             finite = abs(metrics["grad_norm"]) < float("inf")
+            if self.built.stepper is not None and not finite:
+                self._failed_mid_step = True
+                raise UserError(
+                    f"the gradient norm of step {self.step + 1} is not finite, and gradient_reduction = "
+                    "step_in_backward has changed the weights; resume from the last checkpoint, with a lower "
+                    "optimizer.lr or with gradient_reduction = per_step, which skips such steps"
+                )
             if finite:
                 with phase("optimizer"):
                     clip_gradients(self.model.parameters(), metrics["grad_norm"], config.max_grad_norm)
@@ -145,9 +153,17 @@ class ArchonEngine(EngineIO):
         return dict(full_tensors(grads.items())) if full else grads, metrics
 
     def _accumulate(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        temperature: float,
+        stepper: StepInBackward | None = None,
     ) -> dict[str, float]:
-        """Accumulate the batch's gradients in the parameters; return the metrics before the optimizer step."""
+        """Accumulate the batch's gradients in the parameters; return the metrics before the optimizer step.
+
+        A `stepper` updates parameters with complete gradients during the last backward pass, and frees the gradients.
+        """
         # 1. Split the batch, and count its loss weight on all ranks.
         built, runner = self.built, self.built.runner
         packed, parts = self._split(batch, temperature)
@@ -158,12 +174,20 @@ class ArchonEngine(EngineIO):
         self._clear_gradients()
         for load in runner.loads:
             load.clear()
-        self._failed_mid_step = built.is_sharded
-        sums = runner.accumulate(parts, batch_loss, self.config.gradient_reduction == "per_microbatch")
+        self._failed_mid_step = built.is_sharded or stepper is not None
+        reduce_every = self.config.gradient_reduction == "per_microbatch"
+        if stepper is None:
+            sums = runner.accumulate(parts, batch_loss, reduce_every)
+        else:
+            assert isinstance(runner, MicroBatchRunner)  # a pipeline has several processes
+            sums = runner.accumulate(parts, batch_loss, reduce_every, stepper.start)
+            stepper.stop()
         self._failed_mid_step = False
         # 3. Read the gradient norm and all metrics in one transfer.
         with phase("optimizer"):
             norms = self._gradient_norms([group.name for group in batch_loss.lora_groups if group.name is not None])
+            if stepper is not None:
+                norms = {"grad_norm": torch.stack([*stepper.norms, *norms.values()]).square().sum().sqrt()}
         replay = replay_metrics(runner.loads, self.ranks, self.device) if self.args.expert_layers else {}
         counts = {"tokens": packed.n_tokens, "tokens_computed": sum(mb.n_computed_tokens for mb in parts)}
         scalars = {name: torch.tensor(count) for name, count in counts.items()}

@@ -27,6 +27,7 @@ from archon.engine.optim import LRSchedule, build_optimizer, check_schedule
 from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.plan import ForwardPlanner
 from archon.engine.router_balance import RouterLoad
+from archon.engine.step_in_backward import StepInBackward
 from archon.engine.train_step import MicroBatchRunner
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
@@ -59,6 +60,7 @@ class BuiltEngine:
         loras: the trainers of a multi-LoRA model by name.
         optimizer: the optimizer; None without one and in a multi-LoRA model.
         scheduler: the learning-rate schedule of `optimizer`.
+        stepper: steps `optimizer` inside the backward pass; None to step after it.
         share_prefixes: whether the model computes shared prefixes once.
         sort_documents: whether the model computes documents by length.
     """
@@ -76,6 +78,7 @@ class BuiltEngine:
     loras: dict[str, LoRATrainer]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
+    stepper: StepInBackward | None
     runner: MicroBatchRunner | PipelineRunner
     share_prefixes: bool
     sort_documents: bool
@@ -145,11 +148,12 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
 
     # 5. Make the optimizers: one per LoRA of a multi-LoRA model.
     loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
-    optimizer = scheduler = None
+    optimizer = scheduler = stepper = None
     if config.optimizer is not None and not loras:
         compiled = compile_enabled(config.compile, next(model.parameters()).device.type)
         optimizer = build_optimizer(model, config.optimizer, compiled=compiled)
         scheduler = LRSchedule(optimizer, config.optimizer.lr, config.scheduler, total_steps)
+        stepper = StepInBackward(optimizer) if config.gradient_reduction == "step_in_backward" else None
 
     # Gathered keys are the keys of whole documents, and a rounded sum of gradients is not the sum of rounded gradients.
     gathers_keys = dims.cp_enabled and layout.context_parallel == "allgather"
@@ -168,6 +172,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         loras,
         optimizer,
         scheduler,
+        stepper,
         runner,
         config.share_prefixes and can_share,
         backend.prefers_equal_lengths,

@@ -102,6 +102,8 @@ def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | Non
         _, parts = by_ranks.setdefault(tuple(map(ranks_of, groups)), (groups, [[] for _ in owners]))
         parts[owner] += _chunks(local_tensor(grad))
     # 2. Sum their squares, with one collective per group.
+    if not grads:
+        return torch.zeros(len(owners), dtype=torch.float64)
     totals = torch.zeros(len(owners), dtype=torch.float64, device=grads[0][1].device)
     for groups, parts in by_ranks.values():
         norms = torch.stack(foreach_norm([chunk for chunks in parts for chunk in chunks]))

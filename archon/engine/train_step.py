@@ -148,7 +148,13 @@ class MicroBatchRunner:
         """The router loads of all stages on this rank."""
         return [self.load]
 
-    def accumulate(self, parts: Sequence[MicroBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
+    def accumulate(
+        self,
+        parts: Sequence[MicroBatch],
+        loss: BatchLoss,
+        reduce_every: bool,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> MetricSums:
         """Add the gradient of the batch's loss to the parameters; return this rank's sums.
 
         The load-balancing loss is computed for each micro-batch and weighted by its fraction of the denominator.
@@ -174,6 +180,8 @@ class MicroBatchRunner:
                     sums.add({"router_aux_loss": (aux.detach() * fraction, aux.new_full((), fraction))})
                     value = value + self.router_aux_loss_coef * fraction * aux
             with phase("backward"):
+                if index == rounds - 1:
+                    before_last_backward()
                 value.backward()
             self.model.router_stats = []  # it would keep the graph until the next forward
         return sums

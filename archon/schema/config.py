@@ -438,8 +438,11 @@ class EngineConfig(StrictModel):
         description="compute shared prefixes once if that saves time; not with context_parallel = allgather",
     )
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
-    gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
-        "per_step", description="reduce gradients over ranks once per step, or after each micro-batch (less memory)"
+    gradient_reduction: Literal["per_step", "per_microbatch", "step_in_backward"] = Field(
+        "per_step",
+        description="reduce gradients over ranks once per step, or after each micro-batch (less memory). "
+        "step_in_backward: update each weight as soon as its gradient is complete, and free the gradient; one process, "
+        "optimizer.max_grad_norm = null",
     )
     optimizer: OptimizerConfig | None = Field(
         default_factory=OptimizerConfig, description="AdamW; null: the model is only evaluated"
@@ -466,6 +469,18 @@ class EngineConfig(StrictModel):
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases of the base model, which "
                 "lora freezes; set it to 0, or lora to null"
             )
+        if self.gradient_reduction == "step_in_backward" and self.optimizer is not None:
+            if self.optimizer.max_grad_norm is not None:
+                raise ValueError(
+                    "gradient_reduction = step_in_backward updates weights before the norm of all gradients is known, "
+                    f"and optimizer.max_grad_norm is {self.optimizer.max_grad_norm:g}; set it to null, or "
+                    "gradient_reduction to per_step"
+                )
+            if self.lora is not None and self.lora.loras is not None:
+                raise ValueError(
+                    "gradient_reduction = step_in_backward has one optimizer, and lora.loras trains several LoRAs; set "
+                    "it to per_step"
+                )
         if self.vision == "trained" and self.lora is not None:
             raise ValueError(
                 "vision = 'trained' trains the vision encoder, and lora freezes all weights; name modules of the "

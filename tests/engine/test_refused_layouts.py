@@ -68,6 +68,12 @@ def test_sizes_that_a_degree_does_not_divide(
         ("d2", {}, {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1 balances experts"),
         ("p2", MOE, {"router_aux_loss_coef": 0.1}, "a pipeline has them on different ranks"),
         ("p2", {}, {"gradient_reduction": "per_microbatch"}, "a pipeline reduces gradients once a step"),
+        (
+            "d2",
+            {},
+            {"gradient_reduction": "step_in_backward", "optimizer": {"max_grad_norm": None}},
+            "runs on one process, and layout d2 has 2",
+        ),
         ("p2", {}, {"pipeline": {"schedule": "zbv"}, "compile": True}, "zbv splits the backward pass"),
     ],
 )
