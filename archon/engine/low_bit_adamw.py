@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.transfer import to_device_async
 from archon.schema.errors import ConfigError
 
 NarrowMoments = Literal["bfloat16", "int8"]
@@ -107,7 +108,7 @@ class LowBitAdamW(AdamW):
     def _maps_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the dynamic maps of both moments on a device; none without 8 bits."""
         if self._maps and device not in self._maps:
-            self._maps[device] = tuple(values.to(device) for values in self._maps[torch.device("cpu")])
+            self._maps[device] = tuple(to_device_async(values, device) for values in self._maps[torch.device("cpu")])
         return self._maps.get(device, ())
 
 

@@ -207,6 +207,20 @@ def test_8_bit_products_are_traced_whole(traced: Callable[..., None], by_row: bo
     assert ("Float8LinearConfig" in graphs[0].code) != sharded
 
 
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("hf", EVEN.values(), ids=EVEN)
+def test_narrow_moments(traced: Callable[..., None], tmp_path: Path, hf: dict[str, Any], moments: str) -> None:
+    traced(hf["model_type"], "auto", f"engine: AdamW with moments in {moments}")
+    with made(tmp_path, hf, optimizer={"lr": 1e-3, "moments": moments}) as (engine, trace):
+        with mock.patch.object(Tensor, "backward", gradients_of_zeros(engine.model)):
+            engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+        assert trace.waits == READ_ONCE
+        assert engine.optimizer is not None
+        state = [local_tensor(x) for values in engine.optimizer.state.values() for x in values.values()]
+        assert {x.device for x in state} == {CUDA}
+        assert (torch.bfloat16 if moments == "bfloat16" else torch.uint8) in {x.dtype for x in state}
+
+
 def test_critic(traced: Callable[..., None], tmp_path: Path) -> None:
     traced("qwen3", "auto", "engine: values of a critic")
     with made(tmp_path, MODELS["dense"], is_critic=True) as (engine, trace):
