@@ -43,7 +43,7 @@ IMPOSSIBLE = 3
 END_S = 5.0
 """Seconds for the workers of a killed stage to end."""
 TESTS = ("tests/models/cuda", "tests/gpu", "tests/models/test_attention.py", "tests/checkpoint/test_round_trip.py")
-TEST_RECORD = "gpu.jsonl"
+TEST_RECORD, UNFINISHED_TESTS = "gpu.jsonl", "gpu.unfinished.jsonl"
 GENERATION_AIM, VLLM_AIM = 60_000, ">= 0.9"
 PHASES = ("rollout", "sleep", "score", "update", "push")
 # Besides archon's own packages: peers, and what the tests import.
@@ -103,13 +103,14 @@ class Attempt(NamedTuple):
 
 def correctness(run: Run) -> None:
     """Run the tests that need a GPU; each writes its line when it ends."""
-    record = run.out / TEST_RECORD
-    record.unlink(missing_ok=True)
+    record = run.out / UNFINISHED_TESTS
+    record.write_text("")
     tests = ["tests/gpu/test_fp8.py"] if run.miniature else TESTS
     parallel = ["-n", "4", "--dist", "loadgroup"] if find_spec("xdist") and not run.miniature else []
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not multi_gpu", *parallel]
     environment = {**os.environ, "ARCHON_GPU_RECORD": str(record), "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *tests], cwd=ROOT, env=environment, check=False)
+    record.rename(run.out / TEST_RECORD)
 
 
 def train(name: str, run: Run) -> None:
@@ -306,11 +307,12 @@ def summary(out: Path, attempts: Iterable[Attempt] = ()) -> list[str]:
     """Return lines on tests, figures, aims, predictions and, where an aim is missed, the profile."""
     records = {record.case: record for record in read_records(out)}
     lines = []
-    if (out / TEST_RECORD).exists():
-        tests = [json.loads(line) for line in (out / TEST_RECORD).read_text().splitlines()]
-        failed = [test["test"] for test in tests if not test["ok"]]
-        lines.append(f"tests on the GPU: {len(tests) - len(failed)} passed, {len(failed)} failed")
-        lines += [f"  failed: {test}" for test in failed]
+    for name, what in ((TEST_RECORD, "tests on the GPU"), (UNFINISHED_TESTS, "tests on the GPU, unfinished")):
+        if (out / name).exists():
+            tests = [json.loads(line) for line in (out / name).read_text().splitlines()]
+            failed = [test["test"] for test in tests if not test["ok"]]
+            lines.append(f"{what}: {len(tests) - len(failed)} passed, {len(failed)} failed")
+            lines += [f"  failed: {test}" for test in failed]
     for prediction in read_predictions():
         name, figure = f"{prediction.name} ({prediction.setup})", prediction.measured(records)
         aim = f"aim {prediction.aim:,g}, predicted {number(prediction.value)} {prediction.unit}"
