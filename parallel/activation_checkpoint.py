@@ -17,7 +17,7 @@ ignore_profiler_marks()
 
 # Matmuls that are expensive to recompute and small to keep. Batched matmuls are not listed: in a decoder they belong to
 # unfused attention, and the attention backward recomputes them anyway.
-_SAVED_MATMULS = frozenset(
+SAVED_MATMULS = frozenset(
     {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm"}
 )
 
@@ -43,7 +43,7 @@ def apply_activation_checkpointing(
     """
     if config.mode == "auto":
         raise ConfigError("activation_checkpoint.mode is auto, which only the engine resolves; choose another mode")
-    saved = _SAVED_MATMULS | attention_ops if config.saves_ops else None
+    saved = SAVED_MATMULS | attention_ops if config.saves_ops else None
     for position, block in enumerate(layers, start=1):
         if config.recomputes(position):
             block_class: Any = type(block)

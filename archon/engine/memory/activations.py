@@ -1,5 +1,7 @@
 """Activation memory of a block and of the head: every tensor saved for the backward pass, with shape and bytes.
 
+A kind of layer without a formula here is counted by a dry run (`archon.engine.memory.traced_block`).
+
 Shapes on a rank: T tokens (a micro-batch has T·c), r = T / t tokens in sequence-parallel regions, H query heads, G key
 heads, D features of a head, F hidden features, n rows of experts. Routing is assumed to be even.
 """
@@ -11,6 +13,7 @@ from functools import singledispatch
 
 import torch
 
+from archon.engine.memory.traced_block import TOKENS, trace_block
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.packed.documents import MAX_CHUNK
 from archon.models.layers.attention import AttentionLayer
@@ -128,7 +131,13 @@ _INPUTS = {
 def block_activations(
     dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, lora: LoRAMatrices = None
 ) -> BlockActivations:
-    """Return the tensors of a layer in a model of width `dim`; with `lora`, all other weights are frozen."""
+    """Return the tensors of a layer in a model of width `dim`; with `lora`, all other weights are frozen.
+
+    Raises:
+        ConfigError: a kind of layer has no formula, and ranks share the block.
+    """
+    if unknown := kinds_without_formula(layer):
+        return _traced_activations(dim, layer, shard, unknown)
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
@@ -157,6 +166,40 @@ def block_activations(
     return BlockActivations(tuple(tensors), working + hidden)
 
 
+def kinds_without_formula(layer: LayerSpec) -> list[str]:
+    """Return the types of a layer's mixer and feed-forward network that have no formula of their own here."""
+    kinds = ((layer.mixer, mixer_activations), (layer.feed_forward, feed_forward_activations))
+    return [type(kind).__name__ for kind, formulas in kinds if type(kind) not in formulas.registry]
+
+
+def is_shared(layout: ParallelLayout) -> bool:
+    """Return whether ranks of the layout share the tensors of a block."""
+    return layout.tp * layout.cp * layout.ep * layout.etp > 1
+
+
+def _traced_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, unknown: list[str]) -> BlockActivations:
+    """Return the tensors of a block that a dry run counts; with a LoRA, as if all weights were trained."""
+    if is_shared(shard.layout):
+        raise ConfigError(
+            f"the memory of {' and '.join(unknown)} is known only where no ranks share a block, and layout "
+            f"{shard.layout} has t, c or e; use d, r and p, or register a function with mixer_activations or "
+            "feed_forward_activations"
+        )
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shard.bytes]
+    traced = trace_block(dim, layer, dtype)
+
+    def scaled(size: int) -> int:
+        return size * shard.tokens // TOKENS
+
+    tensors = (
+        SavedTensor("input [r, dim]", scaled(traced.input)),
+        SavedTensor("matmuls and attention", scaled(traced.operators), is_op=True),
+        SavedTensor("matmuls and attention", scaled(traced.unsaved_operators), saved=False, is_op=True),
+        SavedTensor("elementwise", scaled(traced.elementwise)),
+    )
+    return BlockActivations(tensors, scaled(traced.working))
+
+
 def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
     """Return the tensors of a LoRA: x a, which it saves, and x a b."""
     layout, split = shard.layout, matrix.role == "column"
@@ -176,10 +219,9 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
 def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
     """Return the tensors of a mixer from its input to its last matmul. Register one function per type of mixer.
 
-    Raises:
-        ConfigError: no function is registered for this type.
+    A subclass needs a function of its own; without one, `block_activations` counts the block by a dry run.
     """
-    raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}; register it with mixer_activations")
+    raise NotImplementedError(type(mixer).__name__)
 
 
 @mixer_activations.register
@@ -310,13 +352,9 @@ def feed_forward_activations(
 ) -> tuple[list[SavedTensor], int]:
     """Return the tensors of a feed-forward network, and the peak bytes of temporaries in its backward pass.
 
-    Register one function per type of network.
-
-    Raises:
-        ConfigError: no function is registered for this type.
+    Register one function per type of network, as for `mixer_activations`.
     """
-    name = type(network).__name__
-    raise ConfigError(f"the planner cannot estimate a {name}; register it with feed_forward_activations")
+    raise NotImplementedError(type(network).__name__)
 
 
 @feed_forward_activations.register

@@ -95,6 +95,8 @@ def _rejections(plan: Plan) -> list[str]:
     if rejected.idle:
         too_few = f"{plan.request.tokens:,} tokens are too few documents of {plan.request.seq:,}"
         lines.append(f"idle ranks, {rejected.idle:,} layouts and schedules: {too_few}")
+    if rejected.unknown:
+        lines.append(f"unknown memory, {rejected.unknown:,} layouts with t, c or e: a kind of layer has no formula")
     return [*lines, f"not tried: {UNSEARCHED_NOTE}"]
 
 

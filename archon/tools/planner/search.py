@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from archon.engine.memory.activations import is_shared, kinds_without_formula
 from archon.engine.memory.memory_model import (
     MemoryEstimate,
     MemoryModel,
@@ -107,11 +108,13 @@ class Rejections:
         exceeds_memory: layouts × schedules with masters, gradients and moments larger than the memory.
         idle: layouts × schedules with too few documents for all ranks and stages.
         refused: candidates that fit but that the engine rejects, by its error.
+        unknown: layouts with t, c or e, whose memory is unknown for kinds of layers without a formula.
     """
 
     exceeds_memory: int = 0
     idle: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    unknown: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,11 @@ class Planner:
     def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
         """Yield the candidates with masters, gradients and moments that fit; count the others in `rejections`."""
         hw = self.hardware
+        unknown = {name for layer in self.args.layer_specs for name in kinds_without_formula(layer)}
         for layout in layouts(self.args, request.gpus, hw.gpus_per_node):
+            if unknown and is_shared(layout):
+                rejections.unknown += 1
+                continue
             for pipeline in self._pipelines(layout):
                 options: dict[str, Any] = {"pipeline": pipeline} if pipeline else {}
                 base = self._config(request, "d1", options, request.seq)

@@ -129,6 +129,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_recompute.py",),
     ),
     Mutant(
+        "a layer without a formula is counted by the formula of its base class",
+        "archon/engine/memory/activations.py",
+        "if type(kind) not in formulas.registry]",
+        "if not isinstance(kind, tuple(formulas.registry))]",
+        ("tests/engine/test_traced_block.py",),
+    ),
+    Mutant(
+        "a dry run of a block counts its weights among its activations",
+        "archon/engine/memory/traced_block.py",
+        'if key not in weights and tensor.device.type != "meta":',
+        'if tensor.device.type != "meta":',
+        ("tests/engine/test_traced_block.py",),
+    ),
+    Mutant(
         "attention is as fast with few keys as with many",
         "archon/tools/planner/hardware.py",
         "return self.flops * keys / (keys + self.half_keys)",
