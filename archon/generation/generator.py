@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -16,11 +17,12 @@ from torch import Tensor
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.engine import heap
 from archon.engine.threads import adjust_threads
+from archon.generation.decode_step import DecodeStep, UnreadTokens
 from archon.generation.expert_record import ExpertRecord, Experts, Recorder
 from archon.generation.images import ImageFeatureCache, PromptImages
 from archon.generation.lora import LoRAManager
 from archon.generation.requests import max_answer_tokens, stop_ids
-from archon.generation.sampler import SamplingParams, most_likely, sample
+from archon.generation.sampler import MAX_SAMPLED_ELEMENTS, SamplingParams, most_likely, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.seeds import request_seed
 from archon.generation.sequence import Sequence, StopStrings
@@ -31,9 +33,6 @@ from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.vision.images import ProcessedImage
 from archon.parallel.transfer import to_device_async
 from archon.schema.errors import NotFiniteError, RolloutError
-
-# Maximum logits sampled at once, which bounds the memory for large vocabularies.
-_MAX_SAMPLED_ELEMENTS = 1 << 24
 
 # Copied pages are gathered first, which takes as much memory again.
 _PAGES_COPIED_AT_ONCE = 64
@@ -176,6 +175,9 @@ class Generator:
 
     `model` is an actor in evaluation mode on the device of `cache`; see `InProcessEngine.from_model` for the other
     arguments.
+
+    With `static_decode` and a scratch page in the cache, `DecodeStep` decodes the sequences that it supports, and the
+    host reads their tokens one step later. `_forward` computes chunks of prompts and decodes other sequences.
     """
 
     def __init__(
@@ -189,11 +191,15 @@ class Generator:
         seed: int,
         eos_token_ids: tuple[int, ...],
         tokenizer: Any,
+        static_decode: bool = False,
     ) -> None:
         self.model, self.cache, self.max_seq_len = model, cache, max_seq_len
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
+        self._static_decode = static_decode
+        self._decode_step = self._new_decode_step()
+        self._unread: UnreadTokens | None = None
         self.lora_manager = LoRAManager(model)
         self.recorder: Recorder | None = None
         self.image_cache = ImageFeatureCache(model, cache.device)
@@ -209,6 +215,11 @@ class Generator:
         return Scheduler(
             cache.n_pages, cache.page_size, self.max_slots, self.prefill_tokens, n_states=cache.states.n_slots
         )
+
+    def _new_decode_step(self) -> DecodeStep | None:
+        if not self._static_decode:
+            return None
+        return DecodeStep(self.model, self.cache, self.max_slots, self.max_seq_len)
 
     def record_experts(self) -> None:
         """Record the routed experts of all sequences from now on; no sequence may exist yet."""
@@ -298,14 +309,27 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one forward pass, sample a token for every ready sequence, and call `on_done` of finished ones."""
+        """Run one forward pass, sample a token for every ready sequence, and call `on_done` of finished ones.
+
+        Sequences of the decode step get the token of the step before.
+        """
         started = time.perf_counter()
         if self.device.type == "cpu":
             adjust_threads()
+        # 1. Plan; a preemption must know all tokens.
+        if not self.scheduler.fits():
+            self._read_tokens()
         step = self.scheduler.plan()
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)
         self._copy_forked(step.forks)
+        # 2. Start the decode step, then read the tokens of the one before.
+        previous, self._unread = self._unread, None
+        if self._decode_step is not None:
+            step = self._start_decode(self._decode_step, step, previous)
+        if previous is not None:
+            self._append_read(previous)
+        # 3. Compute chunks of prompts and other sequences.
         if step.decode or step.chunks:
             self._forward(step, sampled)
         if sampled.sequences:
@@ -314,6 +338,43 @@ class Generator:
         if self.stats.steps % _STEPS_BETWEEN_TRIMS == 0:
             heap.trim_heap_if_grown("generation")
         self.stats.seconds += time.perf_counter() - started
+
+    def _start_decode(self, decode_step: DecodeStep, step: Step, previous: UnreadTokens | None) -> Step:
+        """Start the decode step of the sequences that it supports; return the rest of the step."""
+        supported = [sequence for sequence in step.decode if decode_step.supports(sequence)]
+        if supported:
+            self._unread = decode_step.launch(supported, self.scheduler.page_table, previous)
+            self.stats.decode_tokens += len(supported)
+        return Step([s for s in step.decode if not decode_step.supports(s)], step.chunks, step.forks)
+
+    def _read_tokens(self) -> None:
+        """Wait for the tokens that are still on the device, and append them."""
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            self._append_read(unread)
+
+    def _append_read(self, unread: UnreadTokens) -> None:
+        drawn = list(zip(unread.sequences, *unread.read(), strict=True))
+        wrong = [row for row, (sequence, _, logprob) in enumerate(drawn) if not math.isfinite(logprob)]
+        if wrong:
+            raise NotFiniteError(
+                f"logits of rows {wrong[:8]} of {len(drawn)} are not finite; check the model's weights"
+            )
+        for sequence, token, logprob in drawn:
+            sequence.unread -= 1
+            sequence.drawn = None
+            if sequence.stop_reason is None:  # otherwise it has ended, after this step was started
+                self._append(sequence, token, logprob)
+
+    def _append(self, sequence: Sequence, token: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> None:
+        """Append a sampled token, and finish the sequence if it is the last."""
+        sequence.append(token, logprob, (sequence.lora or self).version, top_logprobs)
+        # An image placeholder without an image: no token can follow.
+        image = self.model.args.image_format
+        if image is not None and token == image.token:
+            sequence.stop_reason = "abort"
+        if sequence.stop_reason is not None:
+            self._finish(sequence)
 
     def _forward(self, step: Step, sampled: _SampleBatch) -> None:
         chunks = step.chunks
@@ -404,7 +465,7 @@ class Generator:
         self.stats.shared_prompts += len(forks)
 
     def _sample(self, sampled: _SampleBatch) -> None:
-        head, image = self.model.output, self.model.args.image_format
+        head = self.model.output
         assert head is not None
         hidden = torch.cat(sampled.hidden)
         if padding := _round_up(sampled.n_rows) - sampled.n_rows:
@@ -412,7 +473,7 @@ class Generator:
         logits = head(hidden)[: sampled.n_rows]
         if sampled.rows != [*range(sampled.n_rows)]:
             logits = logits.index_select(0, to_device_async(torch.tensor(sampled.rows), self.device))
-        block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
+        block = max(1, MAX_SAMPLED_ELEMENTS // logits.shape[-1])
         for first, part in enumerate(logits.split(block)):
             sequences = sampled.sequences[first * block : first * block + block]
             tokens, logprobs = sample(part, _sampling_params(sequences))
@@ -420,13 +481,8 @@ class Generator:
             top_logprobs = self._top_logprobs(part, sequences)
             drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
             for place, (sequence, row, token, logprob) in enumerate(drawn):
-                sequence.append(token, logprob, (sequence.lora or self).version, top_logprobs.get(place))
                 sequence.drawn = (self.stats.steps, row, token)
-                # An image placeholder without an image: no token can follow.
-                if image is not None and token == image.token:
-                    sequence.stop_reason = "abort"
-                if sequence.stop_reason is not None:
-                    self._finish(sequence)
+                self._append(sequence, token, logprob, top_logprobs.get(place))
 
     def _top_logprobs(self, logits: Tensor, sequences: list[Sequence]) -> dict[int, TopLogprobs]:
         """Return the most likely tokens of the rows of sequences that ask for them, by row of logits [R, V]."""
@@ -479,6 +535,7 @@ class Generator:
         self.scheduler = self._new_scheduler()
         # The failed step may have left NaN in the cache, and masked NaN is still NaN.
         self.cache.clear()
+        self._decode_step, self._unread = self._new_decode_step(), None
         for sequence in failed:
             sequence.stop_reason, sequence.error = "abort", error
             self._end(sequence)
@@ -496,6 +553,12 @@ class Generator:
         Unfinished sequences keep their tokens, logprobs and versions; their keys and values are recomputed with the new
         weights, so that the following tokens are sampled from exactly the new policy.
         """
+        try:
+            self._read_tokens()  # sampled with the old weights
+        except NotFiniteError as error:
+            self.fail(error)
+        if self._decode_step is not None:
+            self._decode_step.drop_stale_graphs()
         self.scheduler.restart()
         self.image_cache.clear()
         self.version = version

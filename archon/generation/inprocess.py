@@ -7,12 +7,13 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
 from archon.checkpoint.chat_template import stop_token_ids
 from archon.checkpoint.peft.export import LoRAWeights
+from archon.generation.decode_step import DecodeStep
 from archon.generation.generator import Generator, GeneratorStats
 from archon.generation.lora import ServedLoRA
 from archon.generation.prompt_scores import PromptScores, score_prompt
@@ -101,7 +102,12 @@ class InProcessEngine:
     requests of tasks that start together are therefore queued before the first step, and admitted in order of
     submission: with a seed, synchronous runs are deterministic. The task ends when no request is left. Use an engine
     from one thread only; `generate` needs no event loop.
+
+    Attributes:
+        static_decode: decode by `DecodeStep` on every device. It always runs on CUDA, for the models that it supports.
     """
+
+    static_decode: ClassVar[bool] = False
 
     def __init__(self, generator: Generator, *, aliased: bool = False) -> None:
         self._generator, self._aliased = generator, aliased
@@ -178,7 +184,16 @@ class InProcessEngine:
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         device = next(replica.parameters()).device
         specs = [spec.mixer.cache for spec in model.layer_specs]
-        cache = PagedCache(specs, n_pages, page_size, cache_dtype, device, n_states=n_state_slots(max_slots))
+        static_decode = (cls.static_decode or device.type == "cuda") and DecodeStep.supports_model(replica, cache_dtype)
+        cache = PagedCache(
+            specs,
+            n_pages,
+            page_size,
+            cache_dtype,
+            device,
+            n_states=n_state_slots(max_slots),
+            scratch=int(static_decode),
+        )
         generator = Generator(
             replica,
             cache,
@@ -188,6 +203,7 @@ class InProcessEngine:
             seed=seed,
             eos_token_ids=tuple(eos_token_ids),
             tokenizer=tokenizer,
+            static_decode=static_decode,
         )
         generator.version = version
         return cls(generator, aliased=aliased)

@@ -127,9 +127,9 @@ class Scheduler:
         decode, chunks = [], []
         budget = self.prefill_tokens
         for sequence in self.running:
-            if sequence.waits_for_prompt:
+            if sequence.waits_for_prompt or sequence.ends_unread:
                 continue
-            pending = sequence.total - sequence.computed
+            pending = sequence.total + sequence.unread - sequence.computed
             if pending == 1 and not sequence.is_leader:
                 decode.append(sequence)
             elif pending and budget:
@@ -190,11 +190,22 @@ class Scheduler:
             if lora in (None, owner):
                 self._drop_pages(prompt)
 
-    def _grow(self) -> None:
+    def fits(self) -> bool:
+        """Return whether `plan` finds pages for every running sequence without a preemption."""
+        return sum(map(self._missing_pages, self._short())) <= self.pool.n_free
+
+    def _short(self) -> list[Sequence]:
+        """Return the running sequences with too few pages for their next token."""
         size = self.page_size
-        short = [s for s in self.running if s.total > len(s.pages) * size and not s.waits_for_prompt]
-        for sequence in short:
-            missing = self.pages_for(sequence.total) - len(sequence.pages)
+        short = [s for s in self.running if s.total + s.unread > len(s.pages) * size and not s.waits_for_prompt]
+        return [s for s in short if not s.ends_unread]
+
+    def _missing_pages(self, sequence: Sequence) -> int:
+        return self.pages_for(sequence.total + sequence.unread) - len(sequence.pages)
+
+    def _grow(self) -> None:
+        for sequence in self._short():
+            missing = self._missing_pages(sequence)
             if sequence.slot >= 0 and self._free_pages(missing, sequence):
                 self._set_pages(sequence, sequence.pages + self.pool.take(missing))
 
@@ -280,6 +291,7 @@ class Scheduler:
         return Fork(sequence, prompt.last_hidden, copy)
 
     def _requeue(self, sequence: Sequence) -> None:
+        assert not sequence.unread, "the host reads all tokens before a preemption and a restart"
         self._leave(sequence)
         self.waiting.appendleft(sequence)
 

@@ -52,6 +52,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     state: int = -1  # slot of its state in layers that have one, −1 while waiting
     computed: int = 0  # tokens with cached keys and values
+    unread: int = 0  # sampled tokens after `output` that are still on the device, see `DecodeStep`
     shared: SharedPrompt | None = None  # the prompt this sequence may share with others
     waits_for_prompt: bool = False  # another sequence is computing it
     # (step, row of that step's hidden states, token) of the newest token; equal only where all tokens are equal.
@@ -83,6 +84,11 @@ class Sequence:
     def is_leader(self) -> bool:
         """Whether this sequence is computing a prompt that others may share."""
         return self.shared is not None and self.shared.leader is self
+
+    @property
+    def ends_unread(self) -> bool:
+        """Whether a token on the device reaches `limit`, so that none can follow."""
+        return self.unread > 0 and len(self.output) + self.unread >= self.limit
 
     def record(self, start: int, experts: Any) -> None:
         """Record the experts [n, L, k] of tokens from `start` on, which were computed for the next token."""

@@ -187,13 +187,40 @@ def _run(plain: Function, eager: Function, function: type[torch.autograd.Functio
     return function.apply(*args) if torch.is_grad_enabled() else eager(*args)
 
 
+def _has_cuda_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Return whether one kernel of `archon.models.cuda.elementwise` computes a layer of x: without gradients."""
+    return (
+        x.is_cuda
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and x.dtype.itemsize <= 4
+        and x.stride(-1) == 1
+        and (weight is None or weight.dtype == x.dtype)
+    )
+
+
+def _norm_and_rotate_on_cuda(
+    x: Tensor, norm: tuple[Tensor | None, float, float, bool], cos: Tensor | None, sin: Tensor | None, interleaved: bool
+) -> Tensor:
+    from archon.models.cuda.elementwise import norm_and_rotate as kernel
+
+    out: Tensor = kernel(
+        x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]), norm[0], cos, sin, *norm[1:], interleaved
+    )
+    return out.view(x.shape)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`."""
+    if _has_cuda_kernel(x, weight):
+        return _norm_and_rotate_on_cuda(x, (weight, eps, offset, rounds_once), None, None, False)
     return _run(plain_rms_norm, lambda *args: _normalize(*args)[0], _RMSNorm, x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin get no gradient, and if they are wider than x, it rounds once."""
+    if _has_cuda_kernel(x):
+        return _norm_and_rotate_on_cuda(x, (None, 0.0, 0.0, False), cos, sin, interleaved)
     return _run(plain_rotate, _rotate_pairs, _Rotate, x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 
@@ -202,6 +229,8 @@ def norm_and_rotate(
 ) -> Tensor:
     """Return `rotate` of `rms_norm` of x [T, H, d]; `norm` is (weight [d], eps, offset, `rounds_once`)."""
     weight, eps, offset, _ = norm
+    if _has_cuda_kernel(x, weight):
+        return _norm_and_rotate_on_cuda(x, norm, cos, sin, interleaved)
     if not torch.is_grad_enabled() and cos.shape[0] == len(x) and operations.can_use(x, cos, sin, weight):
         return operations.rotate(x, cos, sin, interleaved, weight, eps, offset)
     return rotate(rms_norm(x, *norm), cos, sin, interleaved)
@@ -209,6 +238,11 @@ def norm_and_rotate(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
+    if gate.dim() == 2 and _has_cuda_kernel(gate) and up.stride(-1) == 1:
+        from archon.models.cuda.elementwise import swiglu as kernel
+
+        fused: Tensor = kernel(gate, up)
+        return fused
     return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up)
 
 

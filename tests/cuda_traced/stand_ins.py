@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,16 @@ from tests.cuda_traced.trace import MixedDevicesError
 def flash_attn_without_kernels() -> None:
     """Let flash-attn's own Python be imported, which registers the fake kernels, without the compiled ones."""
     sys.modules.setdefault("flash_attn_2_cuda", types.ModuleType("flash_attn_2_cuda"))
+
+
+class Graph:
+    """A CUDA graph whose replays do nothing; what it captures runs once, when it is captured."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        """Count the replay."""
+        self.replays += 1
 
 
 @contextmanager
@@ -63,6 +73,9 @@ def one_gpu() -> Iterator[None]:
         "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (2**36, 2**36),
         "empty_cache": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **options: nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
     }
     with ExitStack() as stack:
         for name, stand_in in own.items():

@@ -59,12 +59,14 @@ class CudaTrace(TorchDispatchMode):
     Attributes:
         operators: how often each operator ran on tensors on the device.
         waits: how often each function waited, by its full name.
+        launches: how often an operator launched a kernel: neither a view nor an allocation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,13 +80,15 @@ class CudaTrace(TorchDispatchMode):
         if not any(x.is_cuda for x in tensors):
             return self._from_host(func, args, kwargs, tensors, target)
         self.operators[str(func)] += 1
+        self.launches += _launches(func)
         if func.overloadpacket is aten.copy_ and args[1].device.type == "cpu":
             if not _is_async(func, args, kwargs):
                 self.wait(f"{func} from memory of the host")
         elif any(x.device.type == "cpu" and x.dim() for x in tensors):
             raise MixedDevicesError(f"{func} in {caller()} has tensors on the device and on the CPU")
         if target is not None and target.type == "cpu":
-            self.wait(f"{func} to the host")
+            if not kwargs.get("non_blocking"):
+                self.wait(f"{func} to the host")
             with unset_fake_temporarily():
                 return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func.overloadpacket in READS and kwargs.get("output_size") is None:
@@ -117,6 +121,13 @@ def _is_async(func: Any, args: Any, kwargs: Any) -> bool:
     if func.overloadpacket is aten.copy_:
         return bool(args[2:3] and args[2]) or bool(kwargs.get("non_blocking"))
     return func is not aten._to_copy.default or bool(kwargs.get("non_blocking"))
+
+
+def _launches(func: Any) -> bool:
+    """Return whether an operator launches a kernel: a view has the memory of its operand, `empty` writes nothing."""
+    if func.namespace == "prim" or "empty" in func.name() or func.overloadpacket is aten._unsafe_view:
+        return False
+    return not any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
 
 def _read(func: Any, args: Any) -> Any:

@@ -260,14 +260,7 @@ class PagedAttention(AttentionMeta):
 
     def _attend_pages(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages."""
-        paged = self.cache.layers[layer]
-        if decode_kernel.can_use(q, paged):
-            return decode_kernel.attend(q, paged, self.decode.pages, self.decode.lengths, spec)
-        if spec.window not in self._batches:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            pages, lengths = self.decode.pages, self.decode.lengths
-            self._batches[spec.window] = page_batches(pages, lengths, self.cache, spec.window, wide)
-        return attend_to_pages(q, paged, self._batches[spec.window], spec)
+        return attend_decode_rows(self.cache, layer, q, self.decode.pages, self.decode.lengths, spec, self._batches)
 
     def _attend_chunks(
         self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, latent: LatentKeys | None = None
@@ -292,3 +285,32 @@ class PagedAttention(AttentionMeta):
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, spec)[0]
         return out
+
+
+def attend_decode_rows(
+    cache: PagedCache,
+    layer: LayerIndex,
+    q: Tensor,
+    pages: np.ndarray,
+    lengths: np.ndarray,
+    spec: AttentionSpec,
+    batches: dict[int | None, list[PageBatch]],
+) -> Tensor:
+    """Return attention [B, H, V] of one query [B, H, K] per sequence to its pages, which the host knows.
+
+    Args:
+        cache: the pool.
+        layer: index of the layer.
+        q: queries.
+        pages: int64 [B, width], the pages of each sequence, in order.
+        lengths: int64 [B], tokens of each sequence, at least 1.
+        spec: the layer's attention options.
+        batches: page batches of this forward by window, filled here.
+    """
+    paged = cache.layers[layer]
+    if decode_kernel.can_use(q, paged):
+        return decode_kernel.attend(q, paged, pages, lengths, spec)
+    if spec.window not in batches:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        batches[spec.window] = page_batches(pages, lengths, cache, spec.window, wide)
+    return attend_to_pages(q, paged, batches[spec.window], spec)

@@ -47,13 +47,17 @@ class PagedTensors:
 
 
 class StateCache:
-    """`n_slots` states in every layer that caches `RecurrentStates`, for sequences or shared prompts."""
+    """`n_slots` states in every layer that caches `RecurrentStates`, for sequences or shared prompts.
+
+    Further `scratch` slots follow them, see `PagedCache`.
+    """
 
     def __init__(
-        self, specs: Sequence[CacheSpec], n_slots: int, dtype: torch.dtype, device: torch.device | str
+        self, specs: Sequence[CacheSpec], n_slots: int, dtype: torch.dtype, device: torch.device | str, scratch: int = 0
     ) -> None:
         self._specs = {LayerIndex(layer): spec for layer, spec in enumerate(specs) if isinstance(spec, RecurrentStates)}
         self.n_slots = n_slots if self._specs else 0
+        self._scratch = scratch
         self._dtypes, self._device = (dtype, torch.promote_types(dtype, torch.float32)), device
         self.clear()
 
@@ -61,7 +65,7 @@ class StateCache:
         """Fill with zeros."""
         self.layers = {
             layer: tuple(
-                torch.zeros(self.n_slots, *shape, dtype=dtype, device=self._device)
+                torch.zeros(self.n_slots + self._scratch, *shape, dtype=dtype, device=self._device)
                 for shape, dtype in zip((spec.inputs, spec.matrices), self._dtypes, strict=True)
             )
             for layer, spec in self._specs.items()
@@ -90,6 +94,10 @@ class StateCache:
 class PagedCache:
     """`n_pages` pages of `page_size` tokens in every layer that caches rows, and `n_states` recurrent states.
 
+    Args:
+        scratch: further pages and states that belong to no sequence: padding rows of a `DecodeStep` write to page
+            `n_pages` and to state `states.n_slots`.
+
     Attributes:
         groups: one `PagedTensors` for the layers of each spec.
         states: recurrent states of layers without pages.
@@ -103,8 +111,10 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         n_states: int = 0,
+        scratch: int = 0,
     ) -> None:
-        self.states = StateCache(specs, n_states, dtype, device)
+        self.states = StateCache(specs, n_states, dtype, device, scratch)
+        self._scratch = scratch
         self.n_pages, self.page_size, self.device = n_pages, page_size, torch.device(device)
         self._dtype = dtype
         self._members: dict[PagedRows, list[LayerIndex]] = {}
@@ -122,11 +132,16 @@ class PagedCache:
         }
 
     def _zeros(self, rows: PagedRows, n_layers: int) -> PagedTensors:
-        shape = n_layers, self.n_pages, rows.heads, self.page_size
+        shape = n_layers, self.n_pages + self._scratch, rows.heads, self.page_size
         keys = _lazy_zeros((*shape, rows.key_features), self._dtype, self.device)
         if rows.values_in_keys:
             return PagedTensors(rows, keys, keys[..., : rows.value_features])
         return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
+
+    @property
+    def head_counts(self) -> set[int]:
+        """The numbers of key heads that layers have."""
+        return {rows.heads for rows in self._members}
 
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
         """Return the cache rows [T · heads] of tokens, for each number of heads that layers have.
@@ -134,7 +149,7 @@ class PagedCache:
         They index a layer's cache as a matrix [n_pages · heads · page_size, features].
         """
         rows = {}
-        for n_heads in {rows.heads for rows in self._members}:
+        for n_heads in self.head_counts:
             numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
             rows[n_heads] = to_device_async(torch.from_numpy(numbers.reshape(-1)), self.device)
         return rows

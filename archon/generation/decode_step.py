@@ -1,0 +1,260 @@
+"""Decode step over buffers at fixed addresses: one CUDA graph computes and samples a token for every sequence.
+
+The step reads the tokens that it sampled last from the device. The host therefore starts step n + 1 before it has read
+the tokens of step n, and the device never waits for it. A sequence that ends with an unread token computes one token
+too many, which nobody reads; its pages are freed after that, and kernels run in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archon.generation.sampler import MAX_SAMPLED_ELEMENTS, DeviceSamplingParams, counter_uniform, sample_on_device
+from archon.generation.sequence import Sequence
+from archon.models.attention.decode.paged_cache import PagedCache
+from archon.models.attention.decode.static import StaticPagedAttention
+from archon.models.attention.packed.documents import PackedDocuments, cu_seqlens_from_lengths
+from archon.models.base import BaseArchonModel, ModelInputs
+from archon.models.layers.moe import GroupedExperts
+from archon.parallel.transfer import to_device_async
+
+# Maximum token ids that a sequence may ban until it has `min_new_tokens`.
+_MAX_BANNED = 16
+
+# Runs before a capture, in which libraries allocate their workspaces and Triton compiles.
+_WARMUP_RUNS = 2
+
+# Compute capabilities on which grouped matmuls read no group sizes on the host.
+_GROUPED_MM_CAPABILITIES = (9, 10)
+
+Sampling = Literal["greedy", "sampled", "filtered"]
+"""Most expensive sampling of a step's rows: argmax, of the whole vocabulary, or of a top-k or top-p part."""
+
+_ROW = np.dtype(
+    [
+        ("source", np.int64),  # row of the previous step with the row's input token, −1 for `token`
+        ("token", np.int64),
+        ("length", np.int64),  # tokens of the sequence, including the input token
+        ("offset", np.int64),  # M-RoPE position minus token index
+        ("state", np.int64),  # slot of its recurrent state
+        ("greedy", np.int64),
+        ("top_k", np.int64),
+        ("bans", np.int64),  # whether `banned` must not be sampled
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("uniform", np.float64),  # random number of the draw
+        ("banned", np.int64, (_MAX_BANNED,)),  # token ids; the last one is repeated
+    ]
+)
+
+
+def round_up_rows(count: int) -> int:
+    """Return the smallest 2^k or 3 · 2^k that is at least `count`, so that few graphs serve all batch sizes."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 and power > 2 else power
+
+
+@dataclass(frozen=True, eq=False)
+class UnreadTokens:
+    """Sampled tokens of a step that the host has not read yet.
+
+    Attributes:
+        sequences: the sequence of each row.
+        results: float64 [2, rows] on the CPU, tokens and logprobs; float64 has every token and logprob exactly.
+        copied: event after the copy of `results`; None on a CPU.
+    """
+
+    sequences: list[Sequence]
+    results: Tensor
+    copied: torch.cuda.Event | None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the step, and return the token and the logprob of each sequence."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens, logprobs = self.results[:, : len(self.sequences)]
+        return tokens.long().tolist(), logprobs.tolist()
+
+
+class DecodeStep:
+    """Computes one token for each of up to `max_slots` sequences, on CUDA by one graph for each number of rows.
+
+    Args:
+        model: actor in evaluation mode.
+        cache: pool with a scratch page and state, which padding rows write to.
+        max_slots: maximum number of sequences.
+        max_seq_len: maximum tokens of a sequence.
+    """
+
+    def __init__(self, model: BaseArchonModel, cache: PagedCache, max_slots: int, max_seq_len: int) -> None:
+        self.model, self.cache, self.device = model, cache, cache.device
+        n_rows, width = round_up_rows(max_slots), -(-max_seq_len // cache.page_size)
+        self.captures = self.device.type == "cuda" and not _reads_group_sizes(model)
+        self._rows = torch.zeros(n_rows, _ROW.itemsize // 8, dtype=torch.int64, device=self.device)
+        self._pages = torch.zeros(n_rows, width, dtype=torch.int64, device=self.device)
+        self._tokens = torch.zeros(n_rows, dtype=torch.int64, device=self.device)
+        self._results = torch.zeros(2, n_rows, dtype=torch.float64, device=self.device)
+        self._documents: dict[int, PackedDocuments] = {}
+        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        self._addresses = self._find_addresses()
+        self._pool: Any = None  # memory of all graphs
+
+    @staticmethod
+    def supports_model(model: BaseArchonModel, dtype: torch.dtype) -> bool:
+        """Return whether the step computes this model: RoPE needs no lengths, and CUDA's kernel no float64."""
+        is_cpu = next(model.parameters()).is_cpu
+        return not model.args.rope_depends_on_length and (is_cpu or dtype != torch.float64)
+
+    @staticmethod
+    def supports(sequence: Sequence) -> bool:
+        """Return whether the step decodes this sequence; `Generator` decodes others with its chunks of prompts."""
+        bans = len(sequence.output) < sequence.min_new_tokens and len(sequence.stop_ids) > _MAX_BANNED
+        reads_more = sequence.changes is not None or sequence.n_top_logprobs or sequence.experts is not None
+        return not bans and not reads_more and sequence.lora is None
+
+    def launch(self, sequences: list[Sequence], page_table: np.ndarray, previous: UnreadTokens | None) -> UnreadTokens:
+        """Start the step of `sequences`, without waiting for it.
+
+        Args:
+            sequences: sequences whose next token follows from one that is not cached yet.
+            page_table: int64 [max_slots, width], the pages of each scheduler slot.
+            previous: the step whose tokens the host has not read yet.
+        """
+        # 1. Describe the rows, as the host knows them; a token that it does not know is at `source`.
+        n_rows = round_up_rows(len(sequences))
+        source = {} if previous is None else {s: row for row, s in enumerate(previous.sequences) if s.unread}
+        rows = np.concatenate([self._describe(sequences, source), self._padding(n_rows - len(sequences))])
+        width = -(-int(rows["length"].max()) // self.cache.page_size)
+        pages = np.full((n_rows, width), self.cache.n_pages)
+        pages[: len(sequences)] = page_table[[sequence.slot for sequence in sequences], :width]
+        greedy, filtered = rows["greedy"].all(), ((rows["top_k"] > 0) | (rows["top_p"] < 1)).any()
+        sampling: Sampling = "greedy" if greedy else "filtered" if filtered else "sampled"
+        # 2. Send them and run the step.
+        if self.captures and (n_rows, sampling) not in self._graphs:
+            self._capture(n_rows, sampling)
+        self._send(rows, pages)
+        if self.captures:
+            self._graphs[n_rows, sampling].replay()
+        else:
+            self._run(n_rows, sampling)
+        # 3. Start the copy of its results to the host.
+        results = self._results[:, :n_rows].to("cpu", non_blocking=True, copy=True)
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        for sequence in sequences:
+            sequence.unread += 1
+            sequence.computed += 1
+        return UnreadTokens(sequences, results, copied)
+
+    def drop_stale_graphs(self) -> None:
+        """Drop captured graphs if the weights have moved. Weights that were updated in place keep them."""
+        if (addresses := self._find_addresses()) != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+
+    def _describe(self, sequences: SequenceOf[Sequence], source: dict[Sequence, int]) -> np.ndarray:
+        """Return the `_ROW` of each sequence; `source` are the rows of the previous step with unread tokens."""
+        rows = np.zeros(len(sequences), dtype=_ROW)
+        rows["source"] = [source.get(s, -1) for s in sequences]
+        rows["token"] = [(s.output or s.prompt)[-1] for s in sequences]
+        rows["length"] = [s.total + s.unread for s in sequences]
+        rows["offset"] = [0 if s.images is None else s.images.offset for s in sequences]
+        rows["state"] = [s.state for s in sequences]
+        temperature, greedy, top_p, top_k, seed = zip(*(s.sampling for s in sequences), strict=True)
+        rows["temperature"], rows["greedy"], rows["top_p"], rows["top_k"] = temperature, greedy, top_p, top_k
+        index = np.array([len(s.output) + s.unread for s in sequences], dtype=np.uint64)
+        rows["uniform"] = counter_uniform(np.array(seed, dtype=np.uint64), index)
+        for row, sequence in zip(rows, sequences, strict=True):
+            if sequence.stop_ids and len(sequence.output) + sequence.unread < sequence.min_new_tokens:
+                row["bans"], ids = 1, sorted(sequence.stop_ids)
+                row["banned"] = ids + ids[-1:] * (_MAX_BANNED - len(ids))
+        return rows
+
+    def _padding(self, count: int) -> np.ndarray:
+        """Return rows of a sequence of one token, in the scratch page and state."""
+        rows = np.zeros(count, dtype=_ROW)
+        rows["source"], rows["length"], rows["state"] = -1, 1, self.cache.states.n_slots
+        rows["greedy"], rows["temperature"], rows["top_p"] = 1, 1, 1
+        return rows
+
+    def _send(self, rows: np.ndarray, pages: np.ndarray) -> None:
+        words = torch.from_numpy(rows.view(np.int64).reshape(len(rows), -1))
+        self._rows[: len(rows)].copy_(to_device_async(words, self.device))
+        self._pages[: len(pages), : pages.shape[1]].copy_(to_device_async(torch.from_numpy(pages), self.device))
+
+    def _capture(self, n_rows: int, sampling: Sampling) -> None:
+        """Capture the step of `n_rows` rows, after warm-up runs of padding, which change no sequence."""
+        tokens = self._tokens.clone()
+        self._send(self._padding(n_rows), np.full((n_rows, 1), self.cache.n_pages))
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUP_RUNS):
+                self._run(n_rows, sampling)
+        current.wait_stream(side)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._run(n_rows, sampling)
+        self._graphs[n_rows, sampling] = graph
+        self._tokens.copy_(tokens)
+
+    def _run(self, n_rows: int, sampling: Sampling) -> None:
+        """Compute the step of the first `n_rows` rows; it reads and writes buffers only."""
+        row = {name: self._rows[:n_rows, column] for column, name in enumerate(_ROW.names or ())}
+        # 1. Take the input tokens: of the host, or those that the previous step sampled.
+        sampled = self._tokens.index_select(0, row["source"].clamp(min=0))
+        tokens = torch.where(row["source"] >= 0, sampled, row["token"])
+        # 2. Run the model over the pages.
+        attention = StaticPagedAttention(
+            self.cache, self._pages[:n_rows], row["length"], row["state"], self._one_token_documents(n_rows)
+        )
+        positions = row["length"] - 1 + row["offset"]
+        hidden = self.model.hidden_states(ModelInputs(tokens, positions, attention))
+        # 3. Compute the logits and sample from them, in parts of bounded memory.
+        head = self.model.output
+        assert head is not None
+        params = DeviceSamplingParams(
+            temperature=row["temperature"].view(torch.float64),
+            greedy=row["greedy"].bool(),
+            top_p=row["top_p"].view(torch.float64),
+            top_k=row["top_k"],
+            uniform=row["uniform"].view(torch.float64),
+            bans=row["bans"].bool(),
+            banned=self._rows[:n_rows, -_MAX_BANNED:],
+        )
+        block = max(1, MAX_SAMPLED_ELEMENTS // head.out_features)
+        for place in range(0, n_rows, block):
+            part = slice(place, min(place + block, n_rows))
+            new, logprobs = sample_on_device(head(hidden[part]), params.rows(part), sampling)
+            # 4. Keep the tokens for the next step, and both for the host.
+            self._tokens[part].copy_(new)
+            self._results[0, part].copy_(new)
+            self._results[1, part].copy_(logprobs)
+
+    def _one_token_documents(self, n_rows: int) -> PackedDocuments:
+        if n_rows not in self._documents:
+            lengths = (1,) * n_rows
+            self._documents[n_rows] = PackedDocuments(cu_seqlens_from_lengths(lengths, self.device), 1, lengths)
+        return self._documents[n_rows]
+
+    def _find_addresses(self) -> list[int]:
+        return [x.data_ptr() for x in (*self.model.parameters(), *self.model.buffers())] if self.captures else []
+
+
+def _reads_group_sizes(model: BaseArchonModel) -> bool:
+    """Return whether grouped matmuls of the model's experts read the group sizes on the host."""
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    if not experts:
+        return False
+    fast = torch.cuda.get_device_capability()[0] in _GROUPED_MM_CAPABILITIES
+    aligned = all(width % 8 == 0 for module in experts for width in module.w1.shape[1:])
+    return not (fast and aligned and all(module.w1.dtype == torch.bfloat16 for module in experts))

@@ -1,0 +1,78 @@
+"""Attention of a decode step whose tensors stay at fixed addresses, so that a CUDA graph can replay it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from archon.models.attention.decode.page_batches import PageBatch
+from archon.models.attention.decode.paged import attend_decode_rows
+from archon.models.attention.decode.paged_cache import PagedCache
+from archon.models.attention.latent import LatentKeys
+from archon.models.attention.meta import AttentionMeta, Scan
+from archon.models.attention.packed.documents import PackedDocuments
+from archon.models.attention.spec import AttentionSpec, LayerIndex
+
+
+class StaticPagedAttention(AttentionMeta):
+    """One new token of each of B rows. On CUDA the host reads no tensor, and sends none.
+
+    Args:
+        cache: the pool; new keys and values are written to it before attention.
+        pages: int64 [B, width], the pages of each row's sequence, in order.
+        lengths: int64 [B], tokens of each row's sequence, including the new one; at least 1.
+        states: int64 [B], the slot of each row's state.
+        documents: B documents of one token, built once for all forwards of B rows.
+    """
+
+    def __init__(
+        self, cache: PagedCache, pages: Tensor, lengths: Tensor, states: Tensor, documents: PackedDocuments
+    ) -> None:
+        self.cache, self.pages, self.lengths = cache, pages, lengths.contiguous()
+        self.states, self.documents = states, documents
+        self._batches: dict[int | None, list[PageBatch]] = {}
+
+    @cached_property
+    def _rows(self) -> dict[int, Tensor]:
+        """`PagedCache.token_rows` of the new tokens."""
+        size, last = self.cache.page_size, self.lengths - 1
+        pages, offsets = self.pages.gather(1, (last // size).unsqueeze(1)), (last % size).unsqueeze(1)
+        return {
+            n_heads: ((pages * n_heads + torch.arange(n_heads, device=pages.device)) * size + offsets).flatten()
+            for n_heads in self.cache.head_counts
+        }
+
+    @cached_property
+    def _fresh(self) -> Tensor:
+        return self.lengths == 1
+
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionMeta.attend`."""
+        self.cache.write(layer, self._rows, k, v)
+        return self._attend_pages(layer, q, spec)
+
+    def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+        """Attend to the cached latents themselves."""
+        self.cache.write(layer, self._rows, keys.rows)
+        return keys.expand_values(self._attend_pages(layer, keys.absorb(q), spec))
+
+    def run_recurrence(
+        self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
+    ) -> Tensor:
+        """See `AttentionMeta.run_recurrence`."""
+        before = self.cache.states.read(layer, self.states, self._fresh)
+        out, after = scan(rows, weights, self.documents, before)
+        self.cache.states.write(layer, self.states, after)
+        return out
+
+    def _attend_pages(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return attention [B, H, V] of one query [B, H, K] per row to its pages."""
+        if not q.is_cuda:
+            pages, lengths = self.pages.numpy(), self.lengths.numpy()
+            return attend_decode_rows(self.cache, layer, q, pages, lengths, spec, self._batches)
+        from archon.models.cuda.paged_attention import paged_attention
+
+        return paged_attention(q, self.cache.layers[layer], self.pages, self.lengths, spec)
