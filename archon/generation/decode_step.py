@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.generation.expert_record import Recorder
 from archon.generation.sampler import MAX_SAMPLED_ELEMENTS, DeviceSamplingParams, counter_uniform, sample_on_device
 from archon.generation.sequence import Sequence
 from archon.models.attention.decode.paged_cache import PagedCache
@@ -67,15 +68,17 @@ class UnreadTokens:
     Attributes:
         sequences: the sequence of each row.
         results: float64 [2, rows] on the CPU, tokens and logprobs; float64 has every token and logprob exactly.
-        copied: event after the copy of `results`; None on a CPU.
+        experts: [rows, L, k] on the CPU, the routed experts of the input tokens, if they are recorded.
+        copied: event after the copy of `results` and `experts`; None on a CPU.
     """
 
     sequences: list[Sequence]
     results: Tensor
+    experts: Tensor | None
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step, and return the token and the logprob of each sequence."""
+        """Wait for the step, and return the token and the logprob of each sequence. `experts` are valid after it."""
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs = self.results[:, : len(self.sequences)]
@@ -100,6 +103,8 @@ class DecodeStep:
         self._pages = torch.zeros(n_rows, width, dtype=torch.int64, device=self.device)
         self._tokens = torch.zeros(n_rows, dtype=torch.int64, device=self.device)
         self._results = torch.zeros(2, n_rows, dtype=torch.float64, device=self.device)
+        self._recorder: Recorder | None = None
+        self._experts: dict[int, Tensor] = {}  # [rows, L, k] of the last step of this number of rows
         self._documents: dict[int, PackedDocuments] = {}
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         self._addresses = self._find_addresses()
@@ -115,8 +120,13 @@ class DecodeStep:
     def supports(sequence: Sequence) -> bool:
         """Return whether the step decodes this sequence; `Generator` decodes others with its chunks of prompts."""
         bans = len(sequence.output) < sequence.min_new_tokens and len(sequence.stop_ids) > _MAX_BANNED
-        reads_more = sequence.changes is not None or sequence.n_top_logprobs or sequence.experts is not None
-        return not bans and not reads_more and sequence.lora is None
+        reads_logits = sequence.changes is not None or sequence.n_top_logprobs
+        return not bans and not reads_logits and sequence.lora is None
+
+    def record_experts(self, recorder: Recorder) -> None:
+        """Copy the routed experts of all further steps to the host."""
+        self._recorder = recorder
+        self._graphs.clear()
 
     def launch(self, sequences: list[Sequence], page_table: np.ndarray, previous: UnreadTokens | None) -> UnreadTokens:
         """Start the step of `sequences`, without waiting for it.
@@ -145,6 +155,9 @@ class DecodeStep:
             self._run(n_rows, sampling)
         # 3. Start the copy of its results to the host.
         results = self._results[:, :n_rows].to("cpu", non_blocking=True, copy=True)
+        experts = None
+        if self._recorder is not None:
+            experts = self._experts[n_rows].to("cpu", non_blocking=True, copy=True)
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
@@ -152,7 +165,7 @@ class DecodeStep:
         for sequence in sequences:
             sequence.unread += 1
             sequence.computed += 1
-        return UnreadTokens(sequences, results, copied)
+        return UnreadTokens(sequences, results, experts, copied)
 
     def drop_stale_graphs(self) -> None:
         """Drop captured graphs if the weights have moved. Weights that were updated in place keep them."""
@@ -172,10 +185,10 @@ class DecodeStep:
         rows["temperature"], rows["greedy"], rows["top_p"], rows["top_k"] = temperature, greedy, top_p, top_k
         index = np.array([len(s.output) + s.unread for s in sequences], dtype=np.uint64)
         rows["uniform"] = counter_uniform(np.array(seed, dtype=np.uint64), index)
-        for row, sequence in zip(rows, sequences, strict=True):
+        for row, sequence in enumerate(sequences):
             if sequence.stop_ids and len(sequence.output) + sequence.unread < sequence.min_new_tokens:
-                row["bans"], ids = 1, sorted(sequence.stop_ids)
-                row["banned"] = ids + ids[-1:] * (_MAX_BANNED - len(ids))
+                ids = sorted(sequence.stop_ids)
+                rows["bans"][row], rows["banned"][row] = 1, ids + ids[-1:] * (_MAX_BANNED - len(ids))
         return rows
 
     def _padding(self, count: int) -> np.ndarray:
@@ -219,6 +232,9 @@ class DecodeStep:
         )
         positions = row["length"] - 1 + row["offset"]
         hidden = self.model.hidden_states(ModelInputs(tokens, positions, attention))
+        if self._recorder is not None:
+            experts = self._recorder.on_device(n_rows)
+            self._experts.setdefault(n_rows, torch.empty_like(experts)).copy_(experts)
         # 3. Compute the logits and sample from them, in parts of bounded memory.
         head = self.model.output
         assert head is not None
@@ -231,10 +247,11 @@ class DecodeStep:
             bans=row["bans"].bool(),
             banned=self._rows[:n_rows, -_MAX_BANNED:],
         )
-        block = max(1, MAX_SAMPLED_ELEMENTS // head.out_features)
+        logits = head(hidden)
+        block = max(1, MAX_SAMPLED_ELEMENTS // logits.shape[1])
         for place in range(0, n_rows, block):
             part = slice(place, min(place + block, n_rows))
-            new, logprobs = sample_on_device(head(hidden[part]), params.rows(part), sampling)
+            new, logprobs = sample_on_device(logits[part], params.rows(part), sampling)
             # 4. Keep the tokens for the next step, and both for the host.
             self._tokens[part].copy_(new)
             self._results[0, part].copy_(new)

@@ -47,9 +47,13 @@ class Recorder:
 
     def experts(self, rows: int) -> Experts:
         """Return the experts of the first `rows` tokens."""
-        chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
-        experts: Experts = torch.stack(chosen, 1).to(self._dtype).cpu().numpy()
+        experts: Experts = self.on_device(rows).cpu().numpy()
         return experts
+
+    def on_device(self, rows: int) -> torch.Tensor:
+        """Return the experts [rows, L, k] of the first `rows` tokens on their device."""
+        chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
+        return torch.stack(chosen, 1).to(self._dtype)
 
 
 def decode_server_experts(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:

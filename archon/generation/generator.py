@@ -197,13 +197,14 @@ class Generator:
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
+        self.lora_manager = LoRAManager(model)
+        self.recorder: Recorder | None = None
         self._static_decode = static_decode
         self._decode_step = self._new_decode_step()
         self._unread: UnreadTokens | None = None
-        self.lora_manager = LoRAManager(model)
-        self.recorder: Recorder | None = None
         self.image_cache = ImageFeatureCache(model, cache.device)
         self._last_images: PromptImages | None = None
+        self._image_token = None if model.args.image_format is None else model.args.image_format.token
         self._length_dependent_ropes = [rope for rope in model.args.ropes if rope.scaling.depends_on_length]
         self.stats = GeneratorStats()
         self.version = 0
@@ -219,11 +220,16 @@ class Generator:
     def _new_decode_step(self) -> DecodeStep | None:
         if not self._static_decode:
             return None
-        return DecodeStep(self.model, self.cache, self.max_slots, self.max_seq_len)
+        step = DecodeStep(self.model, self.cache, self.max_slots, self.max_seq_len)
+        if self.recorder is not None:
+            step.record_experts(self.recorder)
+        return step
 
     def record_experts(self) -> None:
         """Record the routed experts of all sequences from now on; no sequence may exist yet."""
         self.recorder = Recorder(self.model)
+        if self._decode_step is not None:
+            self._decode_step.record_experts(self.recorder)
 
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
@@ -317,7 +323,7 @@ class Generator:
         if self.device.type == "cpu":
             adjust_threads()
         # 1. Plan; a preemption must know all tokens.
-        if not self.scheduler.fits():
+        if self._unread is not None and not self.scheduler.fits():
             self._read_tokens()
         step = self.scheduler.plan()
         sampled = _SampleBatch()
@@ -360,18 +366,19 @@ class Generator:
             raise NotFiniteError(
                 f"logits of rows {wrong[:8]} of {len(drawn)} are not finite; check the model's weights"
             )
-        for sequence, token, logprob in drawn:
+        for row, (sequence, token, logprob) in enumerate(drawn):
             sequence.unread -= 1
             sequence.drawn = None
             if sequence.stop_reason is None:  # otherwise it has ended, after this step was started
+                if unread.experts is not None:
+                    sequence.record(sequence.total - 1, unread.experts[row : row + 1].numpy())
                 self._append(sequence, token, logprob)
 
     def _append(self, sequence: Sequence, token: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> None:
         """Append a sampled token, and finish the sequence if it is the last."""
         sequence.append(token, logprob, (sequence.lora or self).version, top_logprobs)
         # An image placeholder without an image: no token can follow.
-        image = self.model.args.image_format
-        if image is not None and token == image.token:
+        if token == self._image_token:
             sequence.stop_reason = "abort"
         if sequence.stop_reason is not None:
             self._finish(sequence)

@@ -104,10 +104,10 @@ class InProcessEngine:
     from one thread only; `generate` needs no event loop.
 
     Attributes:
-        static_decode: decode by `DecodeStep` on every device. It always runs on CUDA, for the models that it supports.
+        static_decode: decode by `DecodeStep`, if it supports the model; None on CUDA only.
     """
 
-    static_decode: ClassVar[bool] = False
+    static_decode: ClassVar[bool | None] = None
 
     def __init__(self, generator: Generator, *, aliased: bool = False) -> None:
         self._generator, self._aliased = generator, aliased
@@ -184,7 +184,8 @@ class InProcessEngine:
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         device = next(replica.parameters()).device
         specs = [spec.mixer.cache for spec in model.layer_specs]
-        static_decode = (cls.static_decode or device.type == "cuda") and DecodeStep.supports_model(replica, cache_dtype)
+        static_decode = device.type == "cuda" if cls.static_decode is None else cls.static_decode
+        static_decode = static_decode and DecodeStep.supports_model(replica, cache_dtype)
         cache = PagedCache(
             specs,
             n_pages,

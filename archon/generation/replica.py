@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.base import BaseArchonModel
@@ -107,6 +108,8 @@ def build_replica(
         setattr(replica.get_submodule(owner), attribute, value)
     replica.tie_weights()
     replica.eval()
+    if device.type == "cuda" and not alias and not frozen:
+        join_projections(replica)
     if alias or frozen:
         _pack_linears(replica)
     else:
@@ -120,6 +123,30 @@ def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict
         return {}
     wide, names = torch.promote_types(dtype, torch.float32), replica.full_precision_names()
     return {name: wide if name in names else dtype for name, _ in replica.named_parameters(remove_duplicate=False)}
+
+
+def join_projections(replica: nn.Module) -> None:
+    """Make one matmul of layers with the same input: their weights become rows of one matrix, which updates write to.
+
+    A decode step reads few rows, so the time of its matmuls is that of their launches and of the weights.
+    """
+    for module in replica.modules():
+        if not isinstance(module, Attention | FeedForward):
+            continue
+        layers = module.input_projections()
+        weight, bias = _joined(layer.weight for layer in layers), None
+        if layers[0].bias is not None:
+            bias = _joined(layer.bias for layer in layers)
+        layers[0].joint = partial(F.linear, weight=weight, bias=bias)
+
+
+def _joined(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the concatenation of parameters [n_i, ...], which become views of it."""
+    parameters = list(parameters)
+    joint = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, joint.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return joint
 
 
 def _pack_linears(replica: nn.Module) -> int:

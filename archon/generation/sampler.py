@@ -208,7 +208,7 @@ def sample_on_device(
         Tokens int64 [R], and their logprobs [R]; not finite where the logits are not.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    scores = logits.to(wide) / params.temperature.to(wide)[:, None]
+    scores = logits / params.temperature.to(wide)[:, None]  # in one pass over the logits
     logprobs = torch.log_softmax(scores, dim=-1)
     # In place: a banned token is never chosen, so no chosen token loses its logprob.
     for x in (scores, logprobs):
@@ -271,7 +271,8 @@ def inverse_cdf_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     any token is where probabilities are NaN.
     """
     rows, vocab = probs.shape
-    padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)) if vocab % _BLOCK else probs
+    padded = padded.view(rows, -1, _BLOCK)
     mass = padded.sum(dim=-1, dtype=torch.float64)
     running = mass.cumsum(dim=-1)
     total = running[:, -1]

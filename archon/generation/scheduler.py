@@ -127,7 +127,7 @@ class Scheduler:
         decode, chunks = [], []
         budget = self.prefill_tokens
         for sequence in self.running:
-            if sequence.waits_for_prompt or sequence.ends_unread:
+            if sequence.waits_for_prompt or (sequence.unread and sequence.ends_unread):
                 continue
             pending = sequence.total + sequence.unread - sequence.computed
             if pending == 1 and not sequence.is_leader:

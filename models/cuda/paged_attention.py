@@ -1,4 +1,4 @@
-"""Attention of one query per sequence to the pages of a cache (FlashDecoding, Dao et al. 2023).
+"""Cache writes of one token per sequence, and its attention to cached pages (FlashDecoding, Dao et al. 2023).
 
 A program attends to one part (split) of the tokens of one sequence, for the query heads of one key head. If there are
 several splits, a second kernel merges their results by their log-sum-exps.
@@ -19,6 +19,8 @@ from archon.models.attention.spec import AttentionSpec
 # Each multiprocessor gets about two programs; more splits only add work to the merge.
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 64
+# Maximum size of a block of keys; shared memory holds two or three of them, and the queries.
+_BLOCK_BYTES = 1 << 15
 
 
 @triton.jit
@@ -142,6 +144,86 @@ def _merge_splits(Partial, Lse, Out, n_splits, VALUES: tl.constexpr, PADDED_VALU
     tl.store(Out + head * VALUES + features, (out / total).to(Out.dtype.element_ty), mask=features < VALUES)
 
 
+@triton.jit
+def _store_token(
+    K,
+    V,
+    Keys,
+    Values,
+    Pages,
+    Lengths,
+    page_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    keys_page_stride,
+    keys_head_stride,
+    keys_token_stride,
+    values_page_stride,
+    values_head_stride,
+    values_token_stride,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,  # 0 for values in the keys
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    last = tl.load(Lengths + row) - 1
+    page = tl.load(Pages + row * page_stride + last // PAGE)
+    key = tl.load(K + row * k_row_stride + head * k_head_stride + feature, mask=feature < KEYS)
+    place = Keys + page * keys_page_stride + head * keys_head_stride + (last % PAGE) * keys_token_stride
+    tl.store(place + feature, key, mask=feature < KEYS)
+    if VALUES:
+        value = tl.load(V + row * v_row_stride + head * v_head_stride + feature, mask=feature < VALUES)
+        place = Values + page * values_page_stride + head * values_head_stride + (last % PAGE) * values_token_stride
+        tl.store(place + feature, value, mask=feature < VALUES)
+
+
+def store_tokens(paged: PagedTensors, pages: Tensor, lengths: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    """Write the key and value of each sequence's last token to its page in one layer.
+
+    Args:
+        paged: pages of the layer.
+        pages: int64 [B, width], the pages of each sequence, in order.
+        lengths: int64 [B], tokens of each sequence.
+        k: keys [B, heads, key_features], dense in the last dimension.
+        v: values [B, heads, value_features]; None if they are in the keys.
+    """
+    _store_tokens(paged.keys, None if v is None else paged.values, pages, lengths, k, v)
+
+
+@torch.library.custom_op("archon::store_tokens", mutates_args=("keys", "values"))
+def _store_tokens(
+    keys: Tensor, values: Tensor | None, pages: Tensor, lengths: Tensor, k: Tensor, v: Tensor | None
+) -> None:
+    stored, new = keys if values is None else values, k if v is None else v
+    value_features = 0 if v is None else v.shape[-1]
+    _store_token[k.shape[:2]](
+        k,
+        new,
+        keys,
+        stored,
+        pages,
+        lengths,
+        pages.stride(0),
+        *k.stride()[:2],
+        *new.stride()[:2],
+        *keys.stride()[:3],
+        *stored.stride()[:3],
+        KEYS=k.shape[-1],
+        VALUES=value_features,
+        PADDED=triton.next_power_of_2(max(k.shape[-1], value_features)),
+        PAGE=keys.shape[2],
+        num_warps=1,
+    )
+
+
+@_store_tokens.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
 def paged_attention(
     q: Tensor, paged: PagedTensors, pages: Tensor, lengths: Tensor, spec: AttentionSpec, n_splits: int = 0
 ) -> Tensor:
@@ -193,9 +275,10 @@ def _paged_attention(
     main = max(16, 1 << (n_features.bit_length() - 1))
     tail = max(16, triton.next_power_of_2(n_features - main)) if n_features > main else 0
     padded_values = max(16, triton.next_power_of_2(value_features))
-    is_wide, is_float32 = max(main, padded_values) > 256, q.dtype == torch.float32
-    rows = min(max(16, triton.next_power_of_2(group)), 16 if is_float32 else 64)
-    tiles, block = triton.cdiv(group, rows), (16 if is_float32 else 32) if is_wide else 64
+    key_bytes = max(main, padded_values) * q.dtype.itemsize
+    is_wide = key_bytes >= 1024
+    rows = min(max(16, triton.next_power_of_2(group)), 16 if q.dtype == torch.float32 else 32 if is_wide else 64)
+    tiles, block = triton.cdiv(group, rows), min(max(16, _BLOCK_BYTES // key_bytes), 64)
     # 2. Splits: enough programs for the device, none without a block.
     if not n_splits:
         n_splits = min(_free_programs(q.device, n_rows * kv_heads * tiles), _MAX_SPLITS)
@@ -237,7 +320,7 @@ def _paged_attention(
         HAS_CAP=soft_cap > 0,
         HAS_WINDOW=window > 0,
         HAS_SPLITS=n_splits > 1,
-        num_warps=8 if rows * padded_values >= 16384 else 4,
+        num_warps=8 if rows * padded_values >= 8192 else 4,
         num_stages=2 if is_wide else 3,
     )
     if n_splits > 1:

@@ -170,15 +170,9 @@ def make_model(dtype: torch.dtype = torch.float32, family: str = "qwen3", **opti
     return make_pair(family, dtype, **options)[1]
 
 
-class StaticDecodeEngine(InProcessEngine):
-    """Decodes as on CUDA."""
-
-    static_decode = True
-
-
 def make_engine(model: BaseArchonModel | None = None, tokenizer: Any = None, **options: Any) -> InProcessEngine:
     options = {"max_slots": 8, "page_size": 4, "n_pages": 200} | options
-    engine_class = StaticDecodeEngine if options.pop("static_decode", False) else InProcessEngine
+    engine_class = type("Engine", (InProcessEngine,), {"static_decode": options.pop("static_decode", None)})
     return engine_class.from_model(make_model() if model is None else model, tokenizer, **options)
 
 

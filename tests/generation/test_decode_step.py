@@ -11,6 +11,7 @@ import torch
 
 from archon.generation import InProcessEngine
 from archon.generation.decode_step import DecodeStep, UnreadTokens, round_up_rows
+from archon.generation.replica import named_weights
 from archon.generation.sampler import (
     DeviceSamplingParams,
     SamplingParams,
@@ -25,6 +26,7 @@ from tests.generation.models import VOCAB, make_engine, make_model, prompts, req
 from tests.generation.test_adapters import asks, random_lora
 from tests.generation.test_engine import other_weights, until_tokens
 from tests.generation.test_parity import FAMILIES
+from tests.lora.test_generation import lora_model
 from tests.tolerances import GENERATED_LOGPROB_FP64
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -116,6 +118,23 @@ async def test_tokens_in_flight_belong_to_the_weights_that_sampled_them(family: 
             torch.testing.assert_close(logprobs[mine], expected[mine], rtol=0, atol=GENERATED_LOGPROB_FP64)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_recorded_experts_are_those_of_the_computed_tokens(family: str) -> None:
+    """With preemption, forks, and weights that change in between."""
+    model = make_model(torch.float64, family)
+    records = []
+    for static_decode in (True, False):
+        engine = make_engine(model, static_decode=static_decode, n_pages=22, prefill_tokens=5, weights="snapshot")
+        engine.record_experts()
+        requests = [request(p, seed=i, max_new_tokens=9) for i, p in enumerate(prompts(3, 9, 1, 14) * 2)]
+        first = engine.generate(requests)
+        engine.update_weights(iter((dict(named_weights(model)) | other_weights(model)).items()))
+        records.append([answer.routed_experts for answer in (*first, *engine.generate(requests))])
+    for record, expected in zip(*records, strict=True):
+        assert record is not None and expected is not None
+        assert np.array_equal(np.sort(record, -1), np.sort(expected, -1))
+
+
 async def test_an_abort_leaves_other_answers_and_all_pages() -> None:
     model = make_model(torch.float64)
     kept_request = request(prompts(5)[0], seed=1, max_new_tokens=25)
@@ -159,6 +178,16 @@ def test_other_sequences_are_decoded_next_to_the_step() -> None:
         answers.append(engine.generate(requests))
     assert_same(*answers)
     assert [len(a.output_top_logprobs) for a in answers[0]] == [len(a.output_top_logprobs) for a in answers[1]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_model_in_lora_training(family: str) -> None:
+    """The step computes the replica's LoRA, unmerged."""
+    model, plain = lora_model(family), make_model(torch.float64, family)
+    requests = mixed_requests(2, 9, 9, 17)
+    engine = both(model, requests, prefill_tokens=7)
+    answers = [[a.output_tokens for a in e.generate(requests)] for e in (engine, make_engine(plain))]
+    assert answers[0] != answers[1], "the LoRA changes nothing"
 
 
 def test_the_host_reads_a_step_after_it_started_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from archon.generation import InProcessEngine, fingerprint
-from archon.generation.replica import build_replica, copy_weights
+from archon.generation.replica import build_replica, copy_weights, join_projections, named_weights
 from archon.generation.types import GeneratorConfig
 from archon.models import BaseArchonModel
+from archon.models.layers.attention import Attention
+from archon.models.layers.feed_forward import FeedForward
 from archon.models.layers.linear import project
 from archon.models.layers.moe import expert_biases
 from archon.parallel.dims import ensure_process_group
@@ -331,3 +333,21 @@ def test_layers_with_one_input_are_one_product(family: str) -> None:
             apart = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
         for got, expected in zip(together, apart, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=PARITY_FP32 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss", "qwen3_next"])
+def test_joined_projections_follow_updates(family: str) -> None:
+    """As on CUDA, where a decode step then has fewer matmuls; weights keep their names and shapes."""
+    model = make_model(torch.float64, family)
+    replica, _ = build_replica(model, mode="snapshot")
+    join_projections(replica)
+    update = {name: torch.randn_like(x) for name, x in named_weights(model)}
+    copy_weights(replica, iter(update.items()))
+    x = torch.randn(3, model.args.dim, dtype=torch.float64)
+    for module in replica.modules():
+        if isinstance(module, Attention | FeedForward):
+            layers = module.input_projections()
+            assert layers[0].joint is not None
+            for got, layer in zip(project(x, layers, None), layers, strict=True):
+                expected = nn.functional.linear(x, layer.weight, layer.bias)
+                torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))

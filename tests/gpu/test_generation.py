@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
+from tests.generation.test_engine import other_weights
 from tests.generation.test_parity import FAMILIES
 from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32
 
@@ -52,3 +53,40 @@ def test_a_bfloat16_replica(family: str) -> None:
         trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 1.0)
         differences.append((torch.tensor(answer.output_logprobs) - trained).abs())
     assert torch.cat(differences).mean() <= GENERATED_LOGPROB_BF16
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3", "qwen3_5_text"])
+def test_captured_steps_follow_updates_in_place(family: str) -> None:
+    """Experts in float32 run without graphs: their grouped matmuls read sizes on the host."""
+    model = copy.deepcopy(make_model(family=family)).cuda()
+    engine = make_engine(model, page_size=4, weights="snapshot")
+    wanted = [request(p, seed=seed, max_new_tokens=24) for seed, p in enumerate(RAGGED * 3)]
+    engine.generate(wanted)
+    step = engine._generator._decode_step
+    assert step is not None
+    graphs = dict(step._graphs)
+    assert bool(graphs) == (family in ("qwen3", "qwen3_5_text"))
+    new = copy.deepcopy(model)
+    new.load_state_dict(other_weights(model), strict=False)
+    new.tie_weights()
+    engine.update_weights(new)
+    for answer in engine.generate(wanted):
+        trained = trainer_logprobs(new, answer.input_tokens, answer.output_tokens, 1.0)
+        torch.testing.assert_close(
+            torch.tensor(answer.output_logprobs), trained, rtol=0, atol=4 * GENERATED_LOGPROB_FP32
+        )
+    assert all(step._graphs[key] is graph for key, graph in graphs.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_graphs_of_a_bfloat16_replica_give_the_answers_of_operators(family: str) -> None:
+    model, differences = copy.deepcopy(make_model(torch.bfloat16, family)).cuda(), []
+    wanted = [request(p, seed=1, max_new_tokens=24, temperature=0.8, top_p=0.9) for p in RAGGED]
+    engines = [make_engine(model, page_size=16, static_decode=static_decode) for static_decode in (True, False)]
+    for one, other in zip(*(engine.generate(wanted) for engine in engines), strict=True):
+        pairs = zip(one.output_tokens, other.output_tokens, strict=False)
+        same = next((place for place, (a, b) in enumerate(pairs) if a != b), 24)
+        differences += [
+            abs(a - b) for a, b in zip(one.output_logprobs[:same], other.output_logprobs[:same], strict=True)
+        ]
+    assert len(differences) > 50 and sum(differences) / len(differences) <= GENERATED_LOGPROB_BF16

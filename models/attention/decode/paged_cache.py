@@ -138,18 +138,13 @@ class PagedCache:
             return PagedTensors(rows, keys, keys[..., : rows.value_features])
         return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
 
-    @property
-    def head_counts(self) -> set[int]:
-        """The numbers of key heads that layers have."""
-        return {rows.heads for rows in self._members}
-
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
         """Return the cache rows [T · heads] of tokens, for each number of heads that layers have.
 
         They index a layer's cache as a matrix [n_pages · heads · page_size, features].
         """
         rows = {}
-        for n_heads in self.head_counts:
+        for n_heads in {rows.heads for rows in self._members}:
             numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
             rows[n_heads] = to_device_async(torch.from_numpy(numbers.reshape(-1)), self.device)
         return rows

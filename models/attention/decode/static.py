@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from archon.models.attention.decode.page_batches import PageBatch
@@ -37,13 +37,9 @@ class StaticPagedAttention(AttentionMeta):
 
     @cached_property
     def _rows(self) -> dict[int, Tensor]:
-        """`PagedCache.token_rows` of the new tokens."""
-        size, last = self.cache.page_size, self.lengths - 1
-        pages, offsets = self.pages.gather(1, (last // size).unsqueeze(1)), (last % size).unsqueeze(1)
-        return {
-            n_heads: ((pages * n_heads + torch.arange(n_heads, device=pages.device)) * size + offsets).flatten()
-            for n_heads in self.cache.head_counts
-        }
+        """`PagedCache.token_rows` of the new tokens, on a CPU."""
+        size, last = self.cache.page_size, self.lengths.numpy() - 1
+        return self.cache.token_rows(self.pages.numpy()[np.arange(len(last)), last // size], last % size)
 
     @cached_property
     def _fresh(self) -> Tensor:
@@ -51,13 +47,11 @@ class StaticPagedAttention(AttentionMeta):
 
     def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionMeta.attend`."""
-        self.cache.write(layer, self._rows, k, v)
-        return self._attend_pages(layer, q, spec)
+        return self._attend_pages(layer, q, spec, k, v)
 
     def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Attend to the cached latents themselves."""
-        self.cache.write(layer, self._rows, keys.rows)
-        return keys.expand_values(self._attend_pages(layer, keys.absorb(q), spec))
+        return keys.expand_values(self._attend_pages(layer, keys.absorb(q), spec, keys.rows))
 
     def run_recurrence(
         self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
@@ -68,11 +62,21 @@ class StaticPagedAttention(AttentionMeta):
         self.cache.states.write(layer, self.states, after)
         return out
 
-    def _attend_pages(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """Return attention [B, H, V] of one query [B, H, K] per row to its pages."""
-        if not q.is_cuda:
-            pages, lengths = self.pages.numpy(), self.lengths.numpy()
-            return attend_decode_rows(self.cache, layer, q, pages, lengths, spec, self._batches)
-        from archon.models.cuda.paged_attention import paged_attention
+    def _attend_pages(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec, *new: Tensor) -> Tensor:
+        """Cache the `new` keys and values of the tokens.
 
-        return paged_attention(q, self.cache.layers[layer], self.pages, self.lengths, spec)
+        Returns attention [B, H, V] of one query [B, H, K] per row to its pages.
+        """
+        return (self._attend_by_kernels if q.is_cuda else self._attend_on_cpu)(layer, q, spec, *new)
+
+    def _attend_on_cpu(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec, *new: Tensor) -> Tensor:
+        self.cache.write(layer, self._rows, *new)
+        pages, lengths = self.pages.numpy(), self.lengths.numpy()
+        return attend_decode_rows(self.cache, layer, q, pages, lengths, spec, self._batches)
+
+    def _attend_by_kernels(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec, *new: Tensor) -> Tensor:
+        from archon.models.cuda.paged_attention import paged_attention, store_tokens
+
+        paged = self.cache.layers[layer]
+        store_tokens(paged, self.pages, self.lengths, *new)
+        return paged_attention(q, paged, self.pages, self.lengths, spec)

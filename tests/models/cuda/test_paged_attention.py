@@ -12,7 +12,7 @@ from torch import Tensor
 from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.spec import AttentionSpec
-from archon.models.cuda.paged_attention import paged_attention
+from archon.models.cuda.paged_attention import paged_attention, store_tokens
 from tests.models.cuda.conftest import INTERPRETED
 
 # float32 sums in another order.
@@ -107,6 +107,24 @@ def test_half_precision(device: torch.device, dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     tolerance = HALF_TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), pages.reference(q, spec), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("values_in_keys", [False, True])
+def test_a_token_is_stored_in_its_page_alone(device: torch.device, values_in_keys: bool) -> None:
+    """Keys and values are views of a wider product, as of joint projections."""
+    rows = PagedRows(2, 24, 20, values_in_keys=values_in_keys)
+    pages = Pages(rows, 16, device)
+    stored = pages.paged.stored
+    joint = torch.randn(len(LENGTHS), 2, 24 + 20).to(device)
+    new = joint.split((24, 20), dim=-1)[: len(stored)]
+    expected = [x.clone() for x in stored]
+    for row, length in enumerate(LENGTHS):
+        page, place = pages.pages[row, (length - 1) // 16], (length - 1) % 16
+        for cache, x in zip(expected, new, strict=True):
+            cache[page, :, place] = x[row]
+    store_tokens(pages.paged, pages.pages, pages.lengths, *new)
+    for got, wanted in zip(stored, expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_more_splits_than_blocks_add_nothing(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from tests.mutants.catalog import (
     compat,
     configs,
     dcp,
+    decoding,
     delta_nets,
     engine,
     environments,
@@ -40,7 +41,7 @@ from tests.mutants.mutant import Mutant
 
 ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
-    engine, checkpoints, quantized, dcp, generation, training, runs, rollouts, remote, fleet, agents, compat,
+    engine, checkpoints, quantized, dcp, generation, decoding, training, runs, rollouts, remote, fleet, agents, compat,
     advantages, losses, update, served_lora, environments, replay, vision, images,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -85,8 +85,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens carry the version of the weights their answer began with",
         "archon/generation/generator.py",
-        "(sequence.lora or self).version, top_logprobs.get(place))",
-        "(sequence.versions or [self.version])[0], top_logprobs.get(place))",
+        "(sequence.lora or self).version, top_logprobs)",
+        "(sequence.versions or [self.version])[0], top_logprobs)",
         ("tests/generation/test_engine.py",),
     ),
     Mutant(
