@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -80,40 +79,3 @@ def test_launches_of_a_tile(
 def test_other_dtypes_use_no_kernel(traced: Callable[..., None], dtype: torch.dtype) -> None:
     traced("", "", f"head: {str(dtype).removeprefix('torch.')} without its kernel")
     assert not any(name.startswith("archon.") for name in launches(weighted_loss, ROWS, dtype))
-
-
-POINTERS = dict.fromkeys(("scales", "lse", "label_logits", "entropy", "logprob_grad", "entropy_grad"), "*fp32")
-VARIANTS: dict[str, set[str]] = {
-    "scores": {"lse", "label_logits", "entropy"},
-    "gradient": {"lse", "entropy", "logprob_grad", "entropy_grad"},
-    "loss": {"lse", "label_logits", "logprob_grad"},
-    "per row": {"lse", "label_logits", "logprob_grad", "scales"},
-}
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_kernel_compiles(traced: Callable[..., None], variant: str, dtype: str, capability: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from archon.models.cuda.head import BLOCK, _head_row
-
-    traced("", "", f"head: kernel compiled for sm_{capability}, {variant}, {dtype}")
-    pointers = VARIANTS[variant]
-    constants: dict[str, Any] = {name: None for name in POINTERS if name not in pointers}
-    constants |= {
-        "SUMS": "label_logits" in pointers,
-        "GRADIENT": "logprob_grad" in pointers,
-        "BLOCK": BLOCK,
-        "VOCAB": 151_936,
-    }
-    if capability != 90:
-        constants["soft_cap"] = None
-    scalars = {"logits": f"*{dtype}", "labels": "*i64", "scale": "fp32", "soft_cap": "fp32"}
-    types = scalars | POINTERS | {"stride": "i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(_head_row, {name: types[name] for name in _head_row.arg_names}, constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": BLOCK // 512})
-    assert kernel.asm["cubin"]
