@@ -23,10 +23,10 @@ LOGPROB = 2e-5
     ("family", "options"),
     [
         ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
-        ("gpt_oss", {}),
-        ("gemma3_text", {"sliding_window": 6}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {"sliding_window": 6}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
-        ("qwen3_next", {}),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_equal_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]) -> None:
