@@ -81,7 +81,7 @@ def test_a_kind_of_block_is_compiled_once(
 
 @pytest.mark.slow
 def test_layers_with_shared_prefixes_are_compiled_once(tmp_path: Path) -> None:
-    """Attention is not compiled: it interrupts the block and its attention module, with the layer as an argument."""
+    """Attention is not compiled: it interrupts the block and its mixer, and gets the layer as an argument."""
     engine = compiled_engine(tmp_path, family_config("llama", vocab_size=104) | {"num_hidden_layers": 4})
     compiled = []
     for prompts, per_prompt in ((4, 5), (3, 6)):

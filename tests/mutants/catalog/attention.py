@@ -12,7 +12,72 @@ NATIVE = "tests/models/test_native.py"
 
 PREFIX = "tests/models/test_prefix.py"
 
+FA4, COMPILE = "tests/models/test_fa4.py", "tests/engine/test_compile.py"
+
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "FlashAttention-4 is given the -1 of FlashAttention-2 for a window of all keys",
+        "models/attention/packed/fa4.py",
+        "left = None if window is None",
+        "left = -1 if window is None",
+        (f"{FA4}::test_packed_documents",),
+    ),
+    Mutant(
+        "FlashAttention-4 attends to one token more than the window",
+        "models/attention/packed/fa4.py",
+        "else window - 1\n",
+        "else window\n",
+        (f"{FA4}::test_packed_documents",),
+    ),
+    Mutant(
+        "the backward of FlashAttention-4 knows of no sinks",
+        "models/attention/packed/fa4.py",
+        "q, k, v, out, grad, lse, learnable_sink=self.spec.sinks,",
+        "q, k, v, out, grad, lse, learnable_sink=None,",
+        (f"{FA4}::test_packed_documents",),
+    ),
+    Mutant(
+        "FlashAttention-4 is given no soft cap",
+        "models/attention/packed/fa4.py",
+        '"softcap": self.spec.soft_cap or 0.0,',
+        '"softcap": 0.0,',
+        (f"{FA4}::test_packed_documents",),
+    ),
+    Mutant(
+        "auto takes flash-attn for installed where only FlashAttention-4 is",
+        "models/attention/packed/flash.py",
+        "(package is None or package.origin is None)",
+        "package is None",
+        (f"{FA4}::test_auto_prefers_it_on_hopper_and_names_what_is_missing",),
+    ),
+    Mutant(
+        "the operator of compiled code forgets the window",
+        "models/attention/packed/flash_kernel.py",
+        "spec = AttentionSpec(scale, window, soft_cap, sinks, causal=causal)",
+        "spec = AttentionSpec(scale, None, soft_cap, sinks, causal=causal)",
+        (f"{FA4}::test_packed_documents",),
+    ),
+    Mutant(
+        "each layer is compiled, for its index",
+        "models/layers/attention.py",
+        "layer_spec, LayerIndex(layer), layer_spec.head_dim",
+        "layer_spec, layer, layer_spec.head_dim",
+        (f"{COMPILE}::test_layers_with_shared_prefixes_are_compiled_once",),
+    ),
+    Mutant(
+        "hooks of one rank's experts interrupt compiled blocks",
+        "parallel/fsdp.py",
+        "        if mesh.size() > 1:\n",
+        "        if mesh.size() > 0:\n",
+        (f"{COMPILE}::test_a_kind_of_block_is_compiled_once[experts, sinks and windows]",),
+    ),
+    Mutant(
+        "a pack of one document is compiled again",
+        "models/attention/packed/documents.py",
+        "torch.tensor([*self.lengths, 0])",
+        "torch.tensor(self.lengths)",
+        (f"{COMPILE}::test_a_kind_of_block_is_compiled_once[dense-sdpa]",),
+    ),
     Mutant(
         "a document's last token is left out where another document goes on",
         "models/attention/prefix/search.py",
