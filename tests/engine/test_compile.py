@@ -10,13 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.packed.fa4 import FlashAttention4
 from archon.models.attention.registry import available_backends
+from archon.models.attention.spec import AttentionSpec, LayerIndex
+from archon.models.layers.attention import AttentionLayer
 from archon.parallel.compile import apply_compile
+from archon.parallel.torch_private import compile_without_duck_shapes
 from archon.schema.config import EngineConfig
 from tests.cuda_traced.models import family_config
 from tests.engine.test_shared_prefixes import answers
@@ -79,9 +84,38 @@ def test_a_kind_of_block_is_compiled_once(
     assert compiled == [graphs] * len(BATCHES)
 
 
+class CachedAttention(AttentionMeta):
+    """Attention that finds the cache of a layer in code that is not compiled."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerIndex] = []
+
+    def attend(self, layer: LayerIndex, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return attend_uncompiled(self.layers, layer, q)
+
+
+@torch.compiler.disable
+def attend_uncompiled(seen: list[LayerIndex], layer: LayerIndex, q: Tensor) -> Tensor:
+    seen.append(layer)
+    return q.clone()
+
+
+def test_the_index_of_a_layer_is_not_compiled_in() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    attention, compiled = CachedAttention(), []
+    for layer in range(5):
+        module = AttentionLayer(4, 2, 8).build(layer, 32)
+        compile_without_duck_shapes(module, "eager")
+        module(torch.randn(layer + 3, 32), None, attention)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled == [compiled[0]] * 5
+    assert attention.layers == [LayerIndex(layer) for layer in range(5)]
+
+
 @pytest.mark.slow
 def test_layers_with_shared_prefixes_are_compiled_once(tmp_path: Path) -> None:
-    """Attention is not compiled: it interrupts the block and its mixer, and gets the layer as an argument."""
+    """Attention is not compiled: it interrupts the block and its mixer."""
     engine = compiled_engine(tmp_path, family_config("llama", vocab_size=104) | {"num_hidden_layers": 4})
     compiled = []
     for prompts, per_prompt in ((4, 5), (3, 6)):

@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/layers/attention.py",
         "layer_spec, LayerIndex(layer), layer_spec.head_dim",
         "layer_spec, layer, layer_spec.head_dim",
-        (f"{COMPILE}::test_layers_with_shared_prefixes_are_compiled_once",),
+        (f"{COMPILE}::test_the_index_of_a_layer_is_not_compiled_in",),
     ),
     Mutant(
         "hooks of one rank's experts interrupt compiled blocks",
