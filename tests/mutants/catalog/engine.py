@@ -144,8 +144,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Adam's step count begins anew after a resume",
         "archon/engine/state.py",
-        "moments[key] = step.detach().to(local_tensor(parameter).device, copy=True)",
-        "moments[key] = torch.zeros_like(step)",
+        'moments["step"] = count.detach().to(local_tensor(parameter).device, copy=True)',
+        'moments["step"] = torch.zeros_like(count)',
         ("tests/engine/test_engine_state.py",),
     ),
     Mutant(
