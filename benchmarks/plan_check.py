@@ -181,6 +181,7 @@ GPU_RECIPES = [
     Recipe("gsm8k_sft_gpu.yaml", "Qwen3-0.6B", SFTConfig, "SFT"),
     Recipe("gsm8k_rl_gpu.yaml", "Qwen3-0.6B", RLConfig, "GRPO, the training step"),
     Recipe("gsm8k_lora_gpu.yaml", "Qwen3-8B", SFTConfig, "SFT with LoRA of rank 16"),
+    Recipe("gsm8k_8b_gpu.yaml", "Qwen3-8B", SFTConfig, "SFT of all weights"),
 ]
 RECIPE_GPUS = ("h100-80gb", "a100-80gb", "h200", "b200")
 

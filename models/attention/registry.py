@@ -45,7 +45,7 @@ def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
     return tuple(_BACKENDS[name] for name in names)
 
 
-def runnable_backends(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
+def backends_on(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
     """Return the registered backends that can compute in `dtype` on `device`."""
     return [backend for backend in _BACKENDS.values() if backend.unsupported_reason(device, dtype) is None]
 

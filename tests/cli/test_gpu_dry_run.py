@@ -30,6 +30,7 @@ def recipe(archon, checkpoint, tmp_path):
     [
         ("sft", "gsm8k_sft_gpu.yaml"),
         ("sft", "gsm8k_lora_gpu.yaml"),
+        ("sft", "gsm8k_8b_gpu.yaml"),
         ("rl", "gsm8k_rl_gpu.yaml"),
     ],
 )

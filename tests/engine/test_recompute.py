@@ -78,6 +78,19 @@ def test_the_budget_is_configured_or_the_memory_without_a_margin() -> None:
     assert free_memory(cpu) > 0
 
 
+def test_narrow_moments_and_steps_in_the_backward_take_less() -> None:
+    """Per parameter, in bytes: 4 of masters, 4 of gradients, and 8, 4 or 2.03 of moments."""
+    model = model_of()
+    parameters = choose_recompute(model, config(), 1 << 60).memory.parameters // 4
+    for moments, each in (("float32", 8.0), ("bfloat16", 4.0), ("int8", 2 + 8 / 256)):
+        memory = choose_recompute(model, config(optimizer={"moments": moments}), 1 << 60).memory
+        assert memory.moments == int(each * parameters)
+    few: dict[str, Any] = {"optimizer": {"max_grad_norm": None}, "dtype": "bfloat16", "max_tokens_per_mb": 64}
+    freed, kept = config(gradient_reduction="step_in_backward", **few), config(**few)
+    less, more = (choose_recompute(model, choice, 0, micro_batches=1).memory for choice in (freed, kept))
+    assert less.total < more.total and less.gradients < more.gradients == 4 * parameters
+
+
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -41,6 +41,11 @@ def test_a_dry_run_counts_what_the_formulas_count(name: str) -> None:
     assert kept == pytest.approx(formula.kept_by_op, rel=0.1)
 
 
+def test_weights_are_no_activations() -> None:
+    traced = trace_block(DENSE["hidden_size"], args_of("dense").layer_specs[0], torch.bfloat16)
+    assert (traced.operators + traced.elementwise) % TOKENS == 0, "a norm has 512 bytes"
+
+
 class OneMore(nn.Module):
     """Keeps one tensor more than the attention that it wraps."""
 

@@ -95,6 +95,12 @@ class RankParameters:
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
 
+def moment_bytes(config: EngineConfig, parameters: int, wide: int) -> int:
+    """Return the bytes of AdamW's two moments; 8 bits have a float32 scale for 256 elements."""
+    moments = "float32" if config.optimizer is None else config.optimizer.moments
+    return int(2 * parameters * {"float32": float(wide), "bfloat16": 2.0, "int8": 1 + 4 / 256}[moments])
+
+
 def rank_parameters(
     weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, lora: bool = False
 ) -> RankParameters:
@@ -204,7 +210,9 @@ class _Step:
         self.head_forward, self.head_gradient = head
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
         # Whether unreduced gradients are accumulated over micro-batches.
-        self.accumulates = self.micro_batches > 1 and config.gradient_reduction == "per_step"
+        self.accumulates = self.micro_batches > 1 and config.gradient_reduction != "per_microbatch"
+        # Whether each gradient is freed after the update of its weight.
+        self.frees_gradients = self.micro_batches == 1 and config.gradient_reduction == "step_in_backward"
         # Bytes of gradients accumulated by earlier micro-batches: in this rank's shards, and unreduced.
         self.accumulated_shards = self.accumulated_unreduced = 0
         self.layer, self.outside_layers = self.trained.largest_layer, self.trained.outside_layers
@@ -212,7 +220,7 @@ class _Step:
         self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
         self.gradient_shards = masters = self.trained.local * self.shard.wide
         weights = (self.counts.local * self.shard.bytes, masters) if self.frozen else (masters, 0)
-        self.base = MemoryEstimate(*weights, 2 * masters, 0, 0, 0, 0, 0)
+        self.base = MemoryEstimate(*weights, moment_bytes(config, self.trained.local, self.shard.wide), 0, 0, 0, 0, 0)
         if self.micro_batches > 1 and not (self.accumulates and self.sharded):
             self.accumulated_shards = self.gradient_shards
         elif self.accumulates and self.micro_batches > self.in_flight:
@@ -321,7 +329,7 @@ class _Step:
         input_bytes = self._block(self.model.layers[0]).input
         return replace(
             self.base,
-            gradients=self.gradient_shards,
+            gradients=0 if self.frees_gradients else self.gradient_shards,
             gathered=self._gathered(0),
             unreduced=unreduced,
             activations=self.saved(self.stages[0]) // self.first_stage_layers + input_bytes,

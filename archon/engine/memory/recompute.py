@@ -76,11 +76,12 @@ def choose_recompute(
         config: the engine's configuration; its policy is ignored.
         budget: bytes of the largest rank.
         layout: degrees in place of those of `config`.
-        micro_batches: micro-batches of a step; None assumes several.
+        micro_batches: micro-batches of a step; None assumes several, and one if the optimizer steps in the backward.
     """
     layout = layout or parse_layout(config.layout)
     plan, tokens = model.plan(config, layout), config.max_tokens_per_mb
-    micro_batches = micro_batches or MICRO_BATCHES * layout.pp
+    if micro_batches is None:
+        micro_batches = 1 if config.gradient_reduction == "step_in_backward" else MICRO_BATCHES * layout.pp
     blocks = model.args.n_layers if plan is None else max(end - first for first, end in plan.layers)
 
     def choice(first: int) -> RecomputeChoice:

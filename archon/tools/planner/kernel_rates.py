@@ -17,7 +17,7 @@ from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend
 from archon.models.attention.packed.documents import PackedDocuments, cu_seqlens_from_lengths
-from archon.models.attention.registry import runnable_backends
+from archon.models.attention.registry import backends_on
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.matmul import grouped_linear, grouped_weight_gradient
 from archon.models.layers.token_scores import weighted_loss
@@ -120,7 +120,7 @@ def measure_fp8_matmuls(device: torch.device, sizes: KernelSizes) -> float:
 def measure_attention(device: torch.device, dtype: torch.dtype, sizes: KernelSizes) -> dict[str, AttentionRate]:
     """Return the rate of each attention backend that runs here, forward and backward, from two document lengths."""
     rates = {}
-    for backend in runnable_backends(device, dtype):
+    for backend in backends_on(device, dtype):
         points = [(length / 2, _attention_flops(backend, length, device, dtype, sizes)) for length in sizes.lengths]
         rates[backend.name] = fit_attention_rate(*points)
     return rates

@@ -108,10 +108,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/parallel/test_decoder.py::test_the_first_blocks_recompute",),
     ),
     Mutant(
-        "auto recomputes a block more than the memory requires",
+        "auto recomputes every block where fewer suffice",
         "archon/engine/memory/recompute.py",
-        "middle = (low + high) // 2",
-        "middle = (low + high) // 2 + 1",
+        "high, best = middle, trial",
+        "high = middle",
         ("tests/engine/test_recompute.py",),
     ),
     Mutant(

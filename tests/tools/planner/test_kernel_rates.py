@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from archon.models.attention.registry import runnable_backends
+from archon.models.attention.registry import backends_on
 from archon.schema.errors import ConfigError
 from archon.tools.planner.calibrate import measure_kernels
 from archon.tools.planner.hardware import Hardware, read_hardware
@@ -20,7 +20,7 @@ def test_a_gpus_calibration_measures_every_kind_of_kernel() -> None:
     kinds = {"gemm_efficiency", "grouped_gemm_efficiency", "fp8_efficiency", "attention", "head_passes", "launch_s"}
     assert rates.keys() == kinds | {"memory_efficiency"}
     calibrated = Hardware.model_validate(known.model_dump() | rates)
-    assert calibrated.attention.keys() == {backend.name for backend in runnable_backends(CPU, torch.bfloat16)}
+    assert calibrated.attention.keys() == {backend.name for backend in backends_on(CPU, torch.bfloat16)}
     assert calibrated.attention and calibrated.launch_s > 0 and calibrated.head_passes > 0
 
 
