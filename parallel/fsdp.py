@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -69,13 +70,14 @@ def apply_fsdp(
     free_root = reshard_after_forward_policy == "always"
     free_block = free_root if keep_gathered else reshard_after_forward_policy != "never"
     blocks = list(layers.values())
-    if mesh.size() == 1:
-        # One rank gathers nothing, so a block is one unit: hooks of modules inside it would interrupt compiled code.
+    one_process = dist.get_world_size() == 1
+    if one_process:
+        # One process gathers nothing, so a block is one unit: hooks of modules inside it would interrupt compiled code.
         # Parameters with full precision are never cast.
         wide = (module for module in model.modules() if getattr(module, "full_precision", False))
         options["ignored_params"] = {parameter for module in wide for parameter in module.parameters()}
     for block in blocks:
-        if mesh.size() > 1:
+        if not one_process:
             _shard_inside(block, mesh, expert_mesh, free_block, options)
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
     if vision_encoder is not None:

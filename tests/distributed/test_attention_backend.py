@@ -80,5 +80,6 @@ def test_selective_recomputation_keeps_what_the_backend_says(tmp_path: Path) -> 
 
 def test_each_backend_names_its_own_operators() -> None:
     assert saved_ops("naive") == {"aten::bmm"}
-    assert saved_ops("flash") == {"flash_attn::_flash_attn_varlen_forward"}
-    assert saved_ops("auto") == saved_ops("sdpa") | saved_ops("varlen")
+    assert saved_ops("fa4") == {"archon::flash_attention"}
+    assert saved_ops("flash") == {"flash_attn::_flash_attn_varlen_forward", "archon::flash_attention"}
+    assert saved_ops("auto") == saved_ops("sdpa") | saved_ops("varlen") | saved_ops("flash") | saved_ops("fa4")
