@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch is imported. Two workers share two cores, and one thread gives the same sums everywhere.
@@ -121,6 +122,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if not SMOLLM2.available:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape halves of surrogate pairs in a test's output: a worker could not send them."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 class SkipGuard:
