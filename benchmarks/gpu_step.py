@@ -77,12 +77,11 @@ CASES = {
     "prefixes": GpuCase(
         "0.6B", 32, 1024, 768, Aim(UNSHARED, 2), {ARCHON: {}, UNSHARED: {"share_prefixes": False}}, peers=()
     ),
-    # Every second block is recomputed: the activations of all blocks do not fit next to the weights.
     "8B-lora": GpuCase(
         "8B",
         4,
         aim=Aim("tok/s", 13_000),
-        sides={ARCHON: {"activation_checkpoint": {"mode": "selective", "selective": 2}}},
+        sides={ARCHON: {"activation_checkpoint": {"mode": "auto"}}},
         peers=(PEFT,),
         lora=True,
         recompute=True,
@@ -174,18 +173,8 @@ def hardware_name(gpu: str) -> str:
     return next((file for file in known_hardware() if file.partition("-")[0].upper() in gpu), DEFAULT_HARDWARE)
 
 
-class CaseModel(NamedTuple):
-    """The model of a case, from the checkpoint's config alone: family, arguments, and LoRA sizes by matrix."""
-
-    spec: Any
-    args: Any
-    loras: dict[str, Any]
-    work: Any
-    """`MatmulShape` of a step."""
-
-
-def case_model(options: dict[str, Any]) -> CaseModel:
-    """Read the model of a case's checkpoint."""
+def case_work(options: dict[str, Any]) -> Any:
+    """Return the `MatmulShape` of a case, from the config of its checkpoint."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.models.flops import MatmulShape
@@ -194,30 +183,26 @@ def case_model(options: dict[str, Any]) -> CaseModel:
 
     hf_config = read_hf_config(options["checkpoint"])
     spec = get_model_spec(hf_config["model_type"])
-    args = spec.model_args_class.from_hf_config(hf_config)
-    work, loras = MatmulShape.from_args(args), {}
-    if "lora" in options:
-        adapter = spec.state_dict_adapter_class(hf_config)
-        loras = resolve_lora_sizes(adapter, LoRASpec(rank=LORA_RANK))
-        work = replace(work, lora=active_parameters(adapter, loras))
-    return CaseModel(spec, args, loras, work)
+    work = MatmulShape.from_args(spec.model_args_class.from_hf_config(hf_config))
+    if "lora" not in options:
+        return work
+    adapter = spec.state_dict_adapter_class(hf_config)
+    return replace(work, lora=active_parameters(adapter, resolve_lora_sizes(adapter, LoRASpec(rank=LORA_RANK))))
 
 
 def predict_step(options: dict[str, Any], side: str = ARCHON, hardware: str = DEFAULT_HARDWARE) -> PredictedStep:
     """Return the planner's prediction of a side's step on one GPU."""
-    from archon.parallel.layout import ParallelLayout
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.schema.config import EngineConfig
     from archon.tools.planner.hardware import read_hardware
-    from archon.tools.planner.search import Planner
+    from archon.tools.planner.prediction import Batch, predict
 
     fields = {name: options[name] for name in ("dtype", "max_tokens_per_mb")} | options["engines"][side]
     fields |= {"lora": {"rank": LORA_RANK}} if "lora" in options else {}
     config = EngineConfig.parse({"path": options["checkpoint"], **fields})
-    model = case_model(options)
-    planner = Planner(model.spec, model.args, read_hardware(hardware), model.loras or None)
-    documents, seq = len(options["lengths"]), max(options["lengths"])
-    memory = planner.memory_model.estimate_rank(config, ParallelLayout(), 0, documents * seq, 1)
-    return PredictedStep(planner.seconds(config, seq, documents).total, memory.total)
+    batch = Batch(documents=len(options["lengths"]), seq=max(options["lengths"]))
+    prediction = predict(config, read_hf_config(options["checkpoint"]), read_hardware(hardware), batch)
+    return PredictedStep(prediction.seconds.total, prediction.memory.total)
 
 
 def record_prediction(record: Record, side: str, found: PredictedStep, seconds: list[float], tokens: int) -> None:
@@ -270,7 +255,7 @@ def measure_gpu(
     if "num_experts" in config:
         record.setup["routing"] = "natural"
         record.notes.append("routing is natural: every side's own router chooses the experts")
-    work = case_model(options).work.packed(options["lengths"])
+    work = case_work(options).packed(options["lengths"])
     record.missing = dict.fromkeys([*case.sides, *case.peers], PENDING)
     facts: dict[str, dict[str, Any]] = {}
     rates: dict[str, list[float]] = {}
