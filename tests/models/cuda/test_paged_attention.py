@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.models.attention.decode.cache import PagedRows
 from archon.models.attention.decode.paged_cache import PagedCache
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cuda.paged_attention import paged_attention, store_tokens
 from tests.models.cuda.conftest import INTERPRETED
 
@@ -29,7 +29,7 @@ class Pages:
     ) -> None:
         counts = [-(-length // page_size) for length in LENGTHS]
         cache = PagedCache([rows], sum(counts) + 3, page_size, dtype, device)
-        self.paged = cache.layers[0]
+        self.paged = cache.layers[LayerIndex(0)]
         for stored in self.paged.stored:
             stored.fill_(7)
         order = np.random.default_rng(0).permutation(cache.n_pages)
