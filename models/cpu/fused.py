@@ -187,11 +187,11 @@ def _run(plain: Function, eager: Function, function: type[torch.autograd.Functio
     return function.apply(*args) if torch.is_grad_enabled() else eager(*args)
 
 
-def _has_cuda_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Return whether one kernel of `archon.models.cuda.elementwise` computes a layer of x: without gradients."""
+def _has_cuda_kernel(x: Tensor, weight: Tensor | None = None, *, with_gradient: bool = False) -> bool:
+    """Return whether one kernel of `archon.models.cuda.elementwise` computes a layer of x, outside compiled code."""
     return (
         x.is_cuda
-        and not torch.is_grad_enabled()
+        and (with_gradient or not torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
         and x.dtype.itemsize <= 4
         and x.stride(-1) == 1
@@ -238,7 +238,7 @@ def norm_and_rotate(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
-    if gate.dim() == 2 and _has_cuda_kernel(gate) and up.stride(-1) == 1:
+    if gate.dim() == 2 and _has_cuda_kernel(gate, up, with_gradient=True) and up.stride(-1) == 1:
         from archon.models.cuda.elementwise import swiglu as kernel
 
         fused: Tensor = kernel(gate, up)

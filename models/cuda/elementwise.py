@@ -1,4 +1,4 @@
-"""Norms, rotations and SwiGLU without gradients, one kernel each, for the small batches of a decode step.
+"""Norms, rotations and SwiGLU, one kernel each; only SwiGLU has a gradient.
 
 Results are rounded where the functions of `archon.models.cpu.fused` round them.
 """
@@ -100,6 +100,23 @@ def _swiglu(Gate, Up, Out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
     tl.store(Out + row * width + column, (activated * up).to(Out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _swiglu_backward(Grad, Gate, Up, GateGrad, UpGrad, grad_stride, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dtype: tl.constexpr = Gate.dtype.element_ty
+    grad = tl.load(Grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(Gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(Up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    activated = (gate * sigmoid).to(dtype).to(tl.float32)
+    tl.store(UpGrad + row * width + column, (activated * grad).to(dtype), mask=inside)
+    # d(g s(g))/dg = s (1 + g (1 - s))
+    activated_grad = (grad * up).to(dtype).to(tl.float32)
+    gate_grad = activated_grad * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(GateGrad + row * width + column, gate_grad.to(dtype), mask=inside)
+
+
 @torch.library.custom_op("archon::norm_and_rotate", mutates_args=())
 def norm_and_rotate(
     x: Tensor,
@@ -159,18 +176,50 @@ def _(x: Tensor, *args: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _swiglu_launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the options of a kernel on x [n, d]."""
+    block = min(1024, triton.next_power_of_2(x.shape[1]))
+    return (x.shape[0], triton.cdiv(x.shape[1], block)), {"BLOCK": block, "num_warps": 4}
+
+
 @torch.library.custom_op("archon::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate and up [n, d], dense in the last dimension."""
+    """Return silu(gate) * up for gate and up [n, d], dense in the last dimension. Differentiable."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    n_rows, width = gate.shape
-    block = min(1024, triton.next_power_of_2(width))
-    _swiglu[n_rows, triton.cdiv(width, block)](
-        gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=block, num_warps=4
-    )
+    grid, options = _swiglu_launch(gate)
+    _swiglu[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], **options)
     return out
 
 
 @swiglu.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+@torch.library.custom_op("archon::swiglu_backward", mutates_args=())
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up of `swiglu`, for grad [n, d]."""
+    if grad.stride(1) != 1:
+        grad = grad.contiguous()
+    gate_grad, up_grad = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    grid, options = _swiglu_launch(gate)
+    strides = grad.stride(0), gate.stride(0), up.stride(0)
+    _swiglu_backward[grid](grad, gate, up, gate_grad, up_grad, *strides, gate.shape[1], **options)
+    return gate_grad, up_grad
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate_grad, up_grad = swiglu_backward(grad, *ctx.saved_tensors)
+    return gate_grad, up_grad
+
+
+swiglu.register_autograd(_swiglu_grad, setup_context=_save_inputs)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.models.layers.matmul import grouped_linear, grouped_weight_gradient, matmul_nt, mm
+from archon.models.layers.matmul import group_ends, grouped_linear, grouped_weight_gradient, matmul_nt, mm
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fp8 import MULTIPLE, Fp8Scaling
 from archon.parallel.torch_private import scaled_grouped_mm
@@ -179,7 +179,7 @@ def _grouped(left: Quantized, right: Quantized, counts: Tensor, dtype: torch.dty
         _contiguous(right.values).transpose(-2, -1),
         left.scale.reciprocal().flatten(),
         right.scale.reciprocal().expand(experts, n, 1).flatten(1).contiguous(),
-        offs=counts.cumsum(0).to(torch.int32),
+        offs=group_ends(counts),
         out_dtype=dtype,
         use_fast_accum=True,
     )

@@ -238,16 +238,21 @@ def padded_group_width(width: int, x: Tensor) -> int:
     return -(-width // step) * step
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def group_ends(counts: Tensor) -> Tensor:
+    """Return the end of each group of rows, int32 [E], from the number of its rows, int64 [E]."""
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None = None) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their expert's matrix of [E, out, in]: [N, out].
 
     The first counts[0] rows belong to expert 0, and so on. `grouped_mm` needs no host synchronization on the counts; a
-    loop covers the shapes that it does not support.
+    loop covers the shapes that it does not support. `ends` are `group_ends` of the counts, if they are known.
     """
     if not supports_grouped_mm(x, *weight.shape[1:]):
         parts = x.split(counts.tolist())
         return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends(counts) if ends is None else ends)
 
 
 def grouped_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -259,4 +264,4 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         sizes = counts.tolist()
         pairs = zip(grad.split(sizes), x.split(sizes), strict=True)
         return torch.stack([grad_rows.t() @ x_rows for grad_rows, x_rows in pairs])
-    return F.grouped_mm(grad.contiguous().t(), x, offs=counts.cumsum(0).to(torch.int32))
+    return F.grouped_mm(grad.contiguous().t(), x, offs=group_ends(counts))

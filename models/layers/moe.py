@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated_activation, get_activation
 from archon.models.layers.fp8 import fp8_grouped_linear
 from archon.models.layers.linear import Linear, Role
-from archon.models.layers.matmul import grouped_linear
+from archon.models.layers.matmul import group_ends, grouped_linear
 from archon.models.layers.spec import FeedForwardSpec
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.mapping import LoRAMapping
@@ -196,6 +196,10 @@ class Router(ConversionHook):
         experts, replayed, changed = self._choose(scores), None, None
         if routed_experts is not None:
             experts, replayed, changed = _replay(experts, routed_experts, valid_mask)
+        recorded = None if torch.is_grad_enabled() else experts
+        if _has_kernels(p):
+            weights, *sums = self._weigh_by_kernel(p, experts, valid_mask, x.dtype)
+            return weights, experts, RouterStats(*sums, replayed, changed, recorded)
         # 2. Weigh them by their scores, without the bias.
         weights = p.gather(-1, experts)
         if self.spec.normalize:
@@ -207,8 +211,18 @@ class Router(ConversionHook):
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
         kept = p if valid_mask is None else p * ones
         tokens = p.new_full((), p.shape[0]) if valid_mask is None else ones.sum()
-        recorded = None if torch.is_grad_enabled() else experts
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens, replayed, changed, recorded)
+
+    def _weigh_by_kernel(
+        self, p: Tensor, experts: Tensor, valid_mask: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the weights [T, k] of the chosen experts, and counts, probabilities and tokens of `RouterStats`."""
+        from archon.models.cuda.experts import route
+
+        spec = self.spec
+        weights, sums = route(p, experts, valid_mask, spec.normalize, spec.normalize_epsilon, spec.scale, dtype)
+        counts, probabilities, tokens = sums.sum(0).split([p.shape[1], p.shape[1], 1])
+        return weights, counts.detach(), probabilities, tokens.detach().squeeze(0)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] in at least float32, rounded to the dtype of x first unless `fp32_logits`."""
@@ -226,6 +240,11 @@ class Router(ConversionHook):
             excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = groups.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(self.spec.top_k, dim=-1).indices
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether kernels of `archon.models.cuda.experts` compute with the dtype of x on its device."""
+    return x.is_cuda and x.dtype.itemsize <= 4
 
 
 def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +304,8 @@ class GroupedExperts(nn.Module):
         groups = counts
         if lora_names:
             counts = groups.unflatten(0, (-1, len(lora_names) + 1)).sum(1)
-        product = partial(self._product, counts=counts, groups=groups, lora_names=lora_names)
+        ends = group_ends(counts)
+        product = partial(self._product, counts=counts, ends=ends, groups=groups, lora_names=lora_names)
         gate, up = (product(x, matrix) for matrix in ("w1", "w3"))
         if self.b1 is None:
             return product(gated_activation(self.act, gate, up), "w2")
@@ -311,11 +331,13 @@ class GroupedExperts(nn.Module):
     def _compute_eager(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...]) -> Tensor:
         return self._compute(x, counts, lora_names)
 
-    def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, lora_names: tuple[str, ...]) -> Tensor:
+    def _product(
+        self, x: Tensor, matrix: str, counts: Tensor, ends: Tensor, groups: Tensor, lora_names: tuple[str, ...]
+    ) -> Tensor:
         """Multiply rows x [N, in] by their experts' matrix, plus the LoRA term: [N, out]."""
         weight = local(getattr(self, matrix))
         if self.fp8 is None:
-            out = grouped_linear(x, weight, counts)
+            out = grouped_linear(x, weight, counts, ends)
         else:
             out = fp8_grouped_linear(x, weight, counts, self.fp8[matrix])
         if self.lora is None or matrix not in self.lora:
@@ -394,21 +416,29 @@ class MoE(nn.Module):
         """Return [T, dim] for x [T, dim], weights and experts [T, k], and LoRA indices `ids` [T]."""
         # 1. Sort the T k (token, expert) pairs by expert, then by LoRA.
         groups = experts if ids is None else experts * (len(lora_names) + 1) + ids.unsqueeze(1)
+        n_groups = self.experts.n_experts * (len(lora_names) + 1)
+        if _has_kernels(x):
+            from archon.models.cuda.experts import gather_rows, group_rows, sum_rows
+
+            positions, counts = group_rows(groups, n_groups)
+            rows = gather_rows(x, positions)
+            return sum_rows(self._run_experts(rows, counts, lora_names), weights, positions)
         group_ids = groups.flatten()
         order = group_ids.argsort(stable=True)
-        n_groups = self.experts.n_experts * (len(lora_names) + 1)
         counts = torch.zeros(n_groups, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, group_ids, torch.ones_like(group_ids))
-        rows = x.index_select(0, order // experts.shape[1])
-        # 2. Run the experts, on their ranks under expert parallelism.
-        if self.ep is None:
-            out = self.experts(rows, counts, lora_names)
-        else:
-            rows, counts, routes = self.ep.dispatch(rows, counts)
-            out = self.ep.combine(self.experts(rows, counts, lora_names), routes)
+        # 2. Run the experts on the rows of the pairs.
+        out = self._run_experts(x.index_select(0, order // experts.shape[1]), counts, lora_names)
         # 3. Undo the sort and sum each token's k outputs by weight.
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
+
+    def _run_experts(self, rows: Tensor, counts: Tensor, lora_names: tuple[str, ...]) -> Tensor:
+        """Return the experts' outputs [n, dim] for sorted rows [n, dim], on their ranks under expert parallelism."""
+        if self.ep is None:
+            return self.experts(rows, counts, lora_names)
+        rows, counts, routes = self.ep.dispatch(rows, counts)
+        return self.ep.combine(self.experts(rows, counts, lora_names), routes)
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:

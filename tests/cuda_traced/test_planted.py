@@ -69,7 +69,7 @@ class Planted:
         monkeypatch.setattr(self.owner, self.function, made[self.function])
 
 
-ROWS_OF_EXPERTS = "rows = x.index_select("
+ROWS_OF_EXPERTS = "rows = gather_rows(x"
 SLOT_ROWS = "torch.from_numpy(slot_rows.reshape(-1))"
 RETURNS = "options: Any) -> Any:"
 PLANTED = {
@@ -94,8 +94,8 @@ PLANTED = {
     "offsets of experts are on the CPU": Planted(
         moe,
         "grouped_linear",
-        "offs=counts.cumsum(0).to(torch.int32)",
-        "offs=torch.arange(len(counts)).int()",
+        "group_ends(counts) if ends is None else ends",
+        "torch.arange(len(counts)).int()",
         forward("qwen3_moe"),
         MixedDevicesError,
         "aten._grouped_mm.default in archon.models.layers.matmul.grouped_linear",
@@ -104,7 +104,7 @@ PLANTED = {
         MoE,
         "_apply_experts",
         ROWS_OF_EXPERTS,
-        f"counts.max().item()\n    {ROWS_OF_EXPERTS}",
+        f"counts.max().item()\n        {ROWS_OF_EXPERTS}",
         forward("qwen3_moe"),
         HostWaitError,
         "aten._local_scalar_dense",
@@ -113,15 +113,15 @@ PLANTED = {
         MoE,
         "_apply_experts",
         ROWS_OF_EXPERTS,
-        f"(group_ids == 0).nonzero()\n    {ROWS_OF_EXPERTS}",
+        f"(groups == 0).nonzero()\n        {ROWS_OF_EXPERTS}",
         forward("qwen3_moe"),
         HostWaitError,
         "aten.nonzero",
     ),
     "each layer copies a constant to the device": Planted(
         Router,
-        "forward",
-        "p.new_full((), p.shape[0])",
+        "_weigh_by_kernel",
+        "tokens.detach().squeeze(0)",
         "p.new_tensor(float(p.shape[0]))",
         forward("qwen3_moe"),
         HostWaitError,

@@ -175,6 +175,37 @@ def cuda_trace() -> Iterator[CudaTrace]:
         yield trace
 
 
+def run_backward(out: Tensor, grad: Tensor) -> dict[Tensor, Tensor]:
+    """Run the backward pass of a result in this thread, node by node. Returns the gradients of the leaves.
+
+    PyTorch's engine would run it in a thread of the device.
+    """
+    nodes, seen, stack = [], set(), [(out.grad_fn, False)]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            nodes.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack += [(node, True), *((before, False) for before, _ in node.next_functions)]
+    pending: dict[Any, dict[int, Tensor]] = {out.grad_fn: {out.output_nr: grad}}
+    leaves = {}
+    for node in reversed(nodes):
+        grads = pending.pop(node, None)
+        if grads is None:
+            continue
+        if hasattr(node, "variable"):
+            leaves[node.variable] = grads[0]
+            continue
+        results = getattr(node, "apply", node)(*(grads.get(i) for i in range(len(node._input_metadata))))
+        results = results if isinstance(results, tuple) else (results,)
+        for (before, index), result in zip(node.next_functions, results, strict=False):
+            if before is not None and result is not None:
+                slots = pending.setdefault(before, {})
+                slots[index] = slots[index] + result if index in slots else result
+    return leaves
+
+
 def require_on_cuda(result: Any) -> None:
     """Raise AssertionError for a tensor of a result that is not on the device."""
     for x in tree_leaves(result):

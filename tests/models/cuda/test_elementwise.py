@@ -50,6 +50,14 @@ def test_a_wide_norm_of_rows(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_swiglu(device: torch.device, dtype: torch.dtype) -> None:
     joint = torch.randn(4, 2 * 37).to(device, dtype) * 3
-    gate, up = joint.split(37, dim=-1)
-    expected = plain_swiglu(gate.double(), up.double())
-    torch.testing.assert_close(swiglu(gate, up).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    wide = joint.double().requires_grad_()
+    joint.requires_grad_()
+    out, expected = swiglu(*joint.split(37, dim=-1)), plain_swiglu(*wide.split(37, dim=-1))
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for grad in (torch.randn(4, 37).to(device, dtype), torch.randn(4, 1).to(device, dtype).expand(4, 37)):
+        joint.grad = wide.grad = None
+        out.backward(grad, retain_graph=True)
+        expected.backward(grad.double(), retain_graph=True)
+        assert joint.grad is not None and wide.grad is not None
+        # The gradient of gate rounds grad * up first.
+        torch.testing.assert_close(joint.grad.double(), wide.grad, rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])

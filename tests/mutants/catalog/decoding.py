@@ -75,6 +75,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_replica.py::test_joined_projections_follow_updates",),
     ),
     Mutant(
+        "SwiGLU's kernel has the slope of a sigmoid",
+        "models/cuda/elementwise.py",
+        "gate_grad = activated_grad * sigmoid * (1 + gate * (1 - sigmoid))",
+        "gate_grad = activated_grad * sigmoid * (1 - sigmoid)",
+        (f"{_ELEMENTWISE}::test_swiglu",),
+    ),
+    Mutant(
         "a fused rotation pairs neighbors as halves",
         "models/cuda/elementwise.py",
         "second = first + 1 if INTERLEAVED else first + HALF",

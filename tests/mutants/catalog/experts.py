@@ -6,6 +6,7 @@ from tests.mutants.catalog.known_tests import FURTHER_MATRIX
 from tests.mutants.mutant import Mutant
 
 ROUTER = "tests/models/test_router.py"
+KERNELS, KERNEL_TESTS = "models/cuda/experts.py", "tests/models/cuda/test_experts.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -112,5 +113,68 @@ MUTANTS: tuple[Mutant, ...] = (
         "    wide = torch.promote_types(bias.dtype, torch.float32)\n    return x +",
         "    wide = x.dtype\n    return x +",
         (f"{ROUTER}::test_rows_of_expert_biases_are_added_up_in_float32_on_any_device",),
+    ),
+    Mutant(
+        "the kernel's sort is not stable",
+        KERNELS,
+        "(other[None, :] < pair[:, None])",
+        "(other[None, :] > pair[:, None])",
+        (f"{KERNEL_TESTS}::test_pairs_are_sorted_stably",),
+    ),
+    Mutant(
+        "the kernel's sort counts from the end of a group, not of the block before",
+        KERNELS,
+        "before = group * n_blocks + block - 1",
+        "before = group * n_blocks + block",
+        (f"{KERNEL_TESTS}::test_pairs_are_sorted_stably",),
+    ),
+    Mutant(
+        "the kernel sums the rows of a token without weights",
+        KERNELS,
+        "row *= tl.load(Weights + token * TOP_K + choice)",
+        "row *= 1.0 + 0 * tl.load(Weights + token * TOP_K + choice)",
+        (f"{KERNEL_TESTS}::test_rows_are_gathered_and_summed",),
+    ),
+    Mutant(
+        "the kernel's gradient of a weight is that of the first columns",
+        KERNELS,
+        "product += grad * row\n",
+        "product = grad * row\n",
+        (f"{KERNEL_TESTS}::test_rows_are_gathered_and_summed",),
+    ),
+    Mutant(
+        "the kernel's routing weights are divided by a sum without epsilon",
+        KERNELS,
+        "total = tl.sum(weight, 1) + epsilon",
+        "total = tl.sum(weight, 1)",
+        (f"{KERNEL_TESTS}::test_routing",),
+    ),
+    Mutant(
+        "the kernel's gradient of a score leaves out the sum that it is divided by",
+        KERNELS,
+        "slope = tl.sum(weights_grad * p, 1) / total",
+        "slope = tl.sum(weights_grad * p, 1) * 0",
+        (f"{KERNEL_TESTS}::test_routing",),
+    ),
+    Mutant(
+        "the kernel's gradient of a score leaves out the scale",
+        KERNELS,
+        "p_grad = (grad_k - slope) / total * scale",
+        "p_grad = (grad_k - slope) / total",
+        (f"{KERNEL_TESTS}::test_routing",),
+    ),
+    Mutant(
+        "the kernel counts a shared token's choices once",
+        KERNELS,
+        "tl.where(expert_k[:, None] == column[None, :], count[:, None], 0.0)",
+        "tl.where(expert_k[:, None] == column[None, :], 1.0, 0.0)",
+        (f"{KERNEL_TESTS}::test_routing",),
+    ),
+    Mutant(
+        "the kernel's gradient of shared tokens' probabilities counts them once",
+        KERNELS,
+        "grad += count[:, None] * tl.load(sums",
+        "grad += inside.to(tl.float32)[:, None] * tl.load(sums",
+        (f"{KERNEL_TESTS}::test_routing",),
     ),
 )
