@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -47,26 +48,41 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Documents with queries at tokens `query_rows` and keys at tokens `key_rows`, int64."""
+    """Documents whose queries and keys are some of T tokens. No token is a query of two documents.
+
+    Attributes:
+        queries: boundaries of the documents' queries.
+        keys: boundaries of the documents' keys.
+        query_rows: int64 [N], tokens of the queries.
+        key_rows: int64 [M], tokens of the keys.
+        query_slots: int32 [T], the index of each token among the N queries, or -1.
+        key_starts: int32 [T + 1], where the `key_positions` of each token start.
+        key_positions: int32 [M], indices of the M keys, sorted by token.
+    """
 
     queries: Bounds
     keys: Bounds
     query_rows: Tensor
     key_rows: Tensor
-
-    def select(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the documents' queries, keys and values."""
-        return q.index_select(0, self.query_rows), k.index_select(0, self.key_rows), v.index_select(0, self.key_rows)
+    query_slots: Tensor
+    key_starts: Tensor
+    key_positions: Tensor
 
     @classmethod
-    def from_spans(cls, queries: Sequence[Spans], keys: Sequence[Spans], device: torch.device) -> Part:
-        """Return the documents of these spans of tokens."""
+    def from_spans(cls, queries: Sequence[Spans], keys: Sequence[Spans], tokens: int, device: torch.device) -> Part:
+        """Return the documents of these spans of `tokens` tokens."""
         bounds, rows = list[Bounds](), list[Tensor]()
         for side in (queries, keys):
             bounds.append(Bounds.from_lengths([sum(length for _, length in spans) for spans in side], device))
-            spans = [torch.arange(first, first + length) for document in side for first, length in document]
-            rows.append(to_device_async(torch.cat(spans), device))
-        return cls(bounds[0], bounds[1], rows[0], rows[1])
+            rows.append(
+                torch.cat([torch.arange(first, first + length) for document in side for first, length in document])
+            )
+        slots = torch.full((tokens,), -1).index_copy_(0, rows[0], torch.arange(len(rows[0])))
+        starts = F.pad(rows[1].bincount(minlength=tokens).cumsum(0), (1, 0))
+        # One copy to the device for all.
+        lookups = torch.cat((slots, starts, rows[1].argsort(stable=True))).int()
+        on_device = to_device_async(lookups, device).split([tokens, tokens + 1, len(rows[1])])
+        return cls(bounds[0], bounds[1], *(to_device_async(x, device) for x in rows), *on_device)
 
 
 class Cascade:
@@ -102,13 +118,14 @@ class Cascade:
         if not after:
             return None
         queries, keys = ([[self._spans[run] for run in runs] for runs in some] for some in (after.values(), after))
-        return Part.from_spans(queries, keys, self.device)
+        return Part.from_spans(queries, keys, self.tokens, self.device)
 
     def expand_window(self, window: int) -> Part:
         """Return each run with its keys and the end of its context, as far as a window reaches."""
         if window not in self._expanded:
             keys = [[*self._tail(path, window - 1), run] for path, run in zip(self._paths, self._spans, strict=True)]
-            self._expanded[window] = Part.from_spans([[span] for span in self._spans], keys, self.device)
+            queries = [[span] for span in self._spans]
+            self._expanded[window] = Part.from_spans(queries, keys, self.tokens, self.device)
         return self._expanded[window]
 
     def _tail(self, path: tuple[int, ...], tokens: int) -> list[tuple[int, int]]:
@@ -147,7 +164,9 @@ def cascade_attention(
         first = tokens.stop
     if first == len(q):
         return torch.cat(outs)
-    q, k, v, run_bounds = q[first:], k[first:], v[first:], cascade.run_bounds
+    if first:
+        q, k, v = q[first:], k[first:], v[first:]
+    run_bounds = cascade.run_bounds
     if cascade.contexts is None:
         outs.append(attend(q, k, v, make_kernel(run_bounds, run_bounds, spec)))
     elif spec.window is not None:
@@ -181,43 +200,85 @@ class _Merged(torch.autograd.Function):
         run_kernel: KernelWithLse,
         context_kernel: KernelWithLse,
     ) -> Tensor:
-        queries, keys = part.query_rows, part.key_rows
         run_out, run_lse = run_kernel.forward(q, k, v)
-        out, context_lse = context_kernel.forward(*part.select(q, k, v))
-        for lse, tokens in ((run_lse, len(q)), (context_lse, len(queries))):
+        context_out, context_lse = context_kernel.forward(*_select(part, q, k, v))
+        for lse, tokens in ((run_lse, len(q)), (context_lse, len(part.query_rows))):
             assert lse.shape == (q.shape[1], tokens), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
-        lse = run_lse.index_copy(1, queries, torch.logaddexp(run_lse.index_select(1, queries), context_lse))
-        if sinks is not None:
-            lse = add_sinks(lse, sinks)
-        merged = run_out * _merge_weight(run_lse, lse)
-        merged.index_add_(0, queries, out * _merge_weight(context_lse, lse.index_select(1, queries)))
-        merged = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, merged, lse, queries, keys)
+        merged, lse = _merge(part, run_out, run_lse, context_out, context_lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, merged, lse)
         ctx.constants = part, run_kernel, context_kernel
         return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, queries, keys = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         part, run_kernel, context_kernel = ctx.constants
         grad = grad.contiguous()
         grads = run_kernel.backward(grad, q, k, v, out, lse)
-        context_grads = context_kernel.backward(
-            grad.index_select(0, queries),
-            *part.select(q, k, v),
-            out.index_select(0, queries),
-            lse.index_select(1, queries),
-        )
-        # Keys and queries in several parts sum their gradients.
-        sums = [
-            run_grad.to(lse.dtype).index_add_(0, rows, context_grad.to(lse.dtype)).to(run_grad.dtype)
-            for run_grad, context_grad, rows in zip(grads, context_grads, (queries, keys, keys), strict=True)
-        ]
+        context_q, context_k, context_v, *results = _select(part, q, k, v, grad, out, lse)
+        context_grads = context_kernel.backward(results[0], context_q, context_k, context_v, *results[1:])
+        sums = _add_grads(part, grads, context_grads, lse.dtype)
         dsinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
         return *sums, dsinks, None, None, None
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether kernels of `archon.models.cuda.prefixes` compute with the dtype of x on its device."""
+    return x.is_cuda and x.dtype.itemsize <= 4
+
+
+def _select(part: Part, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> list[Tensor]:
+    """Return the queries, keys and values of a part, and grad and out [N, H, E] and lse [H, N], if there are any."""
+    queries, keys = part.query_rows, part.key_rows
+    if _has_kernels(q):
+        from archon.models.cuda.prefixes import select_context
+
+        selected: list[Tensor] = select_context(q, k, v, queries, keys, list(results))
+        return selected
+    inputs = q.index_select(0, queries), k.index_select(0, keys), v.index_select(0, keys)
+    return [*inputs, *(x.index_select(dim, queries) for x, dim in zip(results, (0, 0, 1), strict=False))]
+
+
+def _merge(
+    part: Part, run_out: Tensor, run_lse: Tensor, context_out: Tensor, context_lse: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention [T, H, E] and its log-sum-exp [H, T] over runs and contexts, from both over each."""
+    if _has_kernels(run_out):
+        from archon.models.cuda.prefixes import merge_context
+
+        merged: tuple[Tensor, Tensor] = merge_context(
+            run_out, run_lse, context_out, context_lse, part.query_slots, sinks
+        )
+        return merged
+    queries = part.query_rows
+    lse = run_lse.index_copy(1, queries, torch.logaddexp(run_lse.index_select(1, queries), context_lse))
+    if sinks is not None:
+        lse = add_sinks(lse, sinks)
+    out = run_out * _merge_weight(run_lse, lse)
+    out.index_add_(0, queries, context_out * _merge_weight(context_lse, lse.index_select(1, queries)))
+    return out.to(run_out.dtype), lse
 
 
 def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:
     """Return the weight [T, H, 1] of a partial result with log-sum-exp lse [H, T]."""
     return (lse - merged).exp().t().unsqueeze(-1)
+
+
+def _add_grads(
+    part: Part, grads: Sequence[Tensor], context_grads: Sequence[Tensor], wide: torch.dtype
+) -> Sequence[Tensor]:
+    """Return the gradients of q, k and v: those of the runs plus those of the contexts, summed in `wide`."""
+    if _has_kernels(grads[0]):
+        from archon.models.cuda.prefixes import add_context_grads
+
+        sums = [x.contiguous() for x in grads]
+        add_context_grads(*sums, [*context_grads], part.query_slots, part.key_starts, part.key_positions)
+        return sums
+    # Keys and queries in several parts sum their gradients.
+    return [
+        run_grad.to(wide).index_add_(0, rows, context_grad.to(wide)).to(run_grad.dtype)
+        for run_grad, context_grad, rows in zip(
+            grads, context_grads, (part.query_rows, part.key_rows, part.key_rows), strict=True
+        )
+    ]

@@ -286,8 +286,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the backward of a context's kernel is given its own log-sum-exp, not the merged one",
         "models/attention/prefix/cascade.py",
-        "ctx.save_for_backward(q, k, v, sinks, merged, lse, queries, keys)",
-        "ctx.save_for_backward(q, k, v, sinks, merged, run_lse, queries, keys)",
+        "ctx.save_for_backward(q, k, v, sinks, merged, lse)",
+        "ctx.save_for_backward(q, k, v, sinks, merged, run_lse)",
         (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-answers-None-None-plain]",),
     ),
     Mutant(
@@ -345,5 +345,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "column = sinks.to(scores.dtype).expand(",
         "scores = scores.to(sinks.dtype).to(scores.dtype)\n    column = sinks.to(scores.dtype).expand(",
         ("tests/models/test_sinks.py::test_narrow_sinks_round_no_score",),
+    ),
+    Mutant(
+        "contexts' kernel weighs a context as if the run were all",
+        "models/cuda/prefixes.py",
+        "context * tl.exp(context_lse - lse)[:, None]",
+        "context * tl.exp(context_lse - run_lse)[:, None]",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
+    ),
+    Mutant(
+        "contexts' kernel leaves the context out of the log-sum-exp",
+        "models/cuda/prefixes.py",
+        "+ tl.exp(context_lse - top)",
+        "+ 0.0 * tl.exp(context_lse - top)",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
+    ),
+    Mutant(
+        "contexts' kernel adds no sinks",
+        "models/cuda/prefixes.py",
+        "+ tl.exp(sink - top))",
+        "+ 0.0 * tl.exp(sink - top))",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
+    ),
+    Mutant(
+        "contexts' kernel selects log-sum-exps of the first tokens",
+        "models/cuda/prefixes.py",
+        "lse = tl.load(Lse + head * n_tokens + row,",
+        "lse = tl.load(Lse + head * n_tokens + index,",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
+    ),
+    Mutant(
+        "contexts' kernel adds the gradient of one context to a key of several",
+        "models/cuda/prefixes.py",
+        "for index in range(start, stop):",
+        "for index in range(start, start + 1):",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
+    ),
+    Mutant(
+        "contexts' kernel drops the gradient of the first query",
+        "models/cuda/prefixes.py",
+        "    if slot >= 0:\n        for first",
+        "    if slot > 0:\n        for first",
+        ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
     ),
 )
