@@ -16,20 +16,22 @@ pytestmark = pytest.mark.cuda_traced
 
 
 @pytest.mark.parametrize(
-    ("window", "has_sinks", "before", "launches"),
-    # Without kernels that select and merge, and with them; 4 are attention, without a context 2.
-    [(None, False, 40, 8), (None, True, 49, 16), (45, False, 11, 8)],
-    ids=["causal", "sinks", "window"],
+    ("prefix", "window", "has_sinks", "before", "launches"),
+    # Without kernels that select and merge, and with them; 4 are attention, with a window 2. Short documents are trees.
+    [(160, None, False, 40, 8), (40, None, False, 45, 8), (160, None, True, 49, 16), (160, 45, False, 11, 8)],
+    ids=["causal", "trees", "sinks", "window"],
 )
-def test_launches(traced: Callable[..., None], window: int | None, has_sinks: bool, before: int, launches: int) -> None:
+def test_launches(
+    traced: Callable[..., None], prefix: int, window: int | None, has_sinks: bool, before: int, launches: int
+) -> None:
     traced("", "varlen", f"shared prefixes: {launches} launches a layer; {before} without kernels")
     documents = [
-        torch.cat([torch.arange(160) + prompt, torch.arange(40) + 9 * answer])
+        torch.cat([torch.arange(prefix) + prompt, torch.arange(20) + 9 * answer])
         for prompt in (0, 1)
         for answer in range(4)
     ]
-    shared = shared_prefixes(torch.cat(documents), [200] * 8)
-    assert shared is not None and not shared.trees
+    shared = shared_prefixes(torch.cat(documents), [prefix + 20] * 8)
+    assert shared is not None and bool(shared.trees) == (prefix == 40)
     with cuda_trace() as trace:
         q, k, v = (
             torch.empty(len(shared.rows), heads, 16, device=CUDA, dtype=torch.bfloat16, requires_grad=True)

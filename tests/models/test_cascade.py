@@ -114,7 +114,7 @@ def test_attention_and_gradients_are_those_of_whole_documents(
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     whole = (x.index_select(0, shared.gather_index) for x in qkv)
     expected = NaiveAttention().attend_packed(*whole, documents_of(lengths), spec)
-    found = cascade_attention(*qkv, shared.cascade, shared.trees, spec, attend_whole, MathKernel)
+    found = cascade_attention(*qkv, shared.cascade, spec, attend_whole, MathKernel)
     check(found.index_select(0, shared.gather_index), expected, [*qkv, sinks])
 
 
@@ -134,7 +134,5 @@ def test_padding_is_one_more_run() -> None:
     padded: SharedPrefixes = shared.padded(5)
     spec, qkv = AttentionSpec(SCALE), draw(len(shared.rows) + 5)
     given = attend_whole, MathKernel
-    expected = cascade_attention(*(x[:-5] for x in qkv), shared.cascade, shared.trees, spec, *given)
-    torch.testing.assert_close(
-        cascade_attention(*qkv, padded.cascade, padded.trees, spec, *given)[:-5], expected, rtol=0, atol=0
-    )
+    expected = cascade_attention(*(x[:-5] for x in qkv), shared.cascade, spec, *given)
+    torch.testing.assert_close(cascade_attention(*qkv, padded.cascade, spec, *given)[:-5], expected, rtol=0, atol=0)

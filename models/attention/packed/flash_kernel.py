@@ -102,7 +102,7 @@ class FlashKernelBackend(AttentionBackend):
 
     def attend_prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
         """See `AttentionBackend.attend_prefixed`."""
-        return cascade_attention(q, k, v, shared.cascade, shared.trees, spec, _attend, self.kernel)
+        return cascade_attention(q, k, v, shared.cascade, spec, _attend, self.kernel)
 
 
 # One operator, which torch.compile does not trace. Its arguments rebuild the kernel.

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from archon.models.attention.packed.documents import check_lengths, cu_seqlens_from_lengths
-from archon.models.attention.prefix.tree import Trees, tree_attention
 from archon.models.attention.sinks import KernelWithLse, add_sinks, sinks_grad
+from archon.models.attention.spans import ranges
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.transfer import to_device_async
 
@@ -74,9 +74,8 @@ class Part:
         bounds, rows = list[Bounds](), list[Tensor]()
         for side in (queries, keys):
             bounds.append(Bounds.from_lengths([sum(length for _, length in spans) for spans in side], device))
-            rows.append(
-                torch.cat([torch.arange(first, first + length) for document in side for first, length in document])
-            )
+            firsts, lengths = zip(*(span for document in side for span in document), strict=True)
+            rows.append(torch.from_numpy(ranges(firsts, lengths)))
         slots = torch.full((tokens,), -1).index_copy_(0, rows[0], torch.arange(len(rows[0])))
         starts = F.pad(rows[1].bincount(minlength=tokens).cumsum(0), (1, 0))
         # One copy to the device for all.
@@ -86,21 +85,16 @@ class Part:
 
 
 class Cascade:
-    """Runs of tokens outside trees, numbered from the end of the trees; each part is built once.
+    """Runs of tokens, each after a context of other runs, also in trees; each part is built once.
 
-    `parents` is documented in `archon.models.attention.prefix.plan.SharedPrefixes`; `in_trees` counts tokens in trees.
+    `parents` is documented in `archon.models.attention.prefix.plan.SharedPrefixes`.
     """
 
-    def __init__(self, parents: Sequence[tuple[int, int, int]], in_trees: int, device: torch.device) -> None:
+    def __init__(self, parents: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self.device, self.tokens = device, sum(length for _, length, _ in parents)
-        self._spans, self._paths = list[tuple[int, int]](), list[tuple[int, ...]]()
-        number: dict[int, int] = {}
-        for run, (first, length, parent) in enumerate(parents):
-            if first >= in_trees:
-                number[run] = len(self._spans)
-                above = () if parent < 0 else (*self._paths[number[parent]], number[parent])
-                self._paths.append(above)
-                self._spans.append((first - in_trees, length))
+        self._spans, self._paths = [(first, length) for first, length, _ in parents], list[tuple[int, ...]]()
+        for _, _, parent in parents:
+            self._paths.append(() if parent < 0 else (*self._paths[parent], parent))
         self._expanded: dict[int, Part] = {}
 
     @cached_property
@@ -150,40 +144,28 @@ def cascade_attention(
     k: Tensor,
     v: Tensor,
     cascade: Cascade,
-    trees: Sequence[Trees],
     spec: AttentionSpec,
     attend: Attend,
     make_kernel: MakeKernel,
 ) -> Tensor:
     """Return causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
-    outs, first = list[Tensor](), 0
     check_lengths(cascade.tokens, len(q))
-    for group in trees:
-        tokens = slice(first, first + group.tokens)
-        outs.append(tree_attention(q[tokens], k[tokens], v[tokens], group, spec))
-        first = tokens.stop
-    if first == len(q):
-        return torch.cat(outs)
-    if first:
-        q, k, v = q[first:], k[first:], v[first:]
     run_bounds = cascade.run_bounds
     if cascade.contexts is None:
-        outs.append(attend(q, k, v, make_kernel(run_bounds, run_bounds, spec)))
-    elif spec.window is not None:
+        return attend(q, k, v, make_kernel(run_bounds, run_bounds, spec))
+    if spec.window is not None:
         part = cascade.expand_window(spec.window)
         rows, kernel = part.key_rows, make_kernel(part.queries, part.keys, spec)
-        outs.append(attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel))
-    else:
-        plain = replace(spec, sinks=None)
-        # A window of all keys avoids cuDNN, which PyTorch uses without a window; its log-sum-exps have other shapes.
-        longest = cascade.contexts.keys.longest
-        whole = replace(plain, causal=False, window=longest + 1)
-        kernels = (
-            make_kernel(run_bounds, run_bounds, plain),
-            make_kernel(cascade.contexts.queries, cascade.contexts.keys, whole),
-        )
-        outs.append(_Merged.apply(q, k, v, spec.sinks, cascade.contexts, *kernels))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel)
+    plain = replace(spec, sinks=None)
+    # A window of all keys avoids cuDNN, which PyTorch uses without a window; its log-sum-exps have other shapes.
+    longest = cascade.contexts.keys.longest
+    whole = replace(plain, causal=False, window=longest + 1)
+    kernels = (
+        make_kernel(run_bounds, run_bounds, plain),
+        make_kernel(cascade.contexts.queries, cascade.contexts.keys, whole),
+    )
+    return _Merged.apply(q, k, v, spec.sinks, cascade.contexts, *kernels)
 
 
 class _Merged(torch.autograd.Function):

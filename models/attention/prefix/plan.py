@@ -78,7 +78,7 @@ class SharedPrefixes:
         trees: groups of short documents with shared prefixes, which branch at every difference.
         runs: runs of tokens of all other documents, numbered in this order.
         parents: (first computed token, length, number of the parent run or -1) of every run, runs in trees first, for
-            recurrent mixers; a run comes after its parent.
+            recurrent mixers and kernels of packed documents; a run comes after its parent.
     """
 
     rows: Tensor
@@ -108,8 +108,8 @@ class SharedPrefixes:
 
     @cached_property
     def cascade(self) -> Cascade:
-        """Runs outside trees and their contexts, for kernels of packed documents."""
-        return Cascade(self.parents, sum(trees.tokens for trees in self.trees), self.rows.device)
+        """Runs and their contexts, also those in trees, for kernels of packed documents."""
+        return Cascade(self.parents, self.rows.device)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

@@ -81,7 +81,7 @@ def test_attention_over_a_tree_of_contexts(
     sinks = torch.randn(4).to(device).requires_grad_() if with_sinks else None
     wide = [x.detach().double().cpu().requires_grad_() for x in (*qkv, *([] if sinks is None else [sinks]))]
     spec = AttentionSpec(SCALE, None, None, sinks)
-    out = cascade_attention(*qkv, shared.cascade, shared.trees, spec, attend_whole, MathKernel)
+    out = cascade_attention(*qkv, shared.cascade, spec, attend_whole, MathKernel)
 
     wide_spec = AttentionSpec(SCALE, None, None, wide[3] if with_sinks else None)
     whole = (x.index_select(0, plan.gather_index) for x in wide[:3])

@@ -293,8 +293,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a run after two branches sees only the last one's tokens",
         "models/attention/prefix/cascade.py",
-        "above = () if parent < 0 else (*self._paths[number[parent]], number[parent])",
-        "above = () if parent < 0 else (number[parent],)",
+        "() if parent < 0 else (*self._paths[parent], parent)",
+        "() if parent < 0 else (parent,)",
         (f"{CASCADE}::test_attention_and_gradients_are_those_of_whole_documents[2-a history-None-None-plain]",),
     ),
     Mutant(
