@@ -236,16 +236,25 @@ def norm_and_rotate(
     return rotate(rms_norm(x, *norm), cos, sin, interleaved)
 
 
+def _swiglu_on_cuda(gate: Tensor, up: Tensor, *options: float) -> Tensor | None:
+    """Return SwiGLU, clamped if it has options, by one kernel; None where there is none."""
+    if gate.dim() != 2 or not _has_cuda_kernel(gate, up, with_gradient=True) or up.stride(-1) != 1:
+        return None
+    from archon.models.cuda.elementwise import swiglu as kernel
+
+    fused: Tensor = kernel(gate, up, *options)
+    return fused
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
-    if gate.dim() == 2 and _has_cuda_kernel(gate, up, with_gradient=True) and up.stride(-1) == 1:
-        from archon.models.cuda.elementwise import swiglu as kernel
-
-        fused: Tensor = kernel(gate, up)
-        return fused
-    return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up)
+    fused = _swiglu_on_cuda(gate, up)
+    return _run(plain_swiglu, _swiglu, _SwiGLU, gate, up) if fused is None else fused
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `plain_clamped_swiglu`; gate and up have the same shape."""
+    fused = _swiglu_on_cuda(gate, up, alpha, limit)
+    if fused is not None:
+        return fused
     return _run(plain_clamped_swiglu, plain_clamped_swiglu, _ClampedSwiGLU, gate, up, alpha, limit)

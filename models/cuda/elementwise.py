@@ -91,29 +91,58 @@ def _norm_and_rotate(
 
 
 @triton.jit
-def _swiglu(Gate, Up, Out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+def _swiglu(Gate, Up, Out, gate_stride, up_stride, width, alpha, limit, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    dtype: tl.constexpr = Out.dtype.element_ty
     gate = tl.load(Gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(Up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(Out.dtype.element_ty).to(tl.float32)
-    tl.store(Out + row * width + column, (activated * up).to(Out.dtype.element_ty), mask=inside)
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        scaled = (gate * alpha).to(dtype).to(tl.float32)
+        sigmoid = (1 / (1 + tl.exp(-scaled))).to(dtype).to(tl.float32)
+        activated, up = (gate * sigmoid).to(dtype).to(tl.float32), (up + 1).to(dtype).to(tl.float32)
+    else:
+        activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(Out + row * width + column, (activated * up).to(dtype), mask=inside)
 
 
 @triton.jit
-def _swiglu_backward(Grad, Gate, Up, GateGrad, UpGrad, grad_stride, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+def _swiglu_backward(
+    Grad,
+    Gate,
+    Up,
+    GateGrad,
+    UpGrad,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    width,
+    alpha,
+    limit,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     dtype: tl.constexpr = Gate.dtype.element_ty
     grad = tl.load(Grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(Gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(Up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-gate))
-    activated = (gate * sigmoid).to(dtype).to(tl.float32)
-    tl.store(UpGrad + row * width + column, (activated * grad).to(dtype), mask=inside)
-    # d(g s(g))/dg = s (1 + g (1 - s))
-    activated_grad = (grad * up).to(dtype).to(tl.float32)
-    gate_grad = activated_grad * sigmoid * (1 + gate * (1 - sigmoid))
+    if CLAMPED:
+        # d(g s(a g))/dg = s (1 + a g (1 - s)), for the clamped gate g.
+        clamped, factor = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+        sigmoid = 1 / (1 + tl.exp(-clamped * alpha))
+        up_grad = tl.where(tl.abs(up) > limit, 0.0, clamped * sigmoid * grad)
+        slope = sigmoid * (1 + alpha * clamped * (1 - sigmoid))
+        gate_grad = tl.where(gate > limit, 0.0, grad * factor * slope)
+    else:
+        # d(g s(g))/dg = s (1 + g (1 - s))
+        sigmoid = 1 / (1 + tl.exp(-gate))
+        up_grad = (gate * sigmoid).to(dtype).to(tl.float32) * grad
+        activated_grad = (grad * up).to(dtype).to(tl.float32)
+        gate_grad = activated_grad * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(UpGrad + row * width + column, up_grad.to(dtype), mask=inside)
     tl.store(GateGrad + row * width + column, gate_grad.to(dtype), mask=inside)
 
 
@@ -176,50 +205,56 @@ def _(x: Tensor, *args: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _swiglu_launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the options of a kernel on x [n, d]."""
+def _swiglu_launch(
+    x: Tensor, alpha: float | None, limit: float
+) -> tuple[tuple[int, int], tuple[float, float], dict[str, Any]]:
+    """Return the grid, the numbers and the options of a kernel on x [n, d]."""
     block = min(1024, triton.next_power_of_2(x.shape[1]))
-    return (x.shape[0], triton.cdiv(x.shape[1], block)), {"BLOCK": block, "num_warps": 4}
+    options = {"CLAMPED": alpha is not None, "BLOCK": block, "num_warps": 4}
+    return (x.shape[0], triton.cdiv(x.shape[1], block)), (alpha or 0.0, limit), options
 
 
 @torch.library.custom_op("archon::swiglu", mutates_args=())
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate and up [n, d], dense in the last dimension. Differentiable."""
+def swiglu(gate: Tensor, up: Tensor, alpha: float | None = None, limit: float = 0.0) -> Tensor:
+    """Return silu(gate) * up for gate and up [n, d], dense in the last dimension. Differentiable.
+
+    With `alpha` it is `clamped_swiglu` of `archon.models.cpu.fused`, whose gradients are rounded once.
+    """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grid, options = _swiglu_launch(gate)
-    _swiglu[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], **options)
+    grid, numbers, options = _swiglu_launch(gate, alpha, limit)
+    _swiglu[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], *numbers, **options)
     return out
 
 
 @swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, *args: Any) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 @torch.library.custom_op("archon::swiglu_backward", mutates_args=())
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, alpha: float | None, limit: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up of `swiglu`, for grad [n, d]."""
     if grad.stride(1) != 1:
         grad = grad.contiguous()
     gate_grad, up_grad = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    grid, options = _swiglu_launch(gate)
+    grid, numbers, options = _swiglu_launch(gate, alpha, limit)
     strides = grad.stride(0), gate.stride(0), up.stride(0)
-    _swiglu_backward[grid](grad, gate, up, gate_grad, up_grad, *strides, gate.shape[1], **options)
+    _swiglu_backward[grid](grad, gate, up, gate_grad, up_grad, *strides, gate.shape[1], *numbers, **options)
     return gate_grad, up_grad
 
 
 @swiglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, gate: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.options = inputs[2:]
 
 
-def _swiglu_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    gate_grad, up_grad = swiglu_backward(grad, *ctx.saved_tensors)
-    return gate_grad, up_grad
+def _swiglu_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *swiglu_backward(grad, *ctx.saved_tensors, *ctx.options), None, None
 
 
 swiglu.register_autograd(_swiglu_grad, setup_context=_save_inputs)

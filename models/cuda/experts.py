@@ -193,6 +193,31 @@ def _route_backward(
         tl.store(PGrad + row[:, None] * n_experts + column[None, :], grad, mask=is_expert)
 
 
+@triton.jit
+def _add_bias(X, Bias, Ends, Out, n_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bin_ = tl.arange(0, GROUPS)
+    dtype: tl.constexpr = Out.dtype.element_ty
+    group = tl.sum((tl.load(Ends + bin_, mask=bin_ < n_groups, other=2147483647) <= row).to(tl.int32), 0).to(tl.int64)
+    bias = tl.load(Bias + group * width + column, mask=column < width, other=0.0).to(dtype).to(tl.float32)
+    x = tl.load(X + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(Out + row * width + column, (x + bias).to(dtype), mask=column < width)
+
+
+@triton.jit
+def _sum_groups(Grad, Ends, BiasGrad, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    group, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, stop = tl.load(Ends + group - 1, mask=group > 0, other=0), tl.load(Ends + group)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_cell = (row < stop)[:, None] & (column < width)[None, :]
+        cell = row[:, None].to(tl.int64) * width + column[None, :]
+        total += tl.load(Grad + cell, mask=is_cell, other=0.0).to(tl.float32)
+    bias_grad = tl.sum(total, 0).to(BiasGrad.dtype.element_ty)
+    tl.store(BiasGrad + group.to(tl.int64) * width + column, bias_grad, mask=column < width)
+
+
 @torch.library.custom_op("archon::group_rows", mutates_args=())
 def group_rows(groups: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
     """Sort pairs of tokens and choices by group, stably, by counting.
@@ -406,6 +431,50 @@ def _(grad: Any, sums_grad: Any, p: Tensor, *args: Any) -> Tensor:
     return p.new_empty(p.shape)
 
 
+@torch.library.custom_op("archon::add_bias", mutates_args=())
+def add_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Add to each row of x [N, out] the bias [E, out] of its group, rounded to the dtype of x. Differentiable.
+
+    Args:
+        x: rows sorted by group.
+        bias: of each group.
+        ends: int32 [E], the end of each group of rows.
+    """
+    x, bias, (n_rows, width) = x.contiguous(), bias.contiguous(), x.shape
+    out, block = torch.empty_like(x), _block(width)
+    padded = triton.next_power_of_2(len(ends))
+    _add_bias[n_rows, triton.cdiv(width, block)](
+        x, bias, ends, out, len(ends), width, GROUPS=padded, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@add_bias.register_fake
+def _(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("archon::add_bias_backward", mutates_args=())
+def add_bias_backward(grad: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient [E, out] of the bias of `add_bias`, for grad [N, out]."""
+    grad, out, width = grad.contiguous(), bias.new_empty(bias.shape), bias.shape[1]
+    _sum_groups[len(ends), triton.cdiv(width, 64)](grad, ends, out, width, ROWS=32, BLOCK=64, num_warps=4)
+    return out
+
+
+@add_bias_backward.register_fake
+def _(grad: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    return bias.new_empty(bias.shape)
+
+
+def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _add_bias_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    return grad, add_bias_backward(grad, *ctx.saved_tensors) if ctx.needs_input_grad[1] else None, None
+
+
 def _save_positions(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
@@ -433,5 +502,6 @@ def _route_grad(ctx: Any, grad: Tensor | None, sums_grad: Tensor | None) -> tupl
 
 
 gather_rows.register_autograd(_gather_rows_grad, setup_context=_save_positions)
+add_bias.register_autograd(_add_bias_grad, setup_context=_save_bias)
 sum_rows.register_autograd(_sum_rows_grad, setup_context=_save_inputs)
 route.register_autograd(_route_grad, setup_context=_save_route)

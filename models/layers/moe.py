@@ -7,7 +7,7 @@ with p the softmax, or the sigmoid, of the router's logits, optionally divided b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -309,16 +309,22 @@ class GroupedExperts(nn.Module):
         gate, up = (product(x, matrix) for matrix in ("w1", "w3"))
         if self.b1 is None:
             return product(gated_activation(self.act, gate, up), "w2")
-        experts = torch.arange(counts.shape[0], device=counts.device)
-        experts = experts.repeat_interleave(counts, output_size=x.shape[0])
-        gate, up = _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts)
+        add: Callable[[Tensor, Tensor | None], Tensor]
+        if _has_kernels(x):
+            from archon.models.cuda.experts import add_bias
+
+            add = partial(add_bias, ends=ends)
+        else:
+            experts = torch.arange(counts.shape[0], device=counts.device)
+            add = partial(_add_rows, experts=experts.repeat_interleave(counts, output_size=x.shape[0]))
+        gate, up = add(gate, local(self.b1)), add(up, local(self.b3))
         hidden = gated_activation(self.act, gate, up)
         out_bias = local(self.b2)
         assert out_bias is not None
         if self.etp is not None:
             start = self.etp.rank * out_bias.shape[1]
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
-        return _add_rows(product(hidden, "w2"), out_bias, experts)
+        return add(product(hidden, "w2"), out_bias)
 
     def _can_compile(self, x: Tensor) -> bool:
         """Return whether torch's compiler knows the shapes of the grouped matmuls.

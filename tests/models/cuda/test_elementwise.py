@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from archon.models.cpu.fused import plain_rms_norm, plain_rotate, plain_swiglu
+from archon.models.cpu.fused import plain_clamped_swiglu, plain_rms_norm, plain_rotate, plain_swiglu
 from archon.models.cuda.elementwise import norm_and_rotate, swiglu
 
 # Sums in another order in float32; one rounding in the other dtypes.
@@ -48,12 +50,16 @@ def test_a_wide_norm_of_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_swiglu(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [(), (1.702, 2.0)], ids=["plain", "clamped"])
+def test_swiglu(device: torch.device, dtype: torch.dtype, options: tuple[float, ...]) -> None:
+    plain = partial(plain_clamped_swiglu, alpha=options[0], limit=options[1]) if options else plain_swiglu
     joint = torch.randn(4, 2 * 37).to(device, dtype) * 3
     wide = joint.double().requires_grad_()
     joint.requires_grad_()
-    out, expected = swiglu(*joint.split(37, dim=-1)), plain_swiglu(*wide.split(37, dim=-1))
-    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    out, expected = swiglu(*joint.split(37, dim=-1), *options), plain(*wide.split(37, dim=-1))
+    # The clamped one rounds six times.
+    tolerance = TOLERANCE[dtype] * (1 + len(options))
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     for grad in (torch.randn(4, 37).to(device, dtype), torch.randn(4, 1).to(device, dtype).expand(4, 37)):
         joint.grad = wide.grad = None
         out.backward(grad, retain_graph=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archon.models.cuda.experts import gather_rows, group_rows, route, sum_rows
+from archon.models.cuda.experts import add_bias, gather_rows, group_rows, route, sum_rows
 from archon.models.layers import moe
 from archon.models.layers.moe import ExpertsLayer, MoE
 
@@ -59,6 +59,24 @@ def test_rows_are_gathered_and_summed(device: torch.device, dtype: torch.dtype, 
         # The gradient of a weight is a sum over the width.
         atol = TOLERANCE[dtype] * width**0.5
         torch.testing.assert_close(leaf.grad.double(), reference.grad, rtol=TOLERANCE[dtype], atol=atol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 24, 1100])
+def test_biases_of_groups(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    counts = torch.tensor([0, 3, 40, 0, 5, 0])
+    groups, ends = torch.arange(6).repeat_interleave(counts), counts.cumsum(0).int().to(device)
+    x, grad = torch.randn(2, 48, width).to(device, dtype)
+    bias = torch.randn(6, width).to(device).requires_grad_()
+    x.requires_grad_()
+    out = add_bias(x, bias, ends)
+    # Triton's interpreter truncates to bfloat16.
+    atol = TOLERANCE[dtype] if dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(out, x + bias.to(dtype)[groups], rtol=TOLERANCE[dtype], atol=2 * atol)
+    out.backward(grad)
+    expected = torch.zeros(6, width).double().index_add_(0, groups, grad.cpu().double())
+    assert bias.grad is not None and torch.equal(x.grad, grad)
+    torch.testing.assert_close(bias.grad.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

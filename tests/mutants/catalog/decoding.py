@@ -75,6 +75,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_replica.py::test_joined_projections_follow_updates",),
     ),
     Mutant(
+        "SwiGLU's kernel lets a gradient through a clamped gate",
+        "models/cuda/elementwise.py",
+        "gate_grad = tl.where(gate > limit, 0.0, grad * factor * slope)",
+        "gate_grad = grad * factor * slope",
+        (f"{_ELEMENTWISE}::test_swiglu",),
+    ),
+    Mutant(
         "SwiGLU's kernel has the slope of a sigmoid",
         "models/cuda/elementwise.py",
         "gate_grad = activated_grad * sigmoid * (1 + gate * (1 - sigmoid))",

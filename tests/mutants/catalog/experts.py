@@ -177,4 +177,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "grad += inside.to(tl.float32)[:, None] * tl.load(sums",
         (f"{KERNEL_TESTS}::test_routing",),
     ),
+    Mutant(
+        "the kernel's bias at the end of a group is that of the group before",
+        KERNELS,
+        "other=2147483647) <= row)",
+        "other=2147483647) < row)",
+        (f"{KERNEL_TESTS}::test_biases_of_groups",),
+    ),
+    Mutant(
+        "the kernel's gradient of a bias is summed over the rows of the groups before too",
+        KERNELS,
+        "for first in range(start, stop, ROWS):",
+        "for first in range(0 * start, stop, ROWS):",
+        (f"{KERNEL_TESTS}::test_biases_of_groups",),
+    ),
 )
