@@ -324,6 +324,11 @@ def _(grad: Tensor, rows: Tensor, weights: Tensor, positions: Tensor) -> tuple[T
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
+def _router_blocks(n_tokens: int) -> int:
+    # At least 2 blocks: torch.compile would compile again for the size 1.
+    return (n_tokens + _TOKENS - 1) // _TOKENS + 1
+
+
 def _router_sizes(p: Tensor, experts: Tensor) -> dict[str, int]:
     padded = triton.next_power_of_2(p.shape[1])
     return {
@@ -363,7 +368,7 @@ def route(
     """
     p, experts = p.contiguous(), experts.contiguous()
     n_tokens, n_experts = p.shape
-    blocks = triton.cdiv(n_tokens, _TOKENS)
+    blocks = _router_blocks(n_tokens)
     weights, sums = p.new_empty(experts.shape, dtype=dtype), p.new_empty(blocks, 2 * n_experts + 1)
     _route[(blocks,)](
         p,
@@ -384,7 +389,7 @@ def route(
 
 @route.register_fake
 def _(p: Tensor, experts: Tensor, token_counts: Any, normalize: Any, epsilon: Any, scale: Any, dtype: Any) -> Any:
-    sums = p.new_empty((p.shape[0] + _TOKENS - 1) // _TOKENS, 2 * p.shape[1] + 1)
+    sums = p.new_empty(_router_blocks(p.shape[0]), 2 * p.shape[1] + 1)
     return p.new_empty(experts.shape, dtype=dtype), sums
 
 

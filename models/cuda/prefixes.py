@@ -110,18 +110,36 @@ def _merge(
 
 
 @triton.jit
-def _add_row(Sum, Term, Starts, Positions, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_row(Sum, Terms, Starts, Positions, WIDTH: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum of a token's terms, or add it to what is there."""
     token = tl.program_id(0)
     start, stop = tl.load(Starts + token), tl.load(Starts + token + 1)
     row = Sum + token.to(tl.int64) * WIDTH
-    if stop > start:
-        for first in range(0, WIDTH, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            total = tl.load(row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            for index in range(start, stop):
-                position = tl.load(Positions + index).to(tl.int64)
-                total += tl.load(Term + position * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            tl.store(row + column, total.to(Sum.dtype.element_ty), mask=column < WIDTH)
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        if ADDS:
+            total += tl.load(row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        for index in range(start, stop):
+            position = tl.load(Positions + index).to(tl.int64)
+            total += tl.load(Terms + position * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        tl.store(row + column, total.to(Sum.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _sum_keys(
+    Dk,
+    Dv,
+    SelectedDk,
+    SelectedDv,
+    Starts,
+    Positions,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _sum_row(Dk, SelectedDk, Starts, Positions, K_WIDTH, False, BLOCK)
+    _sum_row(Dv, SelectedDv, Starts, Positions, V_WIDTH, False, BLOCK)
 
 
 @triton.jit
@@ -147,8 +165,9 @@ def _add_grads(
             total = tl.load(row + column, mask=column < Q_WIDTH, other=0.0).to(tl.float32)
             total += tl.load(ContextDq + slot * Q_WIDTH + column, mask=column < Q_WIDTH, other=0.0).to(tl.float32)
             tl.store(row + column, total.to(Dq.dtype.element_ty), mask=column < Q_WIDTH)
-    _add_row(Dk, ContextDk, Starts, Positions, K_WIDTH, BLOCK)
-    _add_row(Dv, ContextDv, Starts, Positions, V_WIDTH, BLOCK)
+    if tl.load(Starts + tl.program_id(0) + 1) > tl.load(Starts + tl.program_id(0)):
+        _sum_row(Dk, ContextDk, Starts, Positions, K_WIDTH, True, BLOCK)
+        _sum_row(Dv, ContextDv, Starts, Positions, V_WIDTH, True, BLOCK)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -302,3 +321,50 @@ def add_context_grads(
 @add_context_grads.register_fake
 def _(dq: Tensor, *args: Any) -> None:
     return None
+
+
+@torch.library.custom_op("archon::select_keys", mutates_args=())
+def select_keys(
+    k: Tensor, v: Tensor, key_rows: Tensor, key_starts: Tensor, key_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return k [M, G, D] and v [M, G, E] at `key_rows` of k [T, G, D] and v [T, G, E]. Differentiable.
+
+    `key_starts` and `key_positions` are documented in `add_context_grads`.
+    """
+    _, selected_k, selected_v = select_context(k, k, v, key_rows[:0], key_rows, [])
+    return selected_k, selected_v
+
+
+@select_keys.register_fake
+def _(k: Tensor, v: Tensor, key_rows: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return k.new_empty(len(key_rows), *k.shape[1:]), v.new_empty(len(key_rows), *v.shape[1:])
+
+
+@torch.library.custom_op("archon::sum_keys", mutates_args=())
+def sum_keys(dk: Tensor, dv: Tensor, key_starts: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v of `select_keys`, for dk [M, G, D] and dv [M, G, E]."""
+    dk, dv = dk.contiguous(), dv.contiguous()
+    sums = [x.new_empty(len(key_starts) - 1, *x.shape[1:]) for x in (dk, dv)]
+    widths = [x[0].numel() for x in (dk, dv)]
+    block = min(_BLOCK, triton.next_power_of_2(min(widths)))
+    _sum_keys[(len(sums[0]),)](
+        *sums, dk, dv, key_starts, key_positions, K_WIDTH=widths[0], V_WIDTH=widths[1], BLOCK=block, num_warps=4
+    )
+    return sums[0], sums[1]
+
+
+@sum_keys.register_fake
+def _(dk: Tensor, dv: Tensor, key_starts: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    n_tokens = len(key_starts) - 1
+    return dk.new_empty(n_tokens, *dk.shape[1:]), dv.new_empty(n_tokens, *dv.shape[1:])
+
+
+def _save_lookups(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[3:])
+
+
+def _select_keys_grad(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    return *sum_keys(dk, dv, *ctx.saved_tensors), None, None, None
+
+
+select_keys.register_autograd(_select_keys_grad, setup_context=_save_lookups)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda_traced
 @pytest.mark.parametrize(
     ("prefix", "window", "has_sinks", "before", "launches"),
     # Without kernels that select and merge, and with them; 4 are attention, with a window 2. Short documents are trees.
-    [(160, None, False, 40, 8), (40, None, False, 45, 8), (160, None, True, 49, 16), (160, 45, False, 11, 8)],
+    [(160, None, False, 40, 8), (40, None, False, 45, 8), (160, None, True, 49, 16), (160, 45, False, 11, 4)],
     ids=["causal", "trees", "sinks", "window"],
 )
 def test_launches(

@@ -155,8 +155,7 @@ def cascade_attention(
         return attend(q, k, v, make_kernel(run_bounds, run_bounds, spec))
     if spec.window is not None:
         part = cascade.expand_window(spec.window)
-        rows, kernel = part.key_rows, make_kernel(part.queries, part.keys, spec)
-        return attend(q, k.index_select(0, rows), v.index_select(0, rows), kernel)
+        return attend(q, *_select_keys(part, k, v), make_kernel(part.queries, part.keys, spec))
     plain = replace(spec, sinks=None)
     # A window of all keys avoids cuDNN, which PyTorch uses without a window; its log-sum-exps have other shapes.
     longest = cascade.contexts.keys.longest
@@ -208,6 +207,16 @@ class _Merged(torch.autograd.Function):
 def _has_kernels(x: Tensor) -> bool:
     """Return whether kernels of `archon.models.cuda.prefixes` compute with the dtype of x on its device."""
     return x.is_cuda and x.dtype.itemsize <= 4
+
+
+def _select_keys(part: Part, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a part; differentiable."""
+    if _has_kernels(k):
+        from archon.models.cuda.prefixes import select_keys
+
+        selected: tuple[Tensor, Tensor] = select_keys(k, v, part.key_rows, part.key_starts, part.key_positions)
+        return selected
+    return k.index_select(0, part.key_rows), v.index_select(0, part.key_rows)
 
 
 def _select(part: Part, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from archon.models.attention.prefix import cascade
 from archon.models.attention.prefix.cascade import Part, cascade_attention
 from archon.models.attention.prefix.plan import shared_prefixes
 from archon.models.attention.spec import AttentionSpec
-from archon.models.cuda.prefixes import add_context_grads, merge_context, select_context
+from archon.models.cuda.prefixes import add_context_grads, merge_context, select_context, select_keys
 from tests.models.naive_attention import NaiveAttention
 from tests.models.test_cascade import SCALE, MathKernel, attend_whole, history
 from tests.models.test_sinks import documents_of
@@ -58,7 +58,17 @@ def test_contexts_are_selected_and_merged(
         for x, reference in zip(merged, cascade._merge(part, *results, wide), strict=True):
             torch.testing.assert_close(x.double(), reference, rtol=tolerance, atol=tolerance)
 
-    # 3. Gradients.
+    # 3. Gradients of selected keys.
+    leaves = [k.requires_grad_(), v.requires_grad_()]
+    wide_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    grads = [random(8, kv_heads, features), random(8, kv_heads, value_features)]
+    torch.autograd.backward(select_keys(*leaves, part.key_rows, part.key_starts, part.key_positions), grads)
+    torch.autograd.backward(cascade._select_keys(part, *wide_leaves), [x.double() for x in grads])
+    for leaf, reference in zip(leaves, wide_leaves, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), reference.grad, rtol=tolerance, atol=2 * tolerance)
+
+    # 4. Gradients of contexts, added to those of runs.
     grads = [random(12, *x.shape[1:]) for x in (q, k, v)]
     context_grads = [random(rows, *x.shape[1:]) for rows, x in ((8, q), (8, k), (8, v))]
     wide_grads = [[x.double() for x in some] for some in (grads, context_grads)]
@@ -69,8 +79,9 @@ def test_contexts_are_selected_and_merged(
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 45])
 def test_attention_over_a_tree_of_contexts(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, with_sinks: bool
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, window: int | None, with_sinks: bool
 ) -> None:
     monkeypatch.setattr(cascade, "_has_kernels", lambda _: True)
     tokens, lengths = history(3)
@@ -80,10 +91,10 @@ def test_attention_over_a_tree_of_contexts(
     qkv = [torch.randn(len(shared.rows), heads, 6).to(device).requires_grad_() for heads in (4, 2, 2)]
     sinks = torch.randn(4).to(device).requires_grad_() if with_sinks else None
     wide = [x.detach().double().cpu().requires_grad_() for x in (*qkv, *([] if sinks is None else [sinks]))]
-    spec = AttentionSpec(SCALE, None, None, sinks)
+    spec = AttentionSpec(SCALE, window, None, sinks)
     out = cascade_attention(*qkv, shared.cascade, spec, attend_whole, MathKernel)
 
-    wide_spec = AttentionSpec(SCALE, None, None, wide[3] if with_sinks else None)
+    wide_spec = AttentionSpec(SCALE, window, None, wide[3] if with_sinks else None)
     whole = (x.index_select(0, plan.gather_index) for x in wide[:3])
     expected = NaiveAttention().attend_packed(*whole, documents_of(lengths), wide_spec)
     actual = out.index_select(0, shared.gather_index)

@@ -378,7 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "contexts' kernel adds the gradient of one context to a key of several",
         "models/cuda/prefixes.py",
         "for index in range(start, stop):",
-        "for index in range(start, start + 1):",
+        "for index in range(start, tl.minimum(start + 1, stop)):",
         ("tests/models/cuda/test_prefixes.py::test_contexts_are_selected_and_merged",),
     ),
     Mutant(
