@@ -198,8 +198,8 @@ class Router(ConversionHook):
             experts, replayed, changed = _replay(experts, routed_experts, valid_mask)
         recorded = None if torch.is_grad_enabled() else experts
         if _has_kernels(p):
-            weights, *sums = self._weigh_by_kernel(p, experts, valid_mask, x.dtype)
-            return weights, experts, RouterStats(*sums, replayed, changed, recorded)
+            weights, counts, kept, tokens = self._weigh_by_kernel(p, experts, valid_mask, x.dtype)
+            return weights, experts, RouterStats(counts, kept, tokens, replayed, changed, recorded)
         # 2. Weigh them by their scores, without the bias.
         weights = p.gather(-1, experts)
         if self.spec.normalize:
