@@ -13,7 +13,7 @@ import pytest
 
 from archon.engine.loss import CrossEntropyLoss
 from archon.engine.train_step import MicroBatchRunner
-from archon.models.attention.decode import page_batches
+from archon.generation.decode_step import DecodeStep
 from archon.models.attention.packed.varlen import _Varlen
 from archon.models.layers import delta_rule, moe
 from archon.models.layers.logit_tiles import KernelTiles
@@ -70,7 +70,6 @@ class Planted:
 
 
 ROWS_OF_EXPERTS = "rows = gather_rows(x"
-SLOT_ROWS = "torch.from_numpy(slot_rows.reshape(-1))"
 RETURNS = "options: Any) -> Any:"
 PLANTED = {
     "boundaries of documents are on the CPU": Planted(
@@ -146,13 +145,13 @@ PLANTED = {
         "archon.head_sums.default in archon.models.layers.logit_tiles",
     ),
     "pages of sequences are on the CPU": Planted(
-        page_batches,
-        "_page_batch",
-        f"to_device_async({SLOT_ROWS}, cache.device)",
-        SLOT_ROWS,
+        DecodeStep,
+        "__init__",
+        "torch.zeros(n_rows, width, dtype=torch.int64, device=self.device)",
+        "torch.zeros(n_rows, width, dtype=torch.int64)",
         answers,
         MixedDevicesError,
-        "aten.index_select.default in archon.models.attention.decode.page_batches",
+        "archon.store_tokens.default in archon.models.cuda.paged_attention",
     ),
     "a step reads its loss before its metrics": Planted(
         MicroBatchRunner,

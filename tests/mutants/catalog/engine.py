@@ -144,8 +144,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Adam's step count begins anew after a resume",
         "archon/engine/state.py",
-        'moments["step"] = count.detach().to(local_tensor(parameter).device, copy=True)',
-        'moments["step"] = torch.zeros_like(count)',
+        'optimizer.state[parameter] = {"step": step_count, **moments}',
+        'optimizer.state[parameter] = {"step": torch.zeros_like(step_count), **moments}',
         ("tests/engine/test_engine_state.py",),
     ),
     Mutant(
