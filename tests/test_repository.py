@@ -18,7 +18,8 @@ from tests.warm import run_code
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# flash-attn, flash-attn-4 and fla need CUDA; they, W&B and Trackio are tested with stand-ins. constraints.txt pins what has run.
+# flash-attn, flash-attn-4 and fla need CUDA; they, W&B and Trackio are tested with stand-ins. constraints.txt pins what
+# has run.
 UNTESTED_EXTRAS = {"fla", "flash", "flash-attn-4", "trackio", "wandb"}
 
 

@@ -151,7 +151,7 @@ PLANTED = {
         "torch.zeros(n_rows, width, dtype=torch.int64)",
         answers,
         MixedDevicesError,
-        "archon.store_tokens.default in archon.models.cuda.paged_attention",
+        "aten.copy_.default in archon.generation.decode_step.DecodeStep._send",
     ),
     "a step reads its loss before its metrics": Planted(
         MicroBatchRunner,
