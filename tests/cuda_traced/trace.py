@@ -80,7 +80,7 @@ class CudaTrace(TorchDispatchMode):
         if not any(x.is_cuda for x in tensors):
             return self._from_host(func, args, kwargs, tensors, target)
         self.operators[str(func)] += 1
-        self.launches += _launches(func)
+        self.launches += launches_kernel(func)
         if func.overloadpacket is aten.copy_ and args[1].device.type == "cpu":
             if not _is_async(func, args, kwargs):
                 self.wait(f"{func} from memory of the host")
@@ -123,9 +123,9 @@ def _is_async(func: Any, args: Any, kwargs: Any) -> bool:
     return func is not aten._to_copy.default or bool(kwargs.get("non_blocking"))
 
 
-def _launches(func: Any) -> bool:
+def launches_kernel(func: Any) -> bool:
     """Return whether an operator launches a kernel: a view has the memory of its operand, `empty` writes nothing."""
-    if func.namespace == "prim" or "empty" in func.name() or func.overloadpacket is aten._unsafe_view:
+    if func.namespace in ("prim", "profiler") or "empty" in func.name() or func.overloadpacket is aten._unsafe_view:
         return False
     return not any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
