@@ -14,7 +14,8 @@ from archon.parallel.compile import CompileChoice, apply_compile, compile_enable
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.expert import apply_expert_parallel
 from archon.parallel.fp8 import apply_fp8
-from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
+from archon.parallel.fsdp import ReshardPolicy, apply_fsdp, check_reshard_policy
+from archon.parallel.mixed_precision import apply_mixed_precision
 from archon.parallel.resolve import check_options
 from archon.parallel.tensor import ParallelStyle, apply_tensor_parallel
 from archon.schema.config import ActivationCheckpointConfig, Fp8Recipe
@@ -42,9 +43,9 @@ def parallelize_decoder(
     The order is TP → EP → CP → FP8 → activation checkpointing → compile → FSDP → weight tying. Sharding inside a block
     comes before everything that wraps the block, recomputation is inside the compiled region, and FSDP is outermost, so
     its hooks stay eager. FSDP also sums the gradients of parameters that tensor parallelism replicates. It is therefore
-    always applied on several ranks; on one process only if the compute dtype differs from the dtype of the parameters.
-    Modules with `casts_parameters`, such as LoRA layers, cast their parameters themselves, so frozen weights are not
-    copied.
+    always applied on several ranks. One process has mixed precision in its place, if the compute dtype differs from the
+    dtype of the parameters. Modules with `casts_parameters`, such as LoRA layers, cast their parameters themselves, so
+    frozen weights are not copied.
 
     Args:
         tp_plan: the tensor-parallel plan of the family, by role; used if tp > 1.
@@ -96,7 +97,16 @@ def parallelize_decoder(
         if not getattr(module, "casts_parameters", False)
         for parameter in module.parameters(recurse=False)
     }
-    if dims.world_size > 1 or built_dtypes != {param_dtype}:
+    check_reshard_policy(reshard_after_forward_policy)
+    if dims.world_size == 1 and built_dtypes != {param_dtype}:
+        apply_mixed_precision(
+            model,
+            decoder.layers,
+            param_dtype,
+            free_blocks=reshard_after_forward_policy != "never",
+            free_root=reshard_after_forward_policy == "always",
+        )
+    elif dims.world_size > 1:
         apply_fsdp(
             model,
             decoder.layers,

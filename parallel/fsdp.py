@@ -1,4 +1,4 @@
-"""FSDP2: sharded parameters and, on one process, mixed precision (float32 masters, bfloat16 compute)."""
+"""FSDP2: sharded parameters, with gradients that are sums over ranks."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ def apply_fsdp(
             first backward.
         vision_encoder: the vision encoder, if the model has one.
     """
-    if reshard_after_forward_policy not in ("default", "always", "never"):
-        raise ConfigError(
-            f"reshard_after_forward_policy must be default, always or never, got {reshard_after_forward_policy!r}"
-        )
+    check_reshard_policy(reshard_after_forward_policy)
     # Activations have param_dtype from the embedding on. Other inputs (temperatures, loss weights) stay wide on
     # purpose.
     options: dict[str, Any] = {
@@ -85,6 +82,12 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
     for block, following in pairwise(blocks):
         cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
+def check_reshard_policy(policy: str) -> None:
+    """Raise ConfigError for an unknown policy; see `apply_fsdp`."""
+    if policy not in ("default", "always", "never"):
+        raise ConfigError(f"reshard_after_forward_policy must be default, always or never, got {policy!r}")
 
 
 def _shard_inside(

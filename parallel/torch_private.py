@@ -169,6 +169,12 @@ PRIVATE_APIS = {
         "one kernel for the norms of all gradients, and one to scale them",
         "torch.nn.utils.get_total_norm returns one norm for all tensors, and sharded gradients need separate norms",
     ),
+    "mixed_precision": PrivateApi(
+        "bfloat16 compute with float32 masters on one process",
+        _names("torch: _foreach_copy_"),
+        "copy all weights of a block to another dtype by one kernel, and put the copies in its modules",
+        "no public function copies a list of tensors, and modules refuse a tensor in the place of a parameter",
+    ),
     "fp8_experts": PrivateApi(
         "FP8 matmuls of experts on CUDA",
         _names("torch: _scaled_grouped_mm"),
@@ -256,6 +262,7 @@ softmax_backward = torch.ops.aten._softmax_backward_data
 scaled_grouped_mm = torch._scaled_grouped_mm
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
 
 
 # Process groups: gloo
@@ -430,6 +437,11 @@ def ignore_profiler_marks() -> None:
 def replace_class(module: nn.Module, module_class: type[nn.Module]) -> None:
     """Change the class of a module in place, as `fully_shard` does; its parameters keep their names."""
     module.__class__ = module_class
+
+
+def put_weight(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Put a tensor, which need not be a parameter, in the place of a module's parameter."""
+    module._parameters[name] = weight  # type: ignore[assignment]
 
 
 def compile_without_duck_shapes(module: nn.Module, backend: str | Callable[..., Any]) -> None:

@@ -174,7 +174,7 @@ class ArchonEngine(EngineIO):
         self._clear_gradients()
         for load in runner.loads:
             load.clear()
-        self._failed_mid_step = built.is_sharded or stepper is not None
+        self._failed_mid_step = built.swaps_weights or stepper is not None
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         if stepper is None:
             sums = runner.accumulate(parts, batch_loss, reduce_every)

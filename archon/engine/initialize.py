@@ -39,6 +39,7 @@ from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import is_sharded
+from archon.parallel.mixed_precision import has_mixed_precision
 from archon.parallel.pipeline import StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.process_group import join_process_group, limit_collectives
@@ -63,6 +64,7 @@ class BuiltEngine:
         stepper: steps `optimizer` inside the backward pass; None to step after it.
         share_prefixes: whether the model computes shared prefixes once.
         sort_documents: whether the model computes documents by length.
+        swaps_weights: whether modules have other tensors than the parameters while they run.
     """
 
     spec: ModelSpec
@@ -82,7 +84,7 @@ class BuiltEngine:
     runner: MicroBatchRunner | PipelineRunner
     share_prefixes: bool
     sort_documents: bool
-    is_sharded: bool
+    swaps_weights: bool
 
 
 def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
@@ -176,7 +178,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         runner,
         config.share_prefixes and can_share,
         backend.prefers_equal_lengths,
-        is_sharded(model),
+        is_sharded(model) or has_mixed_precision(model),
     )
 
 

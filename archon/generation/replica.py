@@ -22,6 +22,7 @@ from archon.models.layers.token_scores import apply_soft_cap
 from archon.models.lora.mapping import LoRAMapping
 from archon.models.lora.model import add_lora_like, is_lora
 from archon.parallel.gather import full_tensors
+from archon.parallel.mixed_precision import has_mixed_precision
 from archon.parallel.torch_private import onednn_linear, onednn_pack
 from archon.schema.errors import RolloutError
 
@@ -83,8 +84,10 @@ def build_replica(
     add_lora_like(replica, model)
     dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
-    shareable = parameters.keys() == weights.keys() - expert_biases(model).keys() and all(
-        type(p) is nn.Parameter and dtypes.get(name, p.dtype) == p.dtype for name, p in parameters.items()
+    shareable = (
+        not has_mixed_precision(model)
+        and parameters.keys() == weights.keys() - expert_biases(model).keys()
+        and all(type(p) is nn.Parameter and dtypes.get(name, p.dtype) == p.dtype for name, p in parameters.items())
     )
     if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")

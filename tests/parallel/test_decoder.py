@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from archon.models.base import BaseArchonModel
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, parallelize_qwen3
 from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded
+from archon.parallel.mixed_precision import has_mixed_precision
 from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import full_tensor
@@ -35,22 +35,23 @@ def forward(built: nn.Module) -> torch.Tensor:
     return built(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
 
 
-def test_fsdp_is_applied_only_where_the_compute_dtype_differs() -> None:
-    assert not is_sharded(model(param_dtype=torch.float32))
-    assert is_sharded(model())  # bfloat16 is the default
+def test_one_process_has_mixed_precision_if_the_compute_dtype_differs() -> None:
+    assert not has_mixed_precision(model(param_dtype=torch.float32))
+    assert has_mixed_precision(model())  # bfloat16 is the default
+    assert not is_sharded(model())
     assert forward(model()).dtype == torch.bfloat16
     assert forward(model(param_dtype=torch.float32)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("policy", "gathered"), [("default", {"root"}), ("always", set()), ("never", {"root", "block"})]
-)
-def test_reshard_policies_keep_what_they_say_and_compute_the_same(policy: str, gathered: set[str]) -> None:
+@pytest.mark.parametrize(("policy", "kept"), [("default", {"root"}), ("always", set()), ("never", {"root", "block"})])
+def test_reshard_policies_keep_what_they_say_and_compute_the_same(policy: str, kept: set[str]) -> None:
     built, reference = model(reshard_after_forward_policy=policy), model()
-    with torch.no_grad():
-        out = forward(built)
-    kept = {"root": built.norm, "block": built.layers["0"].ffn_norm}  # type: ignore[dict-item]
-    assert {name for name, module in kept.items() if not isinstance(module.weight, DTensor)} == gathered  # type: ignore[union-attr]
+    copies: dict[str, torch.Tensor] = {}
+    for name, module in {"root": built.norm, "block": built.layers["0"].ffn_norm}.items():  # type: ignore[union-attr]
+        module.register_forward_hook(lambda module, args, out, name=name: copies.update({name: module.weight.data}))
+    out = forward(built)
+    assert {x.dtype for x in copies.values()} == {torch.bfloat16}
+    assert {name for name, x in copies.items() if x.untyped_storage().nbytes()} == kept
     assert torch.equal(out, forward(reference))
     for each in (built, reference):
         forward(each).float().square().sum().backward()

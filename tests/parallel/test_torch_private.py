@@ -318,6 +318,17 @@ def test_clipping() -> None:
     assert torch.nn.utils.get_total_norm(grads).dim() == 0, "get_total_norm returns a norm per tensor: use it"
 
 
+def test_mixed_precision() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    weight = torch.empty_like(module.weight, dtype=torch.float64)
+    torch_private.foreach_copy_([weight], [module.weight])
+    with pytest.raises(TypeError, match="cannot assign"):
+        module.weight = weight  # type: ignore[assignment]
+    torch_private.put_weight(module, "weight", weight)
+    assert module.weight is weight and module(weight).dtype == torch.float64
+    assert public(torch, "foreach") == set(), "does a public function copy lists of tensors?"
+
+
 def test_fp8_experts() -> None:
     """The compiler knows the shape of the result: operators of the meta device have it from the same function."""
     rows, matrices = (
