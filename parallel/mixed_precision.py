@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -39,13 +39,21 @@ def apply_mixed_precision(
         *((unit, unit.modules(), free_blocks) for unit in units),
         (model, remaining, free_root),
     ]:
-        unit.weight_copies = _UnitWeights(modules, wide, dtype, frees)  # type: ignore[assignment]
-        replace_class(unit, _copying_class(type(unit)))
+        # A tied parameter is in several places.
+        places = [
+            (module, name)
+            for module in modules
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter not in wide and parameter.dtype != dtype
+        ]
+        if places:
+            unit.weight_copies = _UnitWeights(places, dtype, frees)
+            replace_class(unit, _copying_class(type(unit)))  # type: ignore[arg-type]
 
 
 def has_mixed_precision(model: nn.Module) -> bool:
-    """Return whether `apply_mixed_precision` was applied to the model."""
-    return hasattr(model, "weight_copies")
+    """Return whether modules of the model compute with copies of their weights."""
+    return any(hasattr(module, "weight_copies") for module in model.modules())
 
 
 @cache
@@ -61,14 +69,8 @@ def _copying_class(unit_class: Any) -> Any:
 class _UnitWeights:
     """The weights of a unit, which are copies while the unit runs and masters otherwise."""
 
-    def __init__(self, modules: Iterable[nn.Module], wide: set[nn.Parameter], dtype: torch.dtype, frees: bool) -> None:
-        # A tied parameter is in several places.
-        self._places = [
-            (module, name)
-            for module in modules
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter not in wide and parameter.dtype != dtype
-        ]
+    def __init__(self, places: list[tuple[nn.Module, str]], dtype: torch.dtype, frees: bool) -> None:
+        self._places = places
         self._dtype = dtype
         self._frees = frees
 
@@ -99,7 +101,7 @@ class _Copies:
     """
 
     def __init__(self, places: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
-        self.masters: list[nn.Parameter] = list(dict.fromkeys(places.values()))
+        self.masters: list[Tensor] = list(dict.fromkeys(places.values()))
         # Tensors with the memory of the copies. Writing to them is no change to what autograd saved.
         self.tensors: list[Tensor] = []
         self._places = places
@@ -149,5 +151,6 @@ class _Cast(torch.autograd.Function):
         copies.show(copies.masters)
         copies.free()
         wide = [None if x is None else torch.empty_like(m) for m, x in zip(copies.masters, grads, strict=True)]
-        foreach_copy_([x for x in wide if x is not None], [x for x in grads if x is not None])
+        if any(x is not None for x in grads):
+            foreach_copy_([x for x in wide if x is not None], [x for x in grads if x is not None])
         return (None, None, *wide)

@@ -152,3 +152,11 @@ def test_masters_are_back_after_a_failed_forward_and_in_copies_of_the_model() ->
     assert all(type(p) is nn.Parameter for p in twin.parameters())
     with torch.inference_mode():
         assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_a_unit_without_weights_to_copy_is_left_alone() -> None:
+    model = Model()
+    model.layers.bfloat16()
+    apply_mixed_precision(model, model.layers, torch.bfloat16, free_blocks=True, free_root=False)
+    assert [type(block) for block in model.layers.values()] == [Block, Block]
+    assert gradients(model)["layers.0.linear.weight"].dtype == torch.bfloat16

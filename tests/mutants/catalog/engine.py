@@ -7,6 +7,34 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a recomputed block reads its float32 weights",
+        "parallel/mixed_precision.py",
+        "        self.show(self.tensors)\n",
+        "",
+        ("tests/parallel/test_mixed_precision.py",),
+    ),
+    Mutant(
+        "copies of weights stay in modules after a forward pass",
+        "parallel/mixed_precision.py",
+        "        finally:\n            copies.show(copies.masters)",
+        "        finally:\n            pass",
+        ("tests/parallel/test_mixed_precision.py",),
+    ),
+    Mutant(
+        "mixed precision on one process casts modules with full precision",
+        "parallel/mixed_precision.py",
+        "if parameter not in wide and parameter.dtype != dtype",
+        "if parameter.dtype != dtype",
+        ("tests/parallel/test_mixed_precision.py",),
+    ),
+    Mutant(
+        "copies of blocks are kept between forward and backward",
+        "parallel/mixed_precision.py",
+        "            if self._frees:\n                copies.free()\n",
+        "",
+        ("tests/parallel/test_mixed_precision.py", "tests/parallel/test_decoder.py"),
+    ),
+    Mutant(
         "the marks of padding are not reordered with the documents",
         "archon/engine/plan.py",
         "            packed.valid_mask = shard.valid_mask\n",
