@@ -93,20 +93,66 @@ def paged_attention() -> None:
 
 
 def elementwise() -> None:
-    """A decode step's norms and rotations: heads of Qwen3, and a whole row of its hidden states; SwiGLU."""
-    from archon.models.cuda.elementwise import norm_and_rotate, swiglu
+    """Norms, rotations and SwiGLU: heads of Qwen3, hidden states of Qwen3-14B, and gpt-oss's clamped SwiGLU."""
+    from archon.models.cuda.elementwise import norm_and_rotate, swiglu, swiglu_backward
 
     for dtype in (torch.bfloat16, torch.float32):
-        heads, hidden = torch.zeros(4, 16, 128, dtype=dtype), torch.zeros(4, 1, 1024, dtype=dtype)
+        heads, hidden = torch.zeros(4, 16, 128, dtype=dtype), torch.zeros(4, 1, 5120, dtype=dtype)
         cos = torch.zeros(4, 1, 64)
         for interleaved in (False, True):
             norm_and_rotate(heads, torch.zeros(128, dtype=dtype), cos, cos, 1e-6, 0.0, False, interleaved)
-        norm_and_rotate(heads, None, cos[..., :32], cos[..., :32], 1e-6, 0.0, True, False)
-        norm_and_rotate(hidden, torch.zeros(1024, dtype=dtype), None, None, 1e-6, 1.0, True, False)
-        swiglu(torch.zeros(4, 3072, dtype=dtype), torch.zeros(4, 3072, dtype=dtype))
+        norm_and_rotate(heads, None, cos[..., :32].to(dtype), cos[..., :32].to(dtype), 1e-6, 0.0, True, False)
+        norm_and_rotate(hidden, torch.zeros(5120, dtype=dtype), None, None, 1e-6, 1.0, True, False)
+        for alpha, limit in ((None, 0.0), (1.702, 7.0)):
+            swiglu(hidden[:, 0], hidden[:, 0], alpha, limit)
+            swiglu_backward(hidden[:, 0], hidden[:, 0], hidden[:, 0], alpha, limit)
 
 
-KERNELS = (head, paged_attention, elementwise)
+def experts() -> None:
+    """128 experts of width 2048, 8 for each token, as in Qwen3-30B-A3B; biases of gpt-oss."""
+    from archon.models.cuda import experts as kernels
+
+    chosen, p = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 128)
+    kernels.group_rows(chosen, 128)
+    positions, ends = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, rows = torch.zeros(4, 2048, dtype=dtype), torch.zeros(32, 2048, dtype=dtype)
+        weights, bias = torch.zeros(4, 8, dtype=dtype), torch.zeros(128, 2048)
+        kernels.gather_rows(x, positions)
+        for row_weights in (None, weights):
+            kernels.sum_rows(rows, row_weights, positions)
+        kernels.sum_rows_backward(x, rows, weights, positions)
+        for counts in (None, torch.ones(4, dtype=torch.int64)):
+            _, sums = kernels.route(p, chosen, counts, True, 1e-20, 1.0, dtype)
+            kernels.route_backward(weights, torch.zeros_like(sums), p, chosen, counts, True, 1e-20, 1.0)
+        kernels.add_bias(rows, bias, ends)
+        kernels.add_bias_backward(rows, bias, ends)
+
+
+def prefixes() -> None:
+    """Contexts of shared prefixes with the heads of Qwen3, and with sinks."""
+    from archon.models.attention.prefix.cascade import Part
+    from archon.models.cuda import prefixes as kernels
+
+    part = Part.from_spans([[(3, 2)], [(5, 2)]], [[(0, 3)], [(0, 1), (7, 2)]], 12, torch.device("cpu"))
+    keys = part.key_rows, part.key_starts, part.key_positions
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k = torch.zeros(12, 16, 128, dtype=dtype), torch.zeros(12, 8, 128, dtype=dtype)
+        lse = torch.zeros(16, 12)
+        for results in ([], [q, q, lse]):
+            kernels.select_context(q, k, k, part.query_rows, part.key_rows, results)
+        queries = len(part.query_rows)
+        context = torch.zeros(queries, 16, 128, dtype=dtype), torch.zeros(16, queries)
+        for sinks in (None, torch.zeros(16, dtype=dtype)):
+            kernels.merge_context(q, lse, *context, part.query_slots, sinks)
+        selected = torch.zeros(len(part.key_rows), 8, 128, dtype=dtype)
+        context_grads = [context[0], selected, selected]
+        kernels.add_context_grads(q, k, k.clone(), context_grads, part.query_slots, *keys[1:])
+        kernels.select_keys(k, k, *keys)
+        kernels.sum_keys(selected, selected, *keys[1:])
+
+
+KERNELS = (head, paged_attention, elementwise, experts, prefixes)
 
 if __name__ == "__main__":
     with compile_only(int(sys.argv[1])) as compiled:
