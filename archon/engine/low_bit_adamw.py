@@ -27,7 +27,8 @@ class LowBitAdamW(AdamW):
 
     A step widens the moments, updates them and the weights in the dtype of the weights, and rounds the moments to
     nearest. 8 bits are torchao's dynamic maps, signed for the first moment, with a float32 scale per block of a row;
-    vectors, and matrices whose rows no block divides, keep moments in their dtype.
+    vectors, and matrices whose rows no block divides, keep moments in their dtype. Unlike torchao, 8 bits never round a
+    second moment to 0: a first moment above 0 would then be divided by `eps` alone.
 
     Args:
         groups: parameter groups with their weight decay.
@@ -90,6 +91,8 @@ class LowBitAdamW(AdamW):
                     state["step"] = torch.zeros((), device=weight.device)
                     state.update(self.new_moments(parameter))
                 state["step"] += 1
+                if not weight.numel():  # this rank has no rows of a small matrix
+                    continue
                 tensors = [weight, local_tensor(parameter.grad), *(local_tensor(state[name]) for name in MOMENTS)]
                 if f"{MOMENTS[0]}_scale" in state:
                     tensors += [local_tensor(state[f"{name}_scale"]) for name in MOMENTS]
@@ -183,4 +186,6 @@ def _update(
     for moment, codes, values, scale in zip((first, second), (exp_avg, exp_avg_sq), maps, scales, strict=True):
         scaled, block_scales = scale_tensor(moment.float().contiguous(), codes.shape[-1] // scale.shape[-1])
         codes.copy_(quantize_8bit_with_qmap(scaled, values))
+        if codes is exp_avg_sq:
+            codes.clamp_(min=1)  # the map's code 0 is the number 0
         scale.copy_(block_scales.view(scale.shape))

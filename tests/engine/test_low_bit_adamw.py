@@ -25,13 +25,15 @@ CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, beta2=0.99)
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 
 
-def stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 4) -> list[Tensor]:
-    """Weights after steps on drawn gradients."""
+def stepped(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 4, least: float = 0.0
+) -> list[Tensor]:
+    """Weights after steps on drawn gradients of at least this magnitude."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         for parameter in parameters:
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.grad = drawn.to(parameter.dtype)
+            parameter.grad = (drawn + least * drawn.sign()).to(parameter.dtype)
         optimizer.step()
     return [parameter.detach().clone() for parameter in parameters]
 
@@ -71,6 +73,7 @@ def test_moments_that_8_bits_leave_wide_are_those_of_adamw() -> None:
 
 
 def test_8_bits_are_those_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no second moment is so small that torchao rounds it to 0."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao compiles its update
     monkeypatch.setattr("archon.engine.low_bit_adamw.CHUNK", 5 * 512)  # 24 rows in unequal chunks
     results = []
@@ -81,13 +84,34 @@ def test_8_bits_are_those_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             betas = (CONFIG.beta1, CONFIG.beta2)
             optimizer = AdamW8bit([linear.weight], CONFIG.lr, betas, CONFIG.eps, CONFIG.weight_decay)
-        (weight,) = stepped(optimizer, [linear.weight])
+        (weight,) = stepped(optimizer, [linear.weight], least=0.1)
         state = optimizer.state[linear.weight]
         codes = [state[name] if ours else state[name].codes for name in ("exp_avg", "exp_avg_sq")]
         results.append((weight, *codes))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=FORMULA_FP32)
     for own, reference in zip(results[0][1:], results[1][1:], strict=True):
         assert own.dtype == torch.uint8 and own.equal(reference)
+
+
+def test_8_bits_bound_the_update_of_small_gradients_beside_a_large_one() -> None:
+    """AdamW moves a weight by about lr, also in a step without a gradient."""
+    linear = layer(256)
+    optimizer = build_optimizer(linear, CONFIG.model_copy(update={"moments": "int8", "weight_decay": 0.0}))
+    for scale in (1.0, 1.0, 1.0, 0.0):
+        grad = torch.full_like(linear.weight, 1e-4 * scale)
+        grad[:, 0] = scale
+        linear.weight.grad, before = grad, linear.weight.detach().clone()
+        optimizer.step()
+        assert (linear.weight - before).abs().max() < 4 * CONFIG.lr
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_a_rank_without_rows_of_a_matrix_takes_steps(moments: str) -> None:
+    linear = nn.Linear(256, 24, bias=False)
+    linear.weight = nn.Parameter(torch.empty(0, 256))
+    optimizer = build_optimizer(linear, CONFIG.model_copy(update={"moments": moments}))
+    stepped(optimizer, [linear.weight], steps=2)
+    assert optimizer.state[linear.weight]["step"] == 2
 
 
 @pytest.mark.slow

@@ -114,6 +114,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/test_low_bit_adamw.py::test_8_bits_are_those_of_torchao",),
     ),
     Mutant(
+        "8 bits round small second moments to 0",
+        "archon/engine/low_bit_adamw.py",
+        "            codes.clamp_(min=1)",
+        "            codes.clamp_(min=0)",
+        ("tests/engine/test_low_bit_adamw.py::test_8_bits_bound_the_update_of_small_gradients_beside_a_large_one",),
+    ),
+    Mutant(
+        "8-bit moments need rows on every rank",
+        "archon/engine/low_bit_adamw.py",
+        "if not weight.numel():",
+        "if False:",
+        ("tests/engine/test_low_bit_adamw.py::test_a_rank_without_rows_of_a_matrix_takes_steps",),
+    ),
+    Mutant(
         "moments of another format are loaded",
         "archon/engine/state.py",
         "if saved != formats:",
