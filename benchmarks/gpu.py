@@ -30,6 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from archon.tools.bench.origin import NumericCheck, spread
 from benchmarks import generate, gpu_step, harness, vllm_side
 from benchmarks.checkpoints import make_checkpoint, shape
@@ -46,7 +48,7 @@ TESTS = ("tests/models/cuda", "tests/gpu", "tests/models/test_attention.py", "te
 TEST_RECORD, UNFINISHED_TESTS = "gpu.jsonl", "gpu.unfinished.jsonl"
 GENERATION_AIM, VLLM_AIM = 60_000, ">= 0.9"
 PHASES = ("rollout", "sleep", "score", "update", "push")
-# Besides archon's own packages: peers, and what the tests import.
+# In addition to archon's dependencies: peers, and imports of the tests.
 CARRIED = (
     *("flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "quack-kernels"),
     *("apache-tvm-ffi", "torch-c-dlpack-ext", "liger-kernel", "torchao", "peft", "accelerate", "setuptools"),
@@ -56,7 +58,7 @@ CARRIED = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a stage works with.
+    """Arguments of a stage.
 
     Attributes:
         stage: name of the stage.
@@ -244,7 +246,7 @@ def is_complete(out: Path, stage: str) -> bool:
 def run_stages(
     commands: Mapping[str, tuple[Sequence[str], float]], out: Path, minutes: float, poll_s: float = 0.1
 ) -> list[Attempt]:
-    """Run each command in a session of its own, within its limit and the rest of `minutes`.
+    """Run each command in a new session, within its limit and the remaining `minutes`.
 
     SIGTERM and SIGINT end the running stage and all later ones.
     """
@@ -349,8 +351,8 @@ def _profile_lines(record: Record, prediction: Prediction) -> list[str]:
 def wheels() -> list[str]:
     """Return requirements to carry to the machine; Triton comes with torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    own = [*project["dependencies"], *project["optional-dependencies"]["rl"]]
-    return [requirement for requirement in own if not requirement.startswith("torch>")] + list(CARRIED)
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["rl"]]
+    return [requirement for requirement in requirements if not requirement.startswith("torch>")] + list(CARRIED)
 
 
 def main() -> int:
@@ -369,6 +371,8 @@ def main() -> int:
     if arguments.wheels:
         print("\n".join(wheels()))
         return 0
+    if not (arguments.summary or arguments.miniature or torch.cuda.is_available()):
+        parser.error("PyTorch sees no GPU; --miniature tries every stage on the CPU")
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     if arguments.scratch is not None:

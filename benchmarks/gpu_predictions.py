@@ -211,9 +211,10 @@ def prefixes() -> Prediction:
         }
 
     apart = step(alone, model.attention_flops(prompts * answers, prompt + answer), LAUNCHES)
-    # Of an answer: its own triangle, and the rectangle over its prompt, which is two triangles per pair.
-    own, over_prompt = answers * answer**2, 2 * answers * answer * prompt
-    flops = 3.5 * model.layers * prompts * 2 * model.query * (prompt**2 + own + over_prompt)
+    # An answer attends to itself (a triangle) and to its prompt (a rectangle, which counts as two triangles).
+    within, over_prompt = answers * answer**2, 2 * answers * answer * prompt
+    pairs = prompt**2 + within + over_prompt
+    flops = 3.5 * model.layers * prompts * 2 * model.query * pairs
     # Two attentions and a merge instead of one attention; and the merge's passes over outputs in float32.
     together = step(shared, flops, LAUNCHES + 20)
     together["merge"] = 3 * model.layers * prompts * answers * answer * model.query * 12 / BANDWIDTH

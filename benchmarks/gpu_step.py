@@ -205,15 +205,15 @@ def predict_step(options: dict[str, Any], side: str = ARCHON, hardware: str = DE
     return PredictedStep(prediction.seconds.total, prediction.memory.total)
 
 
-def record_prediction(record: Record, side: str, found: PredictedStep, seconds: list[float], tokens: int) -> None:
+def record_prediction(record: Record, side: str, predicted: PredictedStep, seconds: list[float], tokens: int) -> None:
     """Record the planner's prediction of a side, and its ratios to the measured `seconds` and memory."""
-    memory = [{"memory": {"allocated": found.bytes}}]
-    record.sides[f"{PLANNED}, {side}"] = spread([tokens / found.seconds], "tok/s", memory)
-    planned = [found.seconds] * len(seconds)
+    memory = [{"memory": {"allocated": predicted.bytes}}]
+    record.sides[f"{PLANNED}, {side}"] = spread([tokens / predicted.seconds], "tok/s", memory)
+    planned = [predicted.seconds] * len(seconds)
     record.ratios[f"{PLANNED} / {side}, step time"] = harness.ratio(planned, seconds, PLANNER_AIM)
     if "allocated" in record.sides[side].memory_bytes:  # by a GPU alone
         peak = float(record.sides[side].memory_bytes["allocated"])
-        record.ratios[f"{PLANNED} / {side}, memory"] = harness.ratio([float(found.bytes)], [peak], PLANNER_AIM)
+        record.ratios[f"{PLANNED} / {side}, memory"] = harness.ratio([float(predicted.bytes)], [peak], PLANNER_AIM)
 
 
 def record_aim(record: Record, aim: Aim, rates: Mapping[str, list[float]]) -> None:

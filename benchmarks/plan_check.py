@@ -191,23 +191,24 @@ def recipe_table() -> list[str]:
     lines = [
         "## Recipes on one GPU",
         "",
-        "Predicted, not measured: memory with libraries and fragmentation, and the time of a step of documents of the",
-        "longest length. `archon sft --config rl/recipes/gsm8k_sft_gpu.yaml --dry-run --gpu h100-80gb` prints a row.",
+        "All figures are predicted; no GPU has run these recipes. Memory includes libraries and fragmentation, but not",
+        "the generator of GRPO. A step has only documents of the maximum length. The first row is predicted by",
+        "`archon sft --config rl/recipes/gsm8k_sft_gpu.yaml --dry-run --gpu h100-80gb`.",
         "",
         "| recipe | model | GPU | recompute (`auto`) | memory, GiB | a step | tok/s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for recipe in GPU_RECIPES:
         for gpu in RECIPE_GPUS:
-            found, first = recipe.predict(gpu), f"| `{recipe.file}`, {recipe.told} | {recipe.model} | {gpu} |"
-            if found is None:
+            prediction, first = recipe.predict(gpu), f"| `{recipe.file}`, {recipe.told} | {recipe.model} | {gpu} |"
+            if prediction is None:
                 lines.append(f"{first} does not fit | | | |")
                 continue
-            assert found.choice is not None
-            memory = f"{found.used / 2**30:.1f} of {found.hardware.memory_bytes / 2**30:.1f}"
-            step = f"{found.batch.documents} × {found.batch.seq:,} tokens in {found.seconds.total:.2f} s"
-            policy = found.choice.policy.name.removeprefix("selective ")
-            lines.append(f"{first} {policy} | {memory} | {step} | {found.tokens_per_second:,.0f} |")
+            assert prediction.choice is not None
+            memory = f"{prediction.used / 2**30:.1f} of {prediction.hardware.memory_bytes / 2**30:.1f}"
+            step = f"{prediction.batch.documents} × {prediction.batch.seq:,} tokens in {prediction.seconds.total:.2f} s"
+            policy = prediction.choice.policy.name.removeprefix("selective ")
+            lines.append(f"{first} {policy} | {memory} | {step} | {prediction.tokens_per_second:,.0f} |")
     return lines
 
 

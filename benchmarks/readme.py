@@ -61,6 +61,22 @@ python -m benchmarks.gpu --out gpu-records # on one GPU, within 9 minutes; the s
 python -m benchmarks.growth                # cost of a step over tokens, context, vocabulary, experts and ranks
 python -m benchmarks.peers                 # the even training step next to every peer
 ```
+
+## One GPU
+
+`python -m benchmarks.gpu --out gpu-records` tests and measures archon on one NVIDIA GPU within 9 minutes: correctness,
+training, generation, LoRA, FP8, RL and profiles, next to aims and predictions. The same command continues where it
+stopped. It needs PyTorch's CUDA build but no network and no checkpoint, because weights are random. On a machine
+without a network, carry the packages:
+
+```
+python -m benchmarks.gpu --wheels > wheels.txt && pip download -r wheels.txt -d wheels   # with a network
+pip install --no-index --find-links wheels -r wheels.txt                                 # on the GPU machine
+python -m benchmarks.gpu --out gpu-records
+python -m benchmarks.gpu --out gpu-records --summary                                     # print the figures again
+```
+
+`--stage NAME` runs one stage; `--miniature` runs every stage with tiny models on a CPU.
 """
 
 
@@ -173,9 +189,10 @@ def gpu_summary(records: Sequence[Record]) -> str:
     origin = lines[0]
     head = ["one GPU", "setup", f"at {origin['commit']}", "predicted", "aim", "measured"]
     text = (
-        f"The figures at {origin['commit']} are of one {origin['gpu']} ({origin['date']}, torch {origin['torch']}).\n"
-        "Scripts outside this repository measured them. Predictions follow from kernel counts, bytes and rates of\n"
-        "that GPU (`python -m benchmarks.gpu_predictions`). `python -m benchmarks.gpu` measures."
+        f"Figures at the earlier commit {origin['commit']} were measured on one {origin['gpu']}\n"
+        f"({origin['date']}, torch {origin['torch']}) by scripts outside this repository. Predictions are\n"
+        "calculated from kernel counts, bytes and kernel rates of that GPU (`python -m benchmarks.gpu_predictions`).\n"
+        "`python -m benchmarks.gpu` fills the last column."
     )
     return f"{table(head, rows)}\n\n{text}"
 

@@ -39,7 +39,7 @@ def apply_activation_checkpointing(
         attention_ops: attention operators as `namespace::operator`.
 
     Raises:
-        ConfigError: the policy is `auto`, which `archon.engine.memory.recompute` replaces before.
+        ConfigError: the policy is `auto`, which `archon.engine.memory.recompute` must resolve first.
     """
     if config.mode == "auto":
         raise ConfigError("activation_checkpoint.mode is auto, which only the engine resolves; choose another mode")

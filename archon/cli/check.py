@@ -37,7 +37,8 @@ def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
 def check_rl(config: RLConfig, gpu: str | None = None) -> list[str]:
     """Check an RL run. Returns summary lines; raises the `UserError` that would end the run.
 
-    With `gpu`, the models run on this GPU instead of a local device, and memory and time of training are predicted.
+    With `gpu`, check for this GPU in place of the local device, and predict memory and time of each trained model. The
+    prediction leaves out the generator, servers, and models that are not trained.
     """
     from archon.parallel.layout import parse_layout
     from archon.rl.config import RewardModelConfig
@@ -61,8 +62,8 @@ def check_rl(config: RLConfig, gpu: str | None = None) -> list[str]:
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as blanks:
         steps = config.optimizer_steps
         answers = config.rollout.prompts_per_step * config.gconfig.n_samples
-        most, prompt = models.actor.max_tokens_per_mb, config.train_data.max_length
-        longest = most if prompt is None else min(prompt + config.gconfig.max_new_tokens, most)
+        max_tokens, prompt = models.actor.max_tokens_per_mb, config.train_data.max_length
+        longest = max_tokens if prompt is None else min(prompt + config.gconfig.max_new_tokens, max_tokens)
         options: dict[str, Any] = {"gpu": gpu, "batch": Batch(answers, longest)}
         lines = check_model("actor", models.actor, blanks, steps, **options)
         if models.ref is not None:
@@ -109,8 +110,8 @@ def check_sft(config: SFTConfig, gpu: str | None = None, kind: DatasetKind = "sf
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as blanks:
         documents = config.batch_size * (1 if kind == "sft" else 2)  # a pair is two documents
-        most = config.model.max_tokens_per_mb
-        batch = Batch(documents, min(config.train_data.max_length or most, most))
+        max_tokens = config.model.max_tokens_per_mb
+        batch = Batch(documents, min(config.train_data.max_length or max_tokens, max_tokens))
         lines = check_model("model", config.resolve().model, blanks, config.optimizer_steps, gpu=gpu, batch=batch)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, blanks)
     lines.append(line)
@@ -184,8 +185,8 @@ def check_model(
         config: Config of the model.
         blanks: Temporary folders of checkpoints that the bootstrap has yet to create, by path.
         total_steps: Optimizer steps of the run; None skips the check of the schedule.
-        gpu: Name or file of a GPU in place of the local device.
-        batch: Documents of a training step, to predict on `gpu`.
+        gpu: GPU name or hardware file to check for in place of the local device.
+        batch: Documents of a training step, for the prediction on `gpu`.
     """
     import torch
 

@@ -16,12 +16,13 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml"
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file with dotted keys")
 ]
+GPU_NAMES = "4090 | a100-80gb | b200 | h100-80gb | h200 | l40s | FILE.yaml"
 TargetGpu = Annotated[
     str | None,
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="with --dry-run: predict memory and time on this GPU, which need not be here; names as in archon plan",
+        help=f"with --dry-run: predict memory and time on this GPU, present or not: {GPU_NAMES}",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print and check the resolved configuration, then exit")]

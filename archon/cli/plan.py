@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from archon.cli.options import GPU_NAMES
 from archon.schema.config import require_folder
 
 if TYPE_CHECKING:
     from archon.models.hf.state_dict import BaseStateDictAdapter
     from archon.models.lora.targets import LoRASize
 
-GPUS = "4090 | a100-80gb | b200 | h100-80gb | h200 | l40s"
 SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts that fit a number of GPUs."}
 
 
 def command(
     model: Annotated[Path | None, typer.Argument(help="checkpoint folder, only its config.json, or a hub id")] = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="total number of GPUs")] = 8,
-    gpu: Annotated[str, typer.Option("--gpu", help=f"{GPUS} | FILE.yaml")] = "h100-80gb",
+    gpu: Annotated[str, typer.Option("--gpu", help=GPU_NAMES)] = "h100-80gb",
     tokens: Annotated[
         int | None, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens per optimizer step (1048576)")
     ] = None,

@@ -71,7 +71,7 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
 
 
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool, gpu: str | None = None) -> int:
-    """Run a command of `RUNS`, or check its configuration with `dry_run`, for `gpu`. Returns the exit code."""
+    """Run a command of `RUNS`, or with `dry_run` check its configuration, for `gpu` if set. Returns the exit code."""
     import archon.rl as rl
     from archon.schema.errors import ConfigError
 
@@ -92,7 +92,7 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
         check.print_check(config, partial(getattr(check, f"check_{command}"), gpu=gpu))
         return 0
     if gpu is not None:
-        raise ConfigError(f"--gpu {gpu} predicts a run, which --dry-run does; add --dry-run, or set {run.model}.device")
+        raise ConfigError(f"--gpu {gpu} needs --dry-run, which predicts the run; to start it, set {run.model}.device")
     from archon.engine.optim import check_schedule
     from archon.rl.bootstrap import ensure_checkpoint
     from archon.training.loop import join_processes

@@ -35,7 +35,7 @@ from archon.schema.config import EngineConfig, LoRASpec
 from archon.schema.errors import ConfigError, FamilyError, LayoutError
 
 FP8_CAPABILITY = (9, 0)
-"""Compute capability required by the FP8 kernels with row scales and by those of experts."""
+"""Compute capability that the FP8 kernels with row scales and of experts need."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, devi
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:
-    """Raise ConfigError for FP8 on a GPU without it or without torchao, or if padding with an image changes a scale."""
+    """Raise ConfigError if a GPU lacks FP8 or torchao, or if padding with an image would change a scale."""
     if not config.fp8_blocks(args.n_layers):
         return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:

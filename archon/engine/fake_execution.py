@@ -1,4 +1,4 @@
-"""Execution of code on fake tensors: shapes without memory, integers and collectives of equal ranks with values.
+"""Execution on fake tensors: floats have only shapes, integers and results of collectives have values.
 
 Values that the code *reads* are real or assumed:
 

@@ -17,18 +17,18 @@ from archon.schema.errors import ConfigError
 NarrowMoments = Literal["bfloat16", "int8"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCKS = (256, 128, 64, 32)
-"""Elements of a row that share a scale: the first of these that divides the rows of a rank's shard."""
+"""Block sizes in elements: blocks of a rank's shard have the first size that divides its rows."""
 CHUNK = 2**24
-"""Elements that are updated at once, which bounds the memory of wide moments."""
+"""Maximum elements updated at once; bounds the memory of widened moments."""
 
 
 class LowBitAdamW(AdamW):
     """AdamW [Loshchilov & Hutter 2019, algorithm 2] that stores its moments in bfloat16 or 8 bits.
 
     A step widens the moments, updates them and the weights in the dtype of the weights, and rounds the moments to
-    nearest. 8 bits are torchao's dynamic maps, signed for the first moment, with a float32 scale per block of a row;
-    vectors, and matrices whose rows no block divides, keep moments in their dtype. Unlike torchao, 8 bits never round a
-    second moment to 0: a first moment above 0 would then be divided by `eps` alone.
+    nearest. The 8-bit format is torchao's dynamic map, signed for the first moment, with a float32 scale per block of a
+    row. Vectors, and matrices with rows that no block size divides, keep moments in the dtype of the weights. Unlike
+    torchao, 8 bits never round a second moment to 0: a first moment above 0 would then be divided by `eps` alone.
 
     Args:
         groups: parameter groups with their weight decay.
@@ -36,7 +36,7 @@ class LowBitAdamW(AdamW):
         lr: learning rate.
         betas: decay of the first and the second moment.
         eps: added to the root of the second moment.
-        compiled: compile the update, so that it runs as few kernels.
+        compiled: compile the update into few kernels.
 
     Raises:
         ConfigError: 8 bits need torchao, and it cannot be imported.
@@ -116,7 +116,7 @@ class LowBitAdamW(AdamW):
 
 
 def block_size(weight: Tensor) -> int | None:
-    """Return how many elements of a row of this rank's shard share a scale; None for moments that stay wide."""
+    """Return the block size of this rank's shard, in elements; None if its moments stay wide."""
     if weight.dim() < 2:
         return None
     return next((block for block in BLOCKS if weight.shape[-1] % block == 0), None)
@@ -125,7 +125,7 @@ def block_size(weight: Tensor) -> int | None:
 def moment_bytes(moments: str, width: int) -> float:
     """Return the bytes of both moments of one element of a trained matrix with masters of `width` bytes.
 
-    The planner multiplies it by the number of trained parameters: moments of vectors are a negligible part.
+    The planner applies it to all trained parameters, because moments of vectors are negligible.
     """
     per_moment = {"float32": width, "bfloat16": 2, "int8": 1 + 4 / BLOCKS[0]}
     return 2 * per_moment[moments]

@@ -30,7 +30,7 @@ class StepInBackward:
                 parameter.register_post_accumulate_grad_hook(partial(self._step, group))
 
     def start(self) -> None:
-        """Step in the next backward pass, whose gradients complete those of the batch."""
+        """Update weights in the next backward pass, which completes the batch's gradients."""
         self.norms, self._is_active = [], True
 
     def stop(self) -> None:
@@ -41,7 +41,7 @@ class StepInBackward:
         if not self._is_active:
             return
         self.norms.append(gradient_norm([parameter]))
-        # Earlier micro-batches may have left incomplete gradients on other parameters.
+        # Hide the other parameters: they may have incomplete gradients of earlier micro-batches.
         groups = [(each, each["params"]) for each in self._optimizer.param_groups]
         for each, _ in groups:
             each["params"] = [parameter] if each is group else []

@@ -25,7 +25,7 @@ from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.layers.moe import GroupedExperts
 from archon.parallel.transfer import to_device_async
 
-# Maximum token ids that a sequence may ban until it has `min_new_tokens`.
+# Maximum number of stop tokens that a sequence can ban until it has `min_new_tokens`.
 _MAX_BANNED = 16
 
 # Runs before a capture, in which libraries allocate their workspaces and Triton compiles.
@@ -35,12 +35,12 @@ _WARMUP_RUNS = 2
 _GROUPED_MM_CAPABILITIES = (9, 10)
 
 Sampling = Literal["greedy", "sampled", "filtered"]
-"""Most expensive sampling of a step's rows: argmax, of the whole vocabulary, or of a top-k or top-p part."""
+"""Most expensive sampling among a step's rows: argmax, from the full vocabulary, or with top-k or top-p."""
 
 _ROW = np.dtype(
     [
-        ("source", np.int64),  # row of the previous step with the row's input token, −1 for `token`
-        ("token", np.int64),
+        ("source", np.int64),  # row of the previous step that sampled the input token; −1: use `token`
+        ("token", np.int64),  # input token, if the host has read it
         ("length", np.int64),  # tokens of the sequence, including the input token
         ("offset", np.int64),  # M-RoPE position minus token index
         ("state", np.int64),  # slot of its recurrent state
@@ -78,7 +78,7 @@ class UnreadTokens:
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step, and return the token and the logprob of each sequence. `experts` are valid after it."""
+        """Wait for the step, and return token and logprob of each sequence. Afterwards `experts` is valid too."""
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs = self.results[:, : len(self.sequences)]
@@ -86,7 +86,7 @@ class UnreadTokens:
 
 
 class DecodeStep:
-    """Computes one token for each of up to `max_slots` sequences, on CUDA by one graph for each number of rows.
+    """Decode step of up to `max_slots` sequences; on CUDA, one graph per number of rows.
 
     Args:
         model: actor in evaluation mode.
@@ -112,13 +112,13 @@ class DecodeStep:
 
     @staticmethod
     def supports_model(model: BaseArchonModel, dtype: torch.dtype) -> bool:
-        """Return whether the step computes this model: RoPE needs no lengths, and CUDA's kernel no float64."""
+        """Return whether the step supports this model: RoPE independent of length, and on CUDA no float64."""
         is_cpu = next(model.parameters()).is_cpu
         return not model.args.rope_depends_on_length and (is_cpu or dtype != torch.float64)
 
     @staticmethod
     def supports(sequence: Sequence) -> bool:
-        """Return whether the step decodes this sequence; `Generator` decodes others with its chunks of prompts."""
+        """Return whether the step supports this sequence; if not, `Generator` decodes it next to prompt chunks."""
         bans = len(sequence.output) < sequence.min_new_tokens and len(sequence.stop_ids) > _MAX_BANNED
         reads_logits = sequence.changes is not None or sequence.n_top_logprobs
         return not bans and not reads_logits and sequence.lora is None
@@ -132,11 +132,11 @@ class DecodeStep:
         """Start the step of `sequences`, without waiting for it.
 
         Args:
-            sequences: sequences whose next token follows from one that is not cached yet.
+            sequences: sequences with exactly one token that is not cached.
             page_table: int64 [max_slots, width], the pages of each scheduler slot.
-            previous: the step whose tokens the host has not read yet.
+            previous: tokens of the previous step, if the host has not read them.
         """
-        # 1. Describe the rows, as the host knows them; a token that it does not know is at `source`.
+        # 1. Describe the rows. `source` refers to tokens that the host has not read.
         n_rows = round_up_rows(len(sequences))
         source = {} if previous is None else {s: row for row, s in enumerate(previous.sequences) if s.unread}
         rows = np.concatenate([self._describe(sequences, source), self._padding(n_rows - len(sequences))])
@@ -223,7 +223,7 @@ class DecodeStep:
     def _run(self, n_rows: int, sampling: Sampling) -> None:
         """Compute the step of the first `n_rows` rows; it reads and writes buffers only."""
         row = {name: self._rows[:n_rows, column] for column, name in enumerate(_ROW.names or ())}
-        # 1. Take the input tokens: of the host, or those that the previous step sampled.
+        # 1. Take the input tokens from the host or from the previous step.
         sampled = self._tokens.index_select(0, row["source"].clamp(min=0))
         tokens = torch.where(row["source"] >= 0, sampled, row["token"])
         # 2. Run the model over the pages.
@@ -252,7 +252,7 @@ class DecodeStep:
         for place in range(0, n_rows, block):
             part = slice(place, min(place + block, n_rows))
             new, logprobs = sample_on_device(logits[part], params.rows(part), sampling)
-            # 4. Keep the tokens for the next step, and both for the host.
+            # 4. Keep the tokens for the next step, and tokens and logprobs for the host.
             self._tokens[part].copy_(new)
             self._results[0, part].copy_(new)
             self._results[1, part].copy_(logprobs)

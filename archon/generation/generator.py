@@ -317,7 +317,7 @@ class Generator:
     def step(self) -> None:
         """Run one forward pass, sample a token for every ready sequence, and call `on_done` of finished ones.
 
-        Sequences of the decode step get the token of the step before.
+        `DecodeStep` contributes the tokens of the previous step.
         """
         started = time.perf_counter()
         if self.device.type == "cpu":
@@ -346,7 +346,7 @@ class Generator:
         self.stats.seconds += time.perf_counter() - started
 
     def _start_decode(self, decode_step: DecodeStep, step: Step, previous: UnreadTokens | None) -> Step:
-        """Start the decode step of the sequences that it supports; return the rest of the step."""
+        """Start the decode step of the sequences that it supports; return the remaining step."""
         supported = [sequence for sequence in step.decode if decode_step.supports(sequence)]
         if supported:
             self._unread = decode_step.launch(supported, self.scheduler.page_table, previous)
@@ -369,7 +369,7 @@ class Generator:
         for row, (sequence, token, logprob) in enumerate(drawn):
             sequence.unread -= 1
             sequence.drawn = None
-            if sequence.stop_reason is None:  # otherwise it has ended, after this step was started
+            if sequence.stop_reason is None:  # otherwise it ended after this step had started
                 if unread.experts is not None:
                     sequence.record(sequence.total - 1, unread.experts[row : row + 1].numpy())
                 self._append(sequence, token, logprob)

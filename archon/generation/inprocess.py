@@ -104,7 +104,7 @@ class InProcessEngine:
     from one thread only; `generate` needs no event loop.
 
     Attributes:
-        static_decode: decode by `DecodeStep`, if it supports the model; None on CUDA only.
+        static_decode: use `DecodeStep` if it supports the model; None: on CUDA only.
     """
 
     static_decode: ClassVar[bool | None] = None

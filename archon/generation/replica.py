@@ -129,9 +129,9 @@ def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict
 
 
 def join_projections(replica: nn.Module) -> None:
-    """Make one matmul of layers with the same input: their weights become rows of one matrix, which updates write to.
+    """Join the matmuls of layers with the same input: their weights become views of one matrix.
 
-    A decode step reads few rows, so the time of its matmuls is that of their launches and of the weights.
+    With the few rows of a decode step, matmuls are bound by launches and by reading weights.
     """
     for module in replica.modules():
         if not isinstance(module, Attention | FeedForward):

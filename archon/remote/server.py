@@ -169,7 +169,7 @@ class RemoteServer:
         self.dialect.score(self.http, self.model, [0, 0], seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Free the server's GPU. Unfinished answers end with their current tokens, to be continued later.
+        """Free the server's GPU. Unfinished answers end with their current tokens and continue later.
 
         Raises:
             ServerError: the request failed; the server counts as asleep and out of the fleet until the next push.
@@ -182,7 +182,7 @@ class RemoteServer:
             raise
 
     def wake(self, seconds: float) -> None:
-        """Take back the GPU memory of a server that sleeps; its weights are those from before.
+        """Let a sleeping server take back its GPU memory, with unchanged weights.
 
         Raises:
             ServerError: the request failed; the server is out of the fleet.

@@ -115,7 +115,7 @@ class PackedAttention(AttentionMeta):
     def prepare(self, hidden: Tensor) -> None:
         """See `AttentionMeta.prepare`."""
         self.backends = available_backends(self.attn_type, hidden.device, hidden.dtype)
-        # Preparing the others for single layers must not make the host wait for the documents' lengths.
+        # Fallbacks for single layers are prepared only if the host need not wait for the documents' lengths.
         for backend in self.backends if self.documents.has_host_lengths else self.backends[:1]:
             backend.prepare_packed(self.documents)
 

@@ -13,9 +13,9 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """Index of a layer, by which it finds its cache.
+    """Index of a layer, the key of its cache.
 
-    An object, because torch.compile makes the ints of a module constants and would compile every layer again.
+    A class, because torch.compile treats a module's ints as constants and would compile every layer again.
     """
 
     value: int

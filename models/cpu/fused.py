@@ -188,7 +188,7 @@ def _run(plain: Function, eager: Function, function: type[torch.autograd.Functio
 
 
 def _has_cuda_kernel(x: Tensor, weight: Tensor | None = None, *, with_gradient: bool = False) -> bool:
-    """Return whether one kernel of `archon.models.cuda.elementwise` computes a layer of x, outside compiled code."""
+    """Return whether a kernel of `archon.models.cuda.elementwise` supports x. Compiled code fuses layers itself."""
     return (
         x.is_cuda
         and (with_gradient or not torch.is_grad_enabled())

@@ -8,7 +8,7 @@ between them is float32.
 Arguments of all three operators, for R rows and V columns:
     logits: [R, V], dense rows: the matmul's result, without soft cap and temperature.
     labels: int64 [R]; a label outside 0 .. V - 1 belongs to another rank's columns.
-    scale: 1 / temperature of all rows, unless `scales`, float32 [R], has that of each row.
+    scale: 1 / temperature of all rows; `scales`, float32 [R] or None, replaces it row by row.
     soft_cap: bounds the logits before the scale multiplies them; None for no bound.
     lse, label_logits, entropy, logprob_grad, entropy_grad: float32 [R] or [R, 1], dense.
 """
@@ -180,7 +180,7 @@ def head_gradient(
     logprob_grad: Tensor,
     entropy_grad: Tensor | None,
 ) -> None:
-    """Overwrite the logits by their gradient, from those of logprobs and entropies and the sums over all columns."""
+    """Overwrite the logits by their gradient, from the gradients of logprobs and entropies and the row sums."""
     _launch(logits, labels, scale, scales, soft_cap, lse, None, entropy, logprob_grad, entropy_grad)
 
 

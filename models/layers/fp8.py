@@ -12,7 +12,7 @@ With `rowwise` each expert computes as such a linear layer. With `tensorwise` ex
 uses one scale for each expert's matrix instead of one per row. torchao's prototype for experts differs from both: it
 also quantizes weight gradients, and needs every expert's number of rows to be a multiple of 16.
 
-CUDA uses torchao (`archon.models.layers.torchao_fp8`). A linear layer runs torchao's own function, unless tensor or
+CUDA uses torchao (`archon.models.layers.torchao_fp8`). A linear layer runs torchao's function, unless tensor or
 context parallelism shards an operand: then the code below finds the scale over all ranks, and torchao's kernel
 multiplies. Experts use the operator `_scaled_grouped_mm`. Other devices emulate FP8 with the same rounding and matmuls
 in at least float32. `make test-gpu` compares the two.

@@ -44,8 +44,8 @@ def tile_shape(rows: int, vocab: int, device: torch.device, full_rows: bool) -> 
 def kernel_rows(vocab: int, itemsize: int, memory: int) -> int:
     """Return the rows of a tile on a GPU with this memory, from the size of the vocabulary and of a logit.
 
-    The tile takes 1/32 of the memory, but has 2,048 to 4,096 rows. The size of the GPU decides and not what is free, so
-    that a run sums its gradients in the same order again.
+    The tile takes 1/32 of the memory, within 2,048 to 4,096 rows. It depends on the total memory, not on the free
+    memory, so that a repeated run sums gradients in the same order.
     """
     lowest, highest = KERNEL_ROWS
     fitting = memory // 32 // (vocab * itemsize)
@@ -73,7 +73,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 
 
 def _reduce_over_ranks(scores: RowScores, group: Group | None) -> RowScores:
-    """Combine the scores of each rank's columns to those of the full vocabulary."""
+    """Combine the scores of each rank's columns into scores over the full vocabulary."""
     if group is None:
         return scores
     lse, label_logits, entropy = scores
@@ -239,7 +239,7 @@ class TorchTiles:
         logprob_grad: Tensor,
         entropy_grad: Tensor | None,
     ) -> Gradients:
-        """Return the gradients of hidden and weight from those of logprobs and entropies [N, 1]."""
+        """Return the gradients of hidden and weight for gradients of logprobs and entropies [N, 1]."""
         projection = _Projection(self.hidden, self.weight, self.options)
         gradients = _Gradients(projection, *needs)
         for r0, r1 in projection.row_spans:
@@ -300,8 +300,8 @@ class TorchTiles:
 class KernelTiles:
     """Tiles of full rows of the logits of hidden [N, D] and weight [V, D], on a GPU: matmuls and one kernel for each.
 
-    Logits and their gradients have the dtype of `hidden`. So has the gradient of hidden, whose matmul sums over all
-    columns; the gradient of the weight is summed over the tiles in float32.
+    Logits and their gradients have the dtype of `hidden`. The gradient of hidden has it too, because one matmul sums
+    over all columns. The gradient of the weight is summed over the tiles in float32.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions) -> None:
@@ -356,7 +356,7 @@ class KernelTiles:
         logprob_grad: Tensor,
         entropy_grad: Tensor | None,
     ) -> Gradients:
-        """Return the gradients of hidden and weight from those of logprobs and entropies [N, 1]."""
+        """Return the gradients of hidden and weight for gradients of logprobs and entropies [N, 1]."""
         logprob_grad = logprob_grad.contiguous()
         entropy_grad = None if entropy_grad is None else entropy_grad.contiguous()
         sums = self._new_gradients(needs)
@@ -395,7 +395,7 @@ def _device_memory(device: torch.device) -> int:
 def logit_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions) -> TorchTiles | KernelTiles:
     """Return the tiles of hidden [N, D] and weight [V, D] for their device and dtype.
 
-    Labels are int64 [N] and relative to the first row of `weight`; those outside 0 .. V - 1 belong to other ranks.
+    Labels are int64 [N] and relative to the first row of `weight`; labels outside 0 .. V - 1 belong to other ranks.
     """
     has_kernels = hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
     return (KernelTiles if has_kernels else TorchTiles)(hidden, weight, labels, options)

@@ -30,7 +30,7 @@ def torchao_recipe(name: str, *, emulate: bool = False) -> TorchaoRecipe:
     # (https://github.com/triton-lang/triton/issues/11111).
     layer = convert_to_float8_training(nn.Linear(16, 16, bias=False, device="meta"), config=config)
     matmuls = cast(LinearMMConfig, layer.linear_mm_config)
-    # A weight gradient sums over tokens, whose number may not be a multiple of 16.
+    # A weight gradient sums over tokens; their number need not be a multiple of 16.
     return TorchaoRecipe(config, matmuls._replace(grad_weight=matmuls.grad_weight._replace(pad_inner_dim=True)))
 
 

@@ -52,7 +52,7 @@ def test_a_gpu_that_is_too_small_is_refused(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--gpu", "h100-80gb"), "--gpu h100-80gb predicts a run, which --dry-run does"),
+        (("--gpu", "h100-80gb"), "--gpu h100-80gb needs --dry-run"),
         ((*H100, "model.device=cpu"), "model.device is cpu, and --gpu h100-80gb predicts a run on a GPU"),
         (("--dry-run", "--gpu", "h300"), "gpu is 'h300'; expected one of 4090"),
         (("--dry-run",), "PyTorch sees 0 CUDA devices"),

@@ -167,7 +167,7 @@ def block_activations(
 
 
 def kinds_without_formula(layer: LayerSpec) -> list[str]:
-    """Return the types of a layer's mixer and feed-forward network that have no formula of their own here."""
+    """Return the type names of a layer's mixer and feed-forward network that have no registered formula."""
     kinds = ((layer.mixer, mixer_activations), (layer.feed_forward, feed_forward_activations))
     return [type(kind).__name__ for kind, formulas in kinds if type(kind) not in formulas.registry]
 
@@ -181,7 +181,7 @@ def _traced_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, unkn
     """Return the tensors of a block that a dry run counts; with a LoRA, as if all weights were trained."""
     if is_shared(shard.layout):
         raise ConfigError(
-            f"the memory of {' and '.join(unknown)} is known only where no ranks share a block, and layout "
+            f"the memory of {' and '.join(unknown)} is known only if ranks share no block, but layout "
             f"{shard.layout} has t, c or e; use d, r and p, or register a function with mixer_activations or "
             "feed_forward_activations"
         )
@@ -219,7 +219,7 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
 def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
     """Return the tensors of a mixer from its input to its last matmul. Register one function per type of mixer.
 
-    A subclass needs a function of its own; without one, `block_activations` counts the block by a dry run.
+    A subclass does not inherit its base's function; without one, `block_activations` counts the block by a dry run.
     """
     raise NotImplementedError(type(mixer).__name__)
 

@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Choice of `auto`: its policy, the predicted memory of the largest rank, and the memory that it may take."""
+    """Choice of `auto`: the policy, the predicted memory of the largest rank, its budget, and the blocks of a stage."""
 
     policy: ActivationCheckpointConfig
     memory: MemoryEstimate
@@ -75,7 +75,7 @@ def choose_recompute(
         model: memory model of the trained model.
         config: the engine's configuration; its policy is ignored.
         budget: bytes of the largest rank.
-        layout: degrees in place of those of `config`.
+        layout: used in place of `config.layout`.
         micro_batches: micro-batches of a step; None assumes several, and one if the optimizer steps in the backward.
     """
     layout = layout or parse_layout(config.layout)
@@ -142,7 +142,7 @@ def sum_lora_ranks(loras: Mapping[str | None, Mapping[str, LoRASize]]) -> dict[s
 
 
 def memory_budget(config: EngineConfig, device: torch.device, free: int) -> int:
-    """Return the bytes that a rank may take: the configured ones, or `free` bytes of the device without the margin."""
+    """Return the memory budget of a rank in bytes: the configured one, or `free` less the device's reserve."""
     budget = config.activation_checkpoint.memory_budget
     return free - RESERVE[device.type] if budget is None else int(budget * GIB)
 

@@ -1,8 +1,8 @@
 """Activations of a block by a dry run with fake tensors, for kinds of layers without a formula.
 
 A dry run takes 0.2 to 2 s for each kind of block, and a formula microseconds. A block that ranks share would also need
-a fake process group for each layout, and a plan compares hundreds of layouts. Formulas therefore stay for archon's
-layers. On unshared blocks, the bytes that autograd keeps agree within 6 % (`tests/engine/test_traced_block.py`).
+a fake process group for each layout, and a plan compares hundreds of layouts. archon's layers therefore have
+formulas. On unshared blocks, the bytes that autograd keeps agree within 6 % (`tests/engine/test_traced_block.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from archon.models.layers.spec import LayerSpec
 from archon.parallel.activation_checkpoint import SAVED_MATMULS
 from archon.parallel.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves
 
-# Tokens of the traced block, so many that the gradients of its weights are small next to its activations, and tokens of
-# a document. Activations are proportional to tokens.
+# Tokens of the traced block and of each document. Activations are proportional to tokens; with this many, weight
+# gradients are small next to them.
 TOKENS, DOCUMENT = 65536, 64
 
 
@@ -36,8 +36,8 @@ class TracedBlock(NamedTuple):
     Attributes:
         input: its input.
         operators: outputs of matmuls and attention that autograd keeps.
-        unsaved_operators: their other outputs.
-        elementwise: all else that autograd keeps.
+        unsaved_operators: outputs of matmuls and attention that autograd does not keep.
+        elementwise: other tensors that autograd keeps.
         working: peak of temporaries in its backward pass, the gradient of its output included.
     """
 
@@ -83,7 +83,7 @@ class _Storages(TorchDispatchMode):
 
 @lru_cache(maxsize=1024)
 def trace_block(dim: int, layer: LayerSpec, dtype: torch.dtype) -> TracedBlock:
-    """Return the bytes of TOKENS tokens in a block of width `dim` whose weights are all trained."""
+    """Trace a block of width `dim` with all weights trained, and return its bytes for TOKENS tokens."""
     with FakeTensorMode(allow_non_fake_inputs=True), FakeExecution({}):
         # 1. Build the block with weights of the compute dtype; their gradients are not activations.
         default = torch.get_default_dtype()

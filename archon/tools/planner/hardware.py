@@ -55,7 +55,7 @@ class Hardware(StrictModel):
         default_factory=dict, description="speed of attention by backend (attn_type); empty: a fraction of the peak"
     )
     head_passes: float = Field(
-        6, ge=0, description="reads and writes of the logits [T, V] in the compute dtype, beside the head's matmuls"
+        6, ge=0, description="reads and writes of the logits [T, V] in the compute dtype, without the head's matmuls"
     )
     launch_s: float = Field(0, ge=0, description="idle time of the GPU between two kernels, seconds")
     memory_efficiency: float = Field(gt=0, le=1, description="fraction of the memory bandwidth that kernels reach")
@@ -91,7 +91,7 @@ class Hardware(StrictModel):
         return self.fp8_flops
 
     def attention_backend(self, attn_type: str) -> str | None:
-        """Return the backend in `attention` that times `attn_type`: the fastest for `auto`; None if there is none."""
+        """Return the key of `attention` to use for `attn_type`: the fastest backend for `auto`; None without rates."""
         if attn_type in self.attention:
             return attn_type
         if attn_type == "flash" and "varlen" in self.attention:

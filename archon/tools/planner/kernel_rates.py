@@ -1,4 +1,4 @@
-"""Measurement of each kind of kernel in a training step, with archon's modules in the proportions of real models.
+"""Measurement of each kind of kernel in a training step, with archon's modules in sizes of real models.
 
 On a GPU all measurements take less than a minute. They run on a CPU too, in small sizes, for tests.
 """
@@ -150,7 +150,7 @@ def _attention_flops(
 def measure_head_passes(
     device: torch.device, dtype: torch.dtype, sizes: KernelSizes, matmul_flops: float, bandwidth: float
 ) -> float:
-    """Return the passes over the logits that the head takes beside its matmuls, at these rates."""
+    """Return the passes over the logits that the head makes in addition to its matmuls, at these rates."""
     width, vocab = sizes.head
     hidden, weight = (_random(rows, width, like=(device, dtype)).requires_grad_() for rows in (sizes.tokens, vocab))
     labels, weights = torch.arange(sizes.tokens, device=device) % vocab, torch.ones(sizes.tokens, device=device)
@@ -160,7 +160,7 @@ def measure_head_passes(
 
 
 def measure_launch(device: torch.device, sizes: KernelSizes) -> float:
-    """Return seconds of a tiny kernel in a row of them: the time between two kernels."""
+    """Return the seconds between two kernels, measured on a sequence of tiny kernels."""
     x = torch.zeros(1, device=device)
 
     def work() -> None:

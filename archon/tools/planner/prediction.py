@@ -44,11 +44,11 @@ class Prediction:
     """Predicted step of a training run.
 
     Attributes:
-        choice: the choice of `activation_checkpoint.mode = auto`; None for another mode.
+        choice: result of `activation_checkpoint.mode = auto`; None for other modes.
         memory: memory of the largest rank.
-        used: its bytes with fragmentation and libraries.
+        used: bytes of the largest rank, with fragmentation and libraries.
         seconds: time of a step.
-        tokens_per_second: tokens of the documents, of one GPU.
+        tokens_per_second: tokens per second of one GPU.
     """
 
     hardware: Hardware
@@ -110,9 +110,10 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
     rate = batch.documents * batch.seq / layout.world_size / seconds.total
     prediction = Prediction(hardware, batch, choice, memory, used, seconds, rate)
     if prediction.headroom < 0:
+        recompute = "" if choice else "set activation_checkpoint.mode = auto, "
         raise ConfigError(
             f"{hardware.name} has {hardware.memory_bytes / GIB:.1f} GiB, and a rank needs {used / GIB:.1f}; lower "
-            "max_tokens_per_mb, set activation_checkpoint.mode = auto, or use more GPUs in the layout"
+            f"max_tokens_per_mb, {recompute}or use more GPUs in the layout"
         )
     return prediction
 

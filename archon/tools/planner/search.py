@@ -108,7 +108,7 @@ class Rejections:
         exceeds_memory: layouts × schedules with masters, gradients and moments larger than the memory.
         idle: layouts × schedules with too few documents for all ranks and stages.
         refused: candidates that fit but that the engine rejects, by its error.
-        unknown: layouts with t, c or e, whose memory is unknown for kinds of layers without a formula.
+        unknown: layouts with t, c or e that are skipped because a kind of layer has no memory formula.
     """
 
     exceeds_memory: int = 0

@@ -7,7 +7,7 @@ Each kind of kernel has a rate in the hardware file:
 - Matmuls run at `gemm_efficiency` of the peak (of experts, at `grouped_gemm_efficiency`), or as fast as their weights
   can be read.
 - Attention runs at the rate of its backend and counts Σ len² / 2.
-- The head is matmuls and passes over the logits. All other work is passes over memory.
+- The head consists of matmuls and passes over the logits; all other work, of passes over memory.
 - A GPU idles for `launch_s` between kernels.
 
 The bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
@@ -42,7 +42,7 @@ ATTENTION_FLOPS, ATTENTION_FORWARD_FLOPS = 14, 4
 # Memory passes over each tensor of a block: a write and a read, for the tensor and for its gradient.
 BLOCK_PASSES = 4
 # The same on a GPU without torch.compile, where elementwise operators run one by one. Measured for Qwen3-0.6B on an
-# H100: 272 ms of elementwise kernels outside the head, 62 ms by BLOCK_PASSES.
+# H100: 272 ms of elementwise kernels outside the head; BLOCK_PASSES predicts 62 ms.
 EAGER_PASSES = 17
 # Kernels of a block, forward and backward, and of a block's forward alone. Measured for Qwen3-0.6B, compiled.
 BLOCK_LAUNCHES, FORWARD_LAUNCHES = 131, 44
@@ -53,7 +53,7 @@ GATHER_BYTES, REDUCE_BYTES = 12, 14
 # rounds. Estimated, not calibrated.
 FP8_PASSES = 2
 # Passes over a parameter's float32 state in AdamW and the gradient norm: weight, gradient, two moments. A fused AdamW
-# makes 7; measured on an H100, 3.1 billion parameters took 67 ms, as much as 14.
+# makes 7, but 3.1 billion parameters took 67 ms on an H100, the time of 14.
 OPTIMIZER_PASSES = 14
 
 

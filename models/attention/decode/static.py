@@ -18,7 +18,7 @@ from archon.models.attention.spec import AttentionSpec, LayerIndex
 
 
 class StaticPagedAttention(AttentionMeta):
-    """One new token of each of B rows. On CUDA the host reads no tensor, and sends none.
+    """Attention of one new token in each of B rows. On CUDA it copies nothing between host and device.
 
     Args:
         cache: the pool; new keys and values are written to it before attention.

@@ -113,7 +113,7 @@ class FlashAttention4(FlashKernelBackend):
             return None
         return (
             f"attn_type {self.name!r} does not support this layer's {head_dim} features per head; it supports "
-            "multiples of 8 up to 256 on Hopper and 128 on Blackwell, there also 256 without sinks and soft cap"
+            "multiples of 8 up to 256 on Hopper; on Blackwell up to 128, and 256 without sinks and soft cap"
         )
 
 

@@ -71,7 +71,7 @@ class FlashAttention(FlashKernelBackend):
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """See `AttentionBackend.unsupported_reason`."""
         reason = super().unsupported_reason(device, dtype)
-        # The package of FlashAttention-4 has the directory flash_attn too, without a module.
+        # flash-attn-4 installs a directory flash_attn too, without `__init__.py`.
         package = importlib.util.find_spec("flash_attn") if reason is None else None
         if reason is None and (package is None or package.origin is None):
             return "flash-attn is not installed (pip install 'archon-engine[flash]')"
@@ -79,5 +79,5 @@ class FlashAttention(FlashKernelBackend):
 
     @property
     def supports_gathered(self) -> bool:
-        """See `AttentionBackend.supports_gathered`; not tested with other keys than queries."""
+        """See `AttentionBackend.supports_gathered`; not tested with more keys than queries."""
         return False
