@@ -23,8 +23,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import yaml
@@ -97,6 +98,16 @@ def train(name: str, changes: dict[str, Any], seed: int, steps: int, start: Path
     return {"run": name, "seed": seed, "steps": steps, **losses, "seconds": seconds}
 
 
+def write_means(record: TextIO, apart: Mapping[str, Sequence[float]], made: Mapping[str, str]) -> int:
+    """Record the mean |`apart`| of each run over the seeds. Return 1 if one is above `APART`."""
+    means = {name: sum(map(abs, values)) / len(values) for name, values in apart.items()}
+    for name, mean in means.items():
+        line = {"run": name, "mean_apart": mean, "reached": mean <= APART, "expected": APART, **made}
+        record.write(json.dumps(line) + "\n")
+        say(f"{name}: {mean:.2%} apart, {'within' if mean <= APART else 'not within'} {APART:.0%}")
+    return int(max(means.values()) > APART)
+
+
 def main() -> int:
     """Make every run. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the order of rows")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     options = parser.parse_args()
-    found: dict[str, list[float]] = {name: [] for name, changes in RUNS.items() if "fp8" in changes}
+    apart: dict[str, list[float]] = {name: [] for name, changes in RUNS.items() if "fp8" in changes}
     use_all_threads()  # so that rounding is the same whatever else runs
     made = {"torch": torch.__version__, "commit": commit()}
     with tempfile.TemporaryDirectory() as folder, options.record.open("w", encoding="utf-8") as record:
@@ -117,20 +128,15 @@ def main() -> int:
                 line["apart"] = abs(line["after"] - base) / base
                 line["learned_apart"] = abs(line["in_bfloat16"] - base) / base
                 line |= {"threads": torch.get_num_threads()} | made
-                if name in found:
-                    found[name].append(line["apart"])
+                if name in apart:
+                    apart[name].append(line["apart"])
                 record.write(json.dumps(line) + "\n")
                 record.flush()
                 say(
                     f"{name}, seed {seed}: {line['before']:.4f} to {line['after']:.4f}, {line['apart']:.2%} apart; "
                     f"in bfloat16 {line['in_bfloat16']:.4f}, {line['learned_apart']:.2%}"
                 )
-        means = {name: sum(each) / len(each) for name, each in found.items()}
-        for name, mean in means.items():
-            line = {"run": name, "mean_apart": mean, "reached": mean <= APART, "expected": APART} | made
-            record.write(json.dumps(line) + "\n")
-            say(f"{name}: {mean:.2%} apart, {'within' if mean <= APART else 'not within'} {APART:.0%}")
-    return int(max(means.values()) > APART)
+        return write_means(record, apart, made)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu`: its stages, what a crash, a hang or an interruption costs, and what it says of aims."""
+"""`benchmarks.gpu`: stages that crash, hang or are interrupted, and the summary of aims and predictions."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_predictions_count_the_parameters_and_flops_of_the_models(name: str) -> 
     router = config.get("num_experts", 0) * config["hidden_size"] * config["num_hidden_layers"]
     assert model.blocks + model.head + router == work.active
     assert model.weights == pytest.approx(parameters_of(config), rel=1e-3)
-    # Attention of a step: two matmuls forward and five backward, of which `MatmulShape` counts four.
+    # Attention has two matmuls forward and five backward; `MatmulShape` counts only four backward.
     counted = work.packed([4096] * 4).causal - 6 * work.active * 4 * 4096
     assert model.attention_flops(4, 4096) == pytest.approx(counted * 7 / 6)
 

@@ -24,15 +24,14 @@ def test_archons_step_of_every_case_is_predicted_to_fit_one_h100(name: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(shape(case.model)))
     hardware = read_hardware("h100-80gb")
     for side in case.sides:
-        found = gpu_step.predict_step(gpu_step.planned_options(case, tmp_path), side)
+        options = gpu_step.planned_options(case, tmp_path)
+        step = gpu_step.predict_step(options, side)
         # Masters, gradients and two moments in float32; with a LoRA, frozen weights in bfloat16.
         state = (2 if case.lora else 16) * parameters_of(shape(case.model))
-        assert state < found.bytes < hardware.memory_bytes - hardware.reserve_bytes, side
+        assert state < step.bytes < hardware.memory_bytes - hardware.reserve_bytes, side
         tokens = case.documents * case.seq
-        work = (
-            (4 if case.lora else 6) * tokens * gpu_step.case_model(gpu_step.planned_options(case, tmp_path)).work.active
-        )
-        assert found.seconds > work / (hardware.fp8_flops if "fp8" in case.sides[side] else hardware.bf16_flops), side
+        work = (4 if case.lora else 6) * tokens * gpu_step.case_work(options).active
+        assert step.seconds > work / (hardware.fp8_flops if "fp8" in case.sides[side] else hardware.bf16_flops), side
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`--dry-run --gpu NAME` checks a run for a GPU that is not here, and predicts its memory and time."""
+"""`--dry-run --gpu NAME` checks a run for an absent GPU, and predicts its memory and time."""
 
 from __future__ import annotations
 

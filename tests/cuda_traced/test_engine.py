@@ -180,7 +180,7 @@ def test_8_bit_products(traced: Callable[..., None], tmp_path: Path, hf: dict[st
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_8_bit_products_are_traced_whole(traced: Callable[..., None], by_row: bool, sharded: bool) -> None:
-    """Dynamo finds one graph, forward and backward, so that quantization is compiled with what is around it."""
+    """Dynamo finds one graph, forward and backward, so that quantization is fused with its neighbors."""
     traced("", "auto", f"FP8 matmuls in one graph, {'rowwise' if by_row else 'tensorwise'}{', sharded' * sharded}")
 
     def compute(x: Tensor, weight: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The head on CUDA: what it launches for each tile of rows, and its kernel compiled for GPUs."""
+"""Launches of the head on CUDA for each tile of rows, and its kernel compiled for GPUs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from archon.training.config import SFTConfig
 
 STEP = 3
 CLEANUP_SECONDS = 0.5
-"""What the caller's cleanup takes, longer than torchrun needs to notice a dead rank and to stop the others."""
+"""Seconds of the caller's cleanup; torchrun notices a dead rank and stops the others sooner."""
 
 
 def go_wrong(how: str) -> None:

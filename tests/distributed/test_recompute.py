@@ -1,4 +1,4 @@
-"""Recomputation of the first blocks, by `auto` or by hand, computes in every layout what one process computes."""
+"""Recomputation of the first blocks, by `auto` or by hand, gives the results of one process in every layout."""
 
 from __future__ import annotations
 

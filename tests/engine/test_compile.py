@@ -1,4 +1,4 @@
-"""How often blocks are compiled: once for each kind of block, whatever the layer and the batch."""
+"""Each kind of block is compiled once, for all layers and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`activation_checkpoint: auto` recomputes the first blocks, as many as a rank's memory requires."""
+"""`activation_checkpoint: auto` recomputes as many first blocks as a rank's memory requires."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_budget_is_configured_or_the_memory_without_a_margin() -> None:
 
 
 def test_narrow_moments_and_steps_in_the_backward_take_less() -> None:
-    """Per parameter, in bytes: 4 of masters, 4 of gradients, and 8, 4 or 2.03 of moments."""
+    """Bytes per parameter: 4 for masters, 4 for gradients, and 8, 4 or 2.03 for moments."""
     model = model_of()
     parameters = choose_recompute(model, config(), 1 << 60).memory.parameters // 4
     for moments, each in (("float32", 8.0), ("bfloat16", 4.0), ("int8", 2 + 8 / 256)):

@@ -1,4 +1,4 @@
-"""An optimizer step inside the backward pass is the step after it, with each gradient freed at once."""
+"""An optimizer step inside the backward pass equals the step after it, and frees each gradient at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations of a block, counted by a dry run: those of the formulas, and those of a layer without a formula."""
+"""Activations of a block, counted by a dry run: equal to the formulas, and known without a formula."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OneMore(nn.Module):
 
 @dataclass(frozen=True)
 class OneMoreLayer(AttentionLayer):
-    """A kind of layer from outside: it inherits sizes, and has no formula."""
+    """A kind of layer defined outside archon: it inherits sizes, and has no formula."""
 
     def build(self, layer: int, dim: int) -> nn.Module:
         """See `MixerSpec.build`."""

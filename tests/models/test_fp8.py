@@ -176,7 +176,7 @@ def test_a_linear_layer_equals_the_recipe_of_torchao(recipe: str, name: str, dty
 @pytest.mark.parametrize("tokens", [96, 37])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_the_function_that_cuda_runs_equals_the_emulation(by_row: bool, tokens: int) -> None:
-    """`torchao_linear`, of which torchao emulates the CUDA kernel here, also inside one compiled graph."""
+    """`torchao_linear` with torchao's emulation of the CUDA kernel, also inside one compiled graph."""
     assert torchao_fp8.RECIPES[by_row].config == Float8LinearConfig.from_recipe_name(TORCHAO[by_row][1])
     recipe = torchao_recipe(TORCHAO[by_row][1], emulate=True)
     x, weight, grad = (drawn(*shape, dtype=torch.float32, seed=9) for shape in ((tokens, 64), (48, 64), (tokens, 48)))

@@ -1,4 +1,4 @@
-"""Compile Triton kernels for a GPU that is not there: Triton brings ptxas, and only a launch needs the device.
+"""Compile Triton kernels without a GPU: Triton includes ptxas, and only a launch needs the device.
 
 TRITON_INTERPRET=0 python -m tests.models.cuda.ahead_of_time 90    # an H100
 """
@@ -37,7 +37,7 @@ class AbsentGPU:
 
 @contextmanager
 def compile_only(capability: int) -> Iterator[dict[str, set[int]]]:
-    """Compile every kernel that is launched inside, and run none.
+    """Compile every kernel launched inside this context, without running it.
 
     Yields:
         The bytes of shared memory of each kernel's variants.

@@ -1,4 +1,4 @@
-"""Kernels against plain float64 formulas: on a GPU, elsewhere in Triton's interpreter; nothing is collected without."""
+"""Kernels against float64 formulas, on a GPU or in Triton's interpreter; nothing is collected without Triton."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark these tests `gpu` where they run on one, so that `make test-gpu` selects and records them."""
+    """Mark these tests `gpu` on a GPU, so that `make test-gpu` selects and records them."""
     for item in items:
         if not INTERPRETED and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.gpu)

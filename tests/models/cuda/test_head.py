@@ -26,7 +26,7 @@ BLOCK = 16
 TILE_ROWS = 5
 
 SOFT_CAPS = [None, 1.5]
-# Of which that of each row comes as a tensor.
+# 1, another number, and one per row.
 TEMPERATURES = [1.0, 0.7, torch.linspace(0.5, 2.0, ROWS)]
 temperatures = pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per row"])
 soft_caps = pytest.mark.parametrize("soft_cap", SOFT_CAPS)
@@ -59,7 +59,7 @@ def formula(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of gradients, relative: the kernel's results round once."""
+    """Relative tolerance of gradients: the kernel rounds its results once."""
     return HEAD_FP32 if dtype == torch.float32 else HEAD_KERNEL_BF16
 
 
@@ -193,7 +193,7 @@ def test_large_logits_stay_finite(device: torch.device, magnitude: float) -> Non
 
 @pytest.mark.parametrize("columns", [slice(0, BLOCK), slice(20, 50), slice(BLOCK, VOCAB)], ids=str)
 def test_logits_of_minus_infinity_have_probability_0(device: torch.device, columns: slice) -> None:
-    """Also where they fill the first block, of which there is no maximum then."""
+    """Also if they fill the first block, which then has no maximum."""
     case = RowsCase(device, torch.float32)
     case.products[:, columns] = -torch.inf
     kept = torch.ones(VOCAB, dtype=torch.bool, device=device)
@@ -321,7 +321,7 @@ def test_a_gradient_that_is_not_needed_is_not_computed(device: torch.device, fro
 
 
 def split_vocabulary(device: torch.device, soft_cap: float | None) -> float:
-    """On a rank: the largest difference of scores, loss and gradients of columns that are split over the ranks."""
+    """Return the largest difference of scores, loss and gradients on this rank, with columns sharded over ranks."""
     use_kernels(setattr)
     torch.manual_seed(0)
     group = Group.from_process_group(default_group())

@@ -131,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_FORKS,),
     ),
     Mutant(
-        "a row takes the unread token of its own number",
+        "a row takes the unread token of the equal row of the previous step",
         "archon/generation/decode_step.py",
         'rows["source"] = [source.get(s, -1) for s in sequences]',
         'rows["source"] = [row if s in source else -1 for row, s in enumerate(sequences)]',
