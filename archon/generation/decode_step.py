@@ -126,7 +126,7 @@ class DecodeStep:
     def record_experts(self, recorder: Recorder) -> None:
         """Copy the routed experts of all further steps to the host."""
         self._recorder = recorder
-        self._graphs.clear()
+        self._drop_graphs()
 
     def launch(self, sequences: list[Sequence], page_table: np.ndarray, previous: UnreadTokens | None) -> UnreadTokens:
         """Start the step of `sequences`, without waiting for it.
@@ -170,8 +170,12 @@ class DecodeStep:
     def drop_stale_graphs(self) -> None:
         """Drop captured graphs if the weights have moved. Weights that were updated in place keep them."""
         if (addresses := self._find_addresses()) != self._addresses:
-            self._graphs.clear()
+            self._drop_graphs()
             self._addresses = addresses
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = None  # the allocator refuses captures into a pool whose graphs are all gone
 
     def _describe(self, sequences: SequenceOf[Sequence], source: dict[Sequence, int]) -> np.ndarray:
         """Return the `_ROW` of each sequence; `source` are the rows of the previous step with unread tokens."""

@@ -6,6 +6,7 @@ To add one, subclass `AttentionBackend` in a new file and pass an instance to `r
 from __future__ import annotations
 
 import abc
+import importlib
 from typing import ClassVar
 
 import torch
@@ -75,6 +76,20 @@ class AttentionBackend(abc.ABC):
     def layer_unsupported_reason(self, spec: AttentionSpec, head_dim: int) -> str | None:
         """Return why it cannot compute a layer with these options and features per head, or None."""
         return spec.unsupported_reason(self.features, f"attn_type {self.name!r}")
+
+
+def import_failure(module: str) -> str | None:
+    """Return why the installed `module` cannot be imported, or None; without a GPU, None without an import.
+
+    Kernels compiled for another PyTorch fail when they are imported.
+    """
+    if torch.cuda.is_available():
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            reason = str(error).partition("\n")[0]
+            return f"{module} cannot be imported ({type(error).__name__}: {reason})"
+    return None
 
 
 def flash_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:

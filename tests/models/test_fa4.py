@@ -234,6 +234,24 @@ def test_auto_prefers_it_on_hopper_and_names_what_is_missing(
         resolve_backend("fa4", CUDA, torch.bfloat16)
 
 
+@pytest.mark.parametrize("broken", ["fa4", "flash"])
+def test_auto_skips_a_package_that_cannot_be_imported(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels compiled for another PyTorch fail when they are imported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module = "flash_attn.cute.interface" if broken == "fa4" else "flash_attn.flash_attn_interface"
+    monkeypatch.setitem(sys.modules, module, None)
+    if broken == "flash":
+        sys.modules["flash_attn"].__spec__ = ModuleSpec("flash_attn", None, origin="flash_attn/__init__.py")
+    with caplog.at_level(logging.INFO):
+        names = [backend.name for backend in available_backends("auto", CUDA, torch.bfloat16)]
+    assert broken not in names and "varlen" in names
+    assert f"not {broken}: {module} cannot be imported (ModuleNotFoundError: " in caplog.text
+    with pytest.raises(ConfigError, match=f"attn_type '{broken}' cannot run here: {module} cannot be imported"):
+        resolve_backend(broken, CUDA, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "soft_cap", "expected"),
     [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from archon.models.attention.backend import import_failure
 from archon.models.attention.packed.flash_kernel import OPERATOR, FlashKernel, FlashKernelBackend, attend_by_operator
 from archon.models.attention.spec import AttentionSpec
 
@@ -101,7 +102,7 @@ class FlashAttention4(FlashKernelBackend):
             return f"{PACKAGE} is not installed ({INSTALL})"
         if version < MIN_VERSION:
             return f"{PACKAGE} is {version}; expected at least {MIN_VERSION} ({INSTALL})"
-        return None
+        return import_failure("flash_attn.cute.interface")
 
     def layer_unsupported_reason(self, spec: AttentionSpec, head_dim: int) -> str | None:
         """See `AttentionBackend.layer_unsupported_reason`."""

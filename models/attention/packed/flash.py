@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archon.models.attention.backend import import_failure
 from archon.models.attention.packed.flash_kernel import OPERATOR, FlashKernel, FlashKernelBackend
 
 
@@ -75,7 +76,7 @@ class FlashAttention(FlashKernelBackend):
         package = importlib.util.find_spec("flash_attn") if reason is None else None
         if reason is None and (package is None or package.origin is None):
             return "flash-attn is not installed (pip install 'archon-engine[flash]')"
-        return reason
+        return import_failure("flash_attn.flash_attn_interface") if reason is None else reason
 
     @property
     def supports_gathered(self) -> bool:
