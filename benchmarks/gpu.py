@@ -8,7 +8,7 @@
 It needs torch's CUDA build and no network: weights are random. Every stage is a process with a time limit, so a crash,
 a hang or exhausted memory loses one stage. A stage writes `DIR/gpu.STAGE.json` after every side that it measures; its
 output is in `DIR/STAGE.log`. A stage whose record is complete is not run again. `ARCHON_COMMIT` names the commit of a
-tree without `.git`. Copy the records to `benchmarks/records` and run `python -m benchmarks.readme`.
+tree without `.git`. To publish results, copy the records to `benchmarks/records` and run `python -m benchmarks.readme`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
         scratch: folder of checkpoints, shared by the stages of a command.
         rounds: timed runs of each side.
         threads: CPU threads of each side.
-        miniature: tiny models on the CPU: does every stage run?
+        miniature: run every stage with tiny models on the CPU.
     """
 
     stage: str
@@ -186,7 +186,7 @@ def learning(run: Run, recipe: dict[str, Any], bootstrap: dict[str, Any]) -> Non
 
 
 def colocated(run: Run, recipe: dict[str, Any], bootstrap: dict[str, Any]) -> None:
-    """The recipe with answers from vLLM on the trainer's GPU."""
+    """The recipe with vLLM on the trainer's GPU as generator."""
     learning(run, recipe, bootstrap)
     # vLLM encodes English text when it starts.
     bootstrap["tokenizer"]["alphabet"] = "".join(map(chr, range(32, 127)))
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--stage", choices=STAGES, action="append", help="this stage only, also if it is complete")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each side (default 5)")
     parser.add_argument("--threads", type=int, default=8, help="CPU threads of each side (default 8)")
-    parser.add_argument("--miniature", action="store_true", help="tiny models on the CPU: does every stage run?")
+    parser.add_argument("--miniature", action="store_true", help="run every stage with tiny models on the CPU")
     parser.add_argument("--summary", action="store_true", help="print the summary of the records in DIR")
     parser.add_argument("--wheels", action="store_true", help="print the packages to carry, as pip requirements")
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)  # in the process of a stage

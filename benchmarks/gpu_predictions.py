@@ -53,7 +53,7 @@ FP8 = "torchao's float8 recipes inside compiled blocks"
 class Prediction(StrictModel):
     """A predicted figure.
 
-    Attributes of the figure: the median of `side` in the record `gpu.CASE.json`, over that of `over` if set.
+    The measured figure is the median of `side` in the record `gpu.CASE.json`, divided by the median of `over` if set.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Prediction(StrictModel):
 
 
 class Model:
-    """Sizes of one of `SHAPES`: parameters of the blocks' matmuls per token, and of all blocks; of the head."""
+    """Sizes of one of `SHAPES`: parameters of the head, of all blocks, and of the blocks' matmuls per token."""
 
     def __init__(self, name: str) -> None:
         config = shape(name)
@@ -153,7 +153,7 @@ def experts() -> Prediction:
 
 
 def lora() -> Prediction:
-    """Predict an 8B LoRA step: no weight gradients, every second block's forward twice, no optimizer to speak of."""
+    """Predict an 8B LoRA step: no weight gradients, two forwards of every second block, a negligible optimizer."""
     model, documents, recomputed = Model("8B"), 4, 0.5
     tokens = documents * 4096
     full = parts_of_a_step(model, documents, 4096)
@@ -176,7 +176,7 @@ def lora() -> Prediction:
 
 
 def fp8() -> Prediction:
-    """Predict FP8 over bfloat16 at 8 layers of 8B; head and AdamW, a third of the step, stay as they are."""
+    """Predict FP8 over bfloat16 at 8 layers of 8B; head and AdamW, a third of the step, do not change."""
     model, documents = Model("8B-8L"), 4
     tokens = documents * 4096
     wide = parts_of_a_step(model, documents, 4096)

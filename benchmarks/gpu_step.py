@@ -34,9 +34,9 @@ class Aim(NamedTuple):
     """The project's aim for a side of archon.
 
     Attributes:
-        figure: `tok/s`, or `full MFU` in percent, or the name of another side, whose speed divides the side's.
-        bound: smallest value.
-        side: the side.
+        figure: `tok/s`; `full MFU`, in percent; or another side, for the ratio of speeds to it.
+        bound: minimum value.
+        side: side of archon.
     """
 
     figure: str
@@ -51,12 +51,12 @@ class GpuCase(NamedTuple):
         model: a shape of `benchmarks.checkpoints`.
         documents: documents of the step, all in one micro-batch.
         seq: tokens of a document.
-        prompt: first tokens that `SAMPLES` consecutive documents have in common; they have no loss.
+        prompt: length of the prefix that `SAMPLES` consecutive documents share; it has no loss.
         aim: aim of the project, or None.
         sides: fields of `EngineConfig` by archon's sides; `ARCHON` is the reference of checks and ratios.
         peers: other sides.
         lora: every side trains the same LoRA.
-        recompute: peers recompute all blocks; archon's sides do what their fields say.
+        recompute: peers recompute all blocks; fields of archon's sides set their own policy.
     """
 
     model: str
@@ -98,7 +98,7 @@ CASES = {
     "0.6B-32k": GpuCase("0.6B", 1, 32768, sides={ARCHON: RECOMPUTED}, recompute=True),
 }
 MINIATURE_MODELS = {"30B-A3B-4L": "tiny-moe"}
-"""Model of a miniature case; `tiny` for others."""
+"""Models of miniature cases; the default is `tiny`."""
 MINIATURE_SEQ = 48
 
 
@@ -110,7 +110,7 @@ class PredictedStep(NamedTuple):
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """Load a side and take its first two steps; archon's sides have their fields in `options["engines"]`."""
+    """Load a side and take its first two steps; `options["engines"]` has the fields of archon's sides."""
     if side not in options["engines"]:
         return train_step.prepared(train_step.peer_step(side, options), options["device"])
     import torch
@@ -167,7 +167,7 @@ def make_once(path: Path, make: Callable[[Path], Path]) -> Path:
 
 
 def hardware_name(gpu: str) -> str:
-    """Return the planner's hardware file for a GPU's name, such as `NVIDIA H200`; an H100's for others."""
+    """Return the planner's hardware file for a GPU's name, such as `NVIDIA H200`; by default an H100's."""
     from archon.tools.planner.hardware import known_hardware
 
     return next((file for file in known_hardware() if file.partition("-")[0].upper() in gpu), DEFAULT_HARDWARE)
