@@ -64,10 +64,10 @@ python -m benchmarks.peers                 # the even training step next to ever
 
 ## One GPU
 
-`python -m benchmarks.gpu --out gpu-records` tests and measures archon on one NVIDIA GPU within 9 minutes: correctness,
-training, generation, LoRA, FP8, RL and profiles, next to aims and predictions. The same command continues where it
-stopped. It needs PyTorch's CUDA build but no network and no checkpoint, because weights are random. On a machine
-without a network, carry the packages:
+`python -m benchmarks.gpu --out gpu-records` tests and measures archon on one NVIDIA GPU: correctness, training,
+generation, LoRA, FP8, RL and profiles, next to aims and predictions. A call takes at most 9 minutes (`--minutes`), and
+the same command continues where it stopped. It needs PyTorch's CUDA build, but no network and no checkpoint, because
+weights are random. On a machine without a network, carry the packages:
 
 ```
 python -m benchmarks.gpu --wheels > wheels.txt && pip download -r wheels.txt -d wheels   # with a network
