@@ -183,9 +183,10 @@ def _update(
         exp_avg.copy_(first)
         exp_avg_sq.copy_(second)
         return
-    for moment, codes, values, scale in zip((first, second), (exp_avg, exp_avg_sq), maps, scales, strict=True):
+    # The code of the smallest value: the map's code 0 is the number 0, which no second moment is rounded to.
+    for moment, codes, values, scale, least in zip(
+        (first, second), (exp_avg, exp_avg_sq), maps, scales, (0, 1), strict=True
+    ):
         scaled, block_scales = scale_tensor(moment.float().contiguous(), codes.shape[-1] // scale.shape[-1])
-        codes.copy_(quantize_8bit_with_qmap(scaled, values))
-        if codes is exp_avg_sq:
-            codes.clamp_(min=1)  # the map's code 0 is the number 0
+        codes.copy_(quantize_8bit_with_qmap(scaled, values).clamp(min=least))
         scale.copy_(block_scales.view(scale.shape))

@@ -107,7 +107,7 @@ def load_optimizer_state(
         if saved != formats:
             raise CheckpointError(
                 f"optimizer entry {name!r} is {_describe(saved)} in the checkpoint, expected {_describe(formats)}; was "
-                "optimizer.moments changed, or does it belong to another model?"
+                "optimizer.moments changed, the layout of 8-bit moments, or the model?"
             )
         for key, moment in moments.items():
             region = local_region(moment)
