@@ -1,1 +1,11 @@
 """Triton kernels for CUDA. They also run on CPU tensors in the interpreter (`TRITON_INTERPRET=1`), for tests."""
+
+from archon.schema.errors import ConfigError
+
+try:
+    import triton  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"Triton cannot be imported ({error}); models on a GPU need it, and PyTorch's CUDA builds for Linux install it: "
+        "pip install triton, or set device: cpu"
+    ) from error
