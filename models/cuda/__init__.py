@@ -6,6 +6,6 @@ try:
     import triton  # noqa: F401
 except ImportError as error:
     raise ConfigError(
-        f"Triton cannot be imported ({error}); models on a GPU need it, and PyTorch's CUDA builds for Linux install it: "
-        "pip install triton, or set device: cpu"
+        f"Triton cannot be imported ({error}); models on a GPU need it: pip install triton (PyTorch's CUDA builds for "
+        "Linux do so), or set device: cpu"
     ) from error
