@@ -98,7 +98,7 @@ def load_optimizer_state(
         values = dict(state[sources[name]])
         step = values.pop("step")
         moments = (
-            optimizer.new_moments(parameter)
+            LowBitAdamW.new_moments(optimizer, parameter)
             if isinstance(optimizer, LowBitAdamW)
             else {key: torch.empty_like(parameter) for key in MOMENTS}
         )

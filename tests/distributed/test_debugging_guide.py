@@ -75,8 +75,8 @@ def test_the_page_names_settings_and_messages_that_exist() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name in ("stall_s", "timeout_s", "max_tokens_per_mb", "activation_checkpoint", "compile"):
         assert name in page and name in EngineConfig.model_fields
-    assert "activation_checkpoint: {mode: full}" in page
-    EngineConfig.model_validate({"path": "start", "activation_checkpoint": {"mode": "full"}})
+    assert "activation_checkpoint: {mode: auto}" in page
+    EngineConfig.model_validate({"path": "start", "activation_checkpoint": {"mode": "auto"}})
     assert "generator.memory_gib" in page and "memory_gib" in GeneratorConfig.model_fields
     assert "control.shuffle_rewards" in page and "shuffle_rewards" in ControlConfig.model_fields
     sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (dims, process_group))
