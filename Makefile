@@ -1,6 +1,6 @@
 # Every target creates .venv if it is missing (see .ci/setup). Variables:
 #   PYTHON=python3.12    interpreter of .venv
-#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 4, test-slow: 1)
+#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 6, test-slow: 1)
 #   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
 
@@ -51,7 +51,7 @@ demo-real: setup
 	.venv/bin/python -m tests.real_model
 	.venv/bin/archon rl --config rl/recipes/smollm2_sums.yaml
 
-test: SAMPLE ?= 4
+test: SAMPLE ?= 6
 test: setup
 	$(PYTEST_SAMPLED) -m "not slow and not real and not vllm and not netns and not cuda_traced"
 
