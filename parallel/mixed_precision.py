@@ -75,7 +75,7 @@ class _UnitWeights:
         self._frees = frees
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of `call`, whose modules compute with copies."""
+        """Run `call` with copies in the place of the masters."""
         masters = {(module, name): module.get_parameter(name) for module, name in self._places}
         copies = _Copies(masters)
         tensors = _Cast.apply(copies, self._dtype, *copies.masters)
@@ -135,7 +135,7 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, copies: _Copies, dtype: torch.dtype, *masters: Tensor) -> tuple[Tensor, ...]:
-        """Return the copies; those of frozen masters have no gradient."""
+        """Return the copies; copies of frozen masters have no gradient."""
         tensors = [torch.empty_like(master, dtype=dtype) for master in masters]
         foreach_copy_(tensors, masters)
         ctx.copies = copies

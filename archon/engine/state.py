@@ -113,7 +113,7 @@ def load_optimizer_state(
             region = local_region(moment)
             local_tensor(moment).copy_(select_region(values[key], region, f"optimizer entry {name!r}.{key}"))
         count = select_region(step, full_region(step.shape), f"optimizer entry {name!r}.step")
-        # In AdamW's order, in which a checkpoint is written: a resumed run writes the same bytes.
+        # Keep AdamW's order: checkpoints are written in it, so a resumed run writes the same bytes.
         step_count = count.detach().to(local_tensor(parameter).device, copy=True)
         optimizer.state[parameter] = {"step": step_count, **moments}
 

@@ -1,8 +1,8 @@
 """Decode step over buffers at fixed addresses: one CUDA graph computes and samples a token for every sequence.
 
-The step reads the tokens that it sampled last from the device. The host therefore starts step n + 1 before it has read
-the tokens of step n, and the device never waits for it. A sequence that ends with an unread token computes one token
-too many, which nobody reads; its pages are freed after that, and kernels run in order.
+The step takes its input tokens from the device, where the last step sampled them. The host starts step n + 1 before it
+reads the tokens of step n, so the device never waits for the host. A sequence that has ended on the device computes one
+token more, and the host discards it. Its pages are freed safely: kernels run in order, so later ones write after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from archon.parallel.transfer import to_device_async
 # Maximum number of stop tokens that a sequence can ban until it has `min_new_tokens`.
 _MAX_BANNED = 16
 
-# Runs before a capture, in which libraries allocate their workspaces and Triton compiles.
+# Runs before a capture: libraries allocate their workspaces, and Triton compiles.
 _WARMUP_RUNS = 2
 
 # Compute capabilities on which grouped matmuls read no group sizes on the host.
@@ -175,7 +175,7 @@ class DecodeStep:
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
-        self._pool = None  # the allocator refuses captures into a pool whose graphs are all gone
+        self._pool = None  # a pool without graphs cannot be captured into again
 
     def _describe(self, sequences: SequenceOf[Sequence], source: dict[Sequence, int]) -> np.ndarray:
         """Return the `_ROW` of each sequence; `source` are the rows of the previous step with unread tokens."""

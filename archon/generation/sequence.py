@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def ends_unread(self) -> bool:
-        """Whether a token on the device reaches `limit`, so that none can follow."""
+        """Whether an unread token is the last one that `limit` allows."""
         return self.unread > 0 and len(self.output) + self.unread >= self.limit
 
     def record(self, start: int, experts: Any) -> None:

@@ -218,7 +218,7 @@ def _swiglu_launch(
 def swiglu(gate: Tensor, up: Tensor, alpha: float | None = None, limit: float = 0.0) -> Tensor:
     """Return silu(gate) * up for gate and up [n, d], dense in the last dimension. Differentiable.
 
-    With `alpha` it is `clamped_swiglu` of `archon.models.cpu.fused`, whose gradients are rounded once.
+    With `alpha` it computes `clamped_swiglu` of `archon.models.cpu.fused`, and rounds its gradients once.
     """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid, numbers, options = _swiglu_launch(gate, alpha, limit)

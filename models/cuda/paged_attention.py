@@ -51,7 +51,7 @@ def _attend_split(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     MAIN: tl.constexpr,  # the first features of a key, a power of two
-    TAIL: tl.constexpr,  # the other ones, padded to a power of two; 0 for none
+    TAIL: tl.constexpr,  # the remaining features, padded to a power of two; 0 for none
     PADDED_VALUES: tl.constexpr,
     VALUES_ARE_MAIN: tl.constexpr,
     PAGE: tl.constexpr,

@@ -290,7 +290,7 @@ def add_context_grads(
     key_starts: Tensor,
     key_positions: Tensor,
 ) -> None:
-    """Add the gradients of contexts to those of runs, in place.
+    """Add the gradients of contexts to `dq`, `dk` and `dv`, the gradients of runs, in place.
 
     Args:
         dq: [T, H, D], dense.

@@ -147,7 +147,7 @@ def test_predictions_count_the_parameters_and_flops_of_the_models(name: str) -> 
 def test_the_measured_attention_rate_gives_back_its_measurement() -> None:
     model = gpu_predictions.Model("0.6B")
     seconds = model.attention_flops(8, 4096) / model.layers / gpu_predictions.ATTENTION_LONG
-    assert seconds == pytest.approx(3.96e-3, rel=0.01)
+    assert seconds == pytest.approx(3.96e-3, rel=0.01)  # the rate has three digits
 
 
 def test_a_prediction_adds_up_and_names_what_it_assumes() -> None:

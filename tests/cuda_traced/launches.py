@@ -118,7 +118,7 @@ def _phases(trace: CudaTrace) -> Iterator[dict[str, int]]:
 
 
 def count_step(hf: dict[str, Any], shares_prefixes: bool) -> tuple[float, int, int]:
-    """Return the launches of a step's forward per block, those of the optimizer in total, and the step's host waits."""
+    """Return forward launches per block, optimizer launches of the step, and host waits of the step."""
     if shares_prefixes:
         prefix = torch.arange(90) % 50
         documents = [torch.cat([prefix, torch.arange(n) + 3 * n]) for n in (3, 9, 14, 20)]

@@ -26,7 +26,7 @@ def flash_attn_without_kernels() -> None:
 
 
 class Graph:
-    """A CUDA graph whose replays do nothing; what it captures runs once, when it is captured."""
+    """A CUDA graph that runs its code once, during the capture; replays do nothing."""
 
     replays = 0
 

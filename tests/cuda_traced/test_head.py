@@ -36,7 +36,7 @@ def scores(head: LMHead, hidden: Tensor, labels: Tensor) -> None:
 
 
 def gradients_of_scores(head: LMHead, hidden: Tensor, labels: Tensor) -> None:
-    """Without autograd, whose backward needs a device."""
+    """Without autograd: a backward pass needs a device."""
     inv_temperature = torch.ones(len(labels), 1, device=CUDA)
     tiles = KernelTiles(hidden, head.weight, labels, LogitOptions(inv_temperature, 30.0, None))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The launches of a block are at most those of the latest rows of the record."""
+"""Launches of a block do not exceed the latest rows of the record."""
 
 from __future__ import annotations
 

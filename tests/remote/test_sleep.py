@@ -182,7 +182,7 @@ def test_no_server_is_restarted_while_the_trainer_computes(tmp_path: Path, monke
 
 @pytest.fixture
 def trainer(rl_config: MakeConfig, server: VLLMTwin, monkeypatch: pytest.MonkeyPatch) -> RLTrainer:
-    """A trainer whose launched server is the twin."""
+    """A trainer that launches the twin as its server."""
     launched = Mock()
     launched.open.return_value = [server.url]
     monkeypatch.setattr(rl_servers, "_launch_servers", lambda *_: launched)

@@ -69,7 +69,7 @@ def choose_recompute(
     layout: ParallelLayout | None = None,
     micro_batches: int | None = None,
 ) -> RecomputeChoice:
-    """Return the smallest number of first blocks whose recomputation fits `budget` bytes; all blocks if none fits.
+    """Recompute as few of the first blocks as the budget allows; all of them if nothing fits.
 
     Args:
         model: memory model of the trained model.

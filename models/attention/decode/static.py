@@ -1,4 +1,4 @@
-"""Attention of a decode step whose tensors stay at fixed addresses, so that a CUDA graph can replay it."""
+"""Attention of a decode step with tensors at fixed addresses, as CUDA graphs need."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PackedDocuments:
 
     @property
     def has_host_lengths(self) -> bool:
-        """Whether `lengths` needs no copy from the device."""
+        """Whether the host already has `lengths`."""
         return "lengths" in self.__dict__ or self.cu_seqlens.device.type == "cpu"
 
     @cached_property

@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Documents whose queries and keys are some of T tokens. No token is a query of two documents.
+    """Documents with queries and keys selected from T tokens; a token is a query of at most one document.
 
     Attributes:
         queries: boundaries of the documents' queries.
@@ -259,7 +259,7 @@ def _merge_weight(lse: Tensor, merged: Tensor) -> Tensor:
 def _add_grads(
     part: Part, grads: Sequence[Tensor], context_grads: Sequence[Tensor], wide: torch.dtype
 ) -> Sequence[Tensor]:
-    """Return the gradients of q, k and v: those of the runs plus those of the contexts, summed in `wide`."""
+    """Return the gradients of q, k and v: the sums over runs and contexts, added in `wide`."""
     if _has_kernels(grads[0]):
         from archon.models.cuda.prefixes import add_context_grads
 

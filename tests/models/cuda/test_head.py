@@ -339,7 +339,7 @@ def split_vocabulary(device: torch.device, soft_cap: float | None) -> float:
         return [*scores, logprobs, loss, *torch.autograd.grad(total, inputs), *torch.autograd.grad(loss, inputs)]
 
     actual, expected = compute(weight[columns], group), compute(weight, None)
-    for i in (4, 6):  # those of hidden states are sums over the ranks
+    for i in (4, 6):  # gradients of hidden states are sums over the ranks
         torch.distributed.all_reduce(actual[i])
     expected[5], expected[7] = expected[5][columns], expected[7][columns]
     return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))

@@ -39,7 +39,7 @@ def test_the_rate_of_attention_goes_through_both_measurements() -> None:
     """FlashAttention-2 on an H100: documents of 4,096 and of 32,768 tokens."""
     rate = fit_attention_rate((2048, 272e12), (16384, 330e12))
     assert (rate.reached(2048), rate.reached(16384)) == pytest.approx((272e12, 330e12))
-    assert (rate.flops, rate.half_keys) == pytest.approx((340e12, 514), rel=0.01)
+    assert (rate.flops, rate.half_keys) == pytest.approx((340e12, 514), rel=0.01)  # as rounded in h100-80gb.yaml
     noise = fit_attention_rate((4, 2e9), (32, 1e9))
     assert (noise.flops, noise.half_keys) == (2e9, 0)
 

@@ -103,7 +103,7 @@ def load(name: str, folder: str) -> ModelSpec:
 
 @pytest.fixture(scope="module", autouse=True)
 def _families() -> Iterator[None]:
-    """Unregister the families, some of which are wrong on purpose: other tests go through all registered ones."""
+    """Unregister the families: some are wrong on purpose, and other tests visit all registered families."""
     with mock.patch.dict(model_spec._REGISTRY.specs()):
         yield
 
