@@ -28,7 +28,9 @@ def test_the_peak_is_the_one_that_mfu_is_given_against() -> None:
 def test_8_bit_products_are_twice_as_fast_where_there_are_some() -> None:
     for name in ("h100-80gb", "h200", "b200", "l40s", "4090"):
         known = read_hardware(name)
-        assert known.matmul_flops("bfloat16", "rowwise") == pytest.approx(2 * known.bf16_flops, rel=0.02)  # data sheets round
+        assert known.matmul_flops("bfloat16", "rowwise") == pytest.approx(
+            2 * known.bf16_flops, rel=0.02
+        )  # data sheets round
     with pytest.raises(ConfigError, match="fp8 is rowwise, but a100-80gb has no FP8 matmuls"):
         read_hardware("a100-80gb").matmul_flops("bfloat16", "rowwise")
 
