@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from archon.generation.expert_record import Recorder
-from archon.generation.sampler import MAX_SAMPLED_ELEMENTS, DeviceSamplingParams, counter_uniform, sample_on_device
+from archon.generation.sampler import (
+    MAX_SAMPLED_ELEMENTS,
+    DeviceSamplingParams,
+    counter_uniform,
+    require_finite,
+    sample_on_device,
+)
 from archon.generation.sequence import Sequence
 from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.decode.static import StaticPagedAttention
@@ -78,10 +84,15 @@ class UnreadTokens:
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step, and return token and logprob of each sequence. Afterwards `experts` is valid too."""
+        """Wait for the step, and return token and logprob of each sequence. Afterwards `experts` is valid too.
+
+        Raises:
+            NotFiniteError: logits are not finite.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs = self.results[:, : len(self.sequences)]
+        require_finite(logprobs)
         return tokens.long().tolist(), logprobs.tolist()
 
 

@@ -128,10 +128,15 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
         for how, rows in ((_sample_native, np.flatnonzero(~partial)), (_sample_torch, np.flatnonzero(partial))):
             index = torch.from_numpy(rows)
             tokens[index], logprobs[index] = how(logits[index], params.select(rows))
-    wrong = np.flatnonzero(~np.isfinite(logprobs.numpy())).tolist()
-    if wrong:
-        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(tokens)} are not finite; check the model's weights")
+    require_finite(logprobs)
     return tokens, logprobs
+
+
+def require_finite(logprobs: Tensor) -> None:
+    """Raise NotFiniteError if logprobs [R] of sampled tokens, on the CPU, are not finite."""
+    wrong = (~logprobs.isfinite()).nonzero()[:, 0].tolist()
+    if wrong:
+        raise NotFiniteError(f"logits of rows {wrong[:8]} of {len(logprobs)} are not finite; check the model's weights")
 
 
 def _sample_native(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

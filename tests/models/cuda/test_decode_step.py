@@ -9,6 +9,7 @@ import torch
 
 from archon.models.attention.decode.static import StaticPagedAttention
 from archon.models.cpu import fused
+from archon.models.layers import moe
 from tests.generation.models import make_engine, make_model, prompts, request
 from tests.models.cuda.conftest import INTERPRETED
 
@@ -35,7 +36,8 @@ def test_answers_equal_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, family:
     expected = make_engine(model).generate(requests)
     kernels = StaticPagedAttention._attend_by_kernels
     monkeypatch.setattr(StaticPagedAttention, "_attend_on_cpu", kernels)
-    monkeypatch.setattr(fused, "_has_cuda_kernel", lambda *_: not torch.is_grad_enabled())
+    monkeypatch.setattr(fused, "_has_cuda_kernel", lambda *_, **__: not torch.is_grad_enabled())
+    monkeypatch.setattr(moe, "_has_kernels", lambda _: True)
     for answer, reference in zip(make_engine(model, static_decode=True).generate(requests), expected, strict=True):
         assert answer.output_tokens == reference.output_tokens
         logprobs, wanted = torch.tensor(answer.output_logprobs), torch.tensor(reference.output_logprobs)
