@@ -146,10 +146,11 @@ class MemoryModel:
         self.layers = list(zip(args.layer_specs, weights.lora_layers, strict=True))
         """Spec and LoRA matrices of each layer."""
         self.rotated_features = sum(rope.dim for rope in args.ropes)
+        self._sizes = args.sizes
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
         """Return the pipeline stages of a layout; None without pipeline parallelism."""
-        sizes = self.args.sizes
+        sizes = self._sizes
         return plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.deepstack_layers) if layout.pp > 1 else None
 
     def estimate_rank(

@@ -305,7 +305,8 @@ def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[Para
     Tensor parallelism stays within a node, and a replica of a sharded model has at least the GPUs of a node.
     """
     node = min(gpus, gpus_per_node)
-    expert_degrees = _divisors(args.sizes.experts) if args.sizes.experts else [1]
+    sizes = args.sizes
+    expert_degrees = _divisors(sizes.experts) if sizes.experts else [1]
     for tp, pp in product(_divisors(gpus), repeat=2):
         if tp > node or pp > args.n_layers or gpus % (tp * pp):
             continue
@@ -316,10 +317,10 @@ def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[Para
             for etp in sorted({1, tp}):
                 expert_ranks = shard * cp * (tp if etp == 1 else 1)
                 for ep in expert_degrees:
-                    if expert_ranks % ep or (etp > 1 and not args.sizes.experts):
+                    if expert_ranks % ep or (etp > 1 and not sizes.experts):
                         continue
                     layout = ParallelLayout(shard, replicas, pp, tp, cp, ep, etp)
-                    if find_violation(layout, args.sizes) is None:
+                    if find_violation(layout, sizes) is None:
                         yield layout
 
 

@@ -80,11 +80,14 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, name) for name in PARTS)
 
     def largest_excess(self, other: StepTime) -> str:
         """Return the part with the largest excess over `other` in seconds."""
-        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
+        return max(PARTS, key=lambda name: getattr(self, name) - getattr(other, name))
+
+
+PARTS = tuple(field.name for field in fields(StepTime))
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class TimeModel:
         """LoRA parameters that a token uses, by layer in `_distinct`."""
         self._layers = [distinct.index(layer) for layer in zip(args.layer_specs, active, strict=True)]
         """Index in `_distinct` of each layer."""
+        self._expert_layers = sum(self._distinct[index].feed_forward.n_experts > 0 for index in self._layers)
         self._stages: dict[object, StepTime] = {}
         self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
 
@@ -178,7 +182,7 @@ class TimeModel:
         times = {stages: _sum([self._stage(config, layout, *stage, tokens) for stage in stages]) for stages in ranks}
         slowest = max(times.values(), key=lambda seconds: seconds.total)
         each, slowdown = slowest.total, self.hardware.oversubscription(layout.world_size)
-        parts = {f.name: getattr(slowest, f.name) * n for f in fields(StepTime)}
+        parts = {name: getattr(slowest, name) * n for name in PARTS}
         bubble = 0.0
         if plan is not None:
             mean = sum(times[stages].total * count for stages, count in ranks.items()) / plan.pp
@@ -343,7 +347,7 @@ class TimeModel:
         reduces = 1 if config.gradient_reduction == "per_step" else n
         pp, within = layout.pp, layout.ep * layout.etp
         blocks = self.args.n_layers / pp
-        sparse = sum(self._distinct[index].feed_forward.n_experts > 0 for index in self._layers) / pp
+        sparse = self._expert_layers / pp
         trained, times = counts.trained, gathers + reduces
         parts = [counts] if counts.lora is None else [counts, counts.lora]
         dense = sum(part.gathered - part.experts for part in parts) * gathers * b
@@ -372,4 +376,6 @@ def _recomputed_fraction(ac: ActivationCheckpointConfig, blocks: int) -> float:
 
 
 def _sum(parts: list[StepTime]) -> StepTime:
-    return StepTime(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(StepTime)})
+    if len(parts) == 1:
+        return parts[0]
+    return StepTime(**{name: sum(getattr(part, name) for part in parts) for name in PARTS})
