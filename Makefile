@@ -1,11 +1,14 @@
 # Every target creates .venv if it is missing (see .ci/setup). Variables:
 #   PYTHON=python3.12    interpreter of .venv
-#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 6, test-slow: 1)
+#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 10, others: 1)
+#   SAMPLE_FUNCTIONS=M  run about one of M test functions (1)
 #   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
 
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
-PYTEST_SAMPLED = ARCHON_SAMPLE=$(SAMPLE) $(PYTEST)
+SAMPLE ?= 1
+SAMPLE_FUNCTIONS ?= 1
+PYTEST_SAMPLED = ARCHON_SAMPLE=$(SAMPLE) ARCHON_SAMPLE_FUNCTIONS=$(SAMPLE_FUNCTIONS) $(PYTEST)
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
@@ -51,22 +54,21 @@ demo-real: setup
 	.venv/bin/python -m tests.real_model
 	.venv/bin/archon rl --config rl/recipes/smollm2_sums.yaml
 
-test: SAMPLE ?= 6
+test: SAMPLE := 10
 test: setup
 	$(PYTEST_SAMPLED) -m "not slow and not real and not vllm and not netns and not cuda_traced"
 
-test-slow: SAMPLE ?= 1
 test-slow: setup
 	$(PYTEST_SAMPLED) -m slow
 
 test-real: setup
 	.venv/bin/python -m tests.real_model
-	$(PYTEST) -m real
+	$(PYTEST) -m real tests/real
 
 test-vllm: setup
 	.ci/setup_vllm
 	.venv/bin/python -m tests.real_model
-	$(PYTEST) -m vllm tests/vllm
+	$(PYTEST_SAMPLED) -m vllm tests/vllm
 
 test-hosts: setup
 	.venv/bin/python -c 'import sys; from benchmarks.namespaces import missing; sys.exit(missing())'

@@ -22,7 +22,7 @@ if torch.version.cuda is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from archon.engine import forkserver
-from tests.sampling import SAMPLE, current_commit, deselected
+from tests.sampling import SAMPLE, SAMPLE_FUNCTIONS, current_commit, deselected
 
 # Once per worker, for all the processes that its tests start.
 forkserver.PRELOADED_MODULES += [
@@ -105,9 +105,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if SAMPLE > 1:
+    if max(SAMPLE, SAMPLE_FUNCTIONS) > 1:
         sampled = (item.nodeid for item in items if not item.get_closest_marker("unsampled"))
-        out = deselected(sampled, SAMPLE, current_commit())
+        out = deselected(sampled, SAMPLE, current_commit(), SAMPLE_FUNCTIONS)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
     has_gpu, has_data = torch.cuda.is_available(), find_data() is not None

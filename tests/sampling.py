@@ -1,6 +1,6 @@
-"""Sample the parameters of parametrized tests: `ARCHON_SAMPLE=N` runs about one of N.
+"""Sample tests: `ARCHON_SAMPLE=N` runs about one of N parameters, `ARCHON_SAMPLE_FUNCTIONS=M` one of M test functions.
 
-The commit chooses the sample, so that N commits together run about all parameters. Every test function runs with at
+The commit chooses the sample, so that over the commits every test runs. Every test function of the sample runs with at
 least one of its parameters.
 """
 
@@ -15,10 +15,14 @@ from functools import cache
 from pathlib import Path
 
 SAMPLE = int(os.environ.get("ARCHON_SAMPLE", "1"))
+SAMPLE_FUNCTIONS = int(os.environ.get("ARCHON_SAMPLE_FUNCTIONS", "1"))
 
 
-def deselected(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
-    """Return the tests to deselect: all but about one of `sample` of each function's parameters, and at least one."""
+def deselected(nodeids: Iterable[str], sample: int, commit: bytes, sample_functions: int = 1) -> set[str]:
+    """Return the tests to deselect: all but about one of `sample` parameters, at least one, of the functions that run.
+
+    About one of `sample_functions` test functions runs.
+    """
     functions = defaultdict[str, list[str]](list)
     for nodeid in nodeids:
         functions[nodeid.partition("[")[0]].append(nodeid)
@@ -26,12 +30,13 @@ def deselected(nodeids: Iterable[str], sample: int, commit: bytes) -> set[str]:
     def number(nodeid: str) -> int:
         return zlib.crc32(commit + nodeid.encode())
 
-    kept = {
-        min(nodeids, key=lambda nodeid: (number(nodeid) % sample, number(nodeid))) for nodeids in functions.values()
-    }
-    return {
-        nodeid for nodeids in functions.values() for nodeid in nodeids if number(nodeid) % sample and nodeid not in kept
-    }
+    kept = set[str]()
+    for function, parametrized in functions.items():
+        if number(function) % sample_functions == 0:
+            kept |= {nodeid for nodeid in parametrized if number(nodeid) % sample == 0} or {
+                min(parametrized, key=number)
+            }
+    return {nodeid for parametrized in functions.values() for nodeid in parametrized} - kept
 
 
 @cache

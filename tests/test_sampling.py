@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.sampling import deselected
 
 TESTS = [f"tests/a.py::test_{name}[{number}]" for name in ("one", "two") for number in range(40)]
@@ -15,8 +17,17 @@ def test_each_function_runs_with_about_so_many_of_its_parameters() -> None:
     assert deselected(TESTS + ALONE, 1, b"commit") == set()
 
 
-def test_over_commits_all_of_them_run() -> None:
+def test_a_sample_of_functions_runs_whole_functions_as_before() -> None:
+    functions = [f"tests/c.py::test_{number}[{letter}]" for number in range(40) for letter in "ab"]
+    out = deselected(functions, 1, b"commit", sample_functions=2)
+    kept = {*functions} - out
+    assert 20 < len(kept) < 60 and {nodeid.partition("[")[0] + "[a]" for nodeid in kept} <= kept
+    assert {*functions} - deselected(functions, 4, b"commit", 2) <= kept
+
+
+@pytest.mark.parametrize("sample_functions", [1, 2])
+def test_over_commits_all_of_them_run(sample_functions: int) -> None:
     never = {*TESTS, *ALONE}
-    for number in range(40):
-        never &= deselected(TESTS + ALONE, 4, b"%d" % number)
+    for number in range(60):
+        never &= deselected(TESTS + ALONE, 4, b"%d" % number, sample_functions)
     assert not never

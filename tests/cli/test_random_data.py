@@ -364,11 +364,17 @@ COMMANDS = {
 }
 
 
+LONG = pytest.mark.timeout(1800)
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
         pytest.param(range(40), id="0-39"),
-        pytest.param(range(40, 500), id="40-499", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        *(
+            pytest.param(range(start, start + 46), id=f"{start}-{start + 45}", marks=[pytest.mark.slow, LONG])
+            for start in range(40, 500, 46)
+        ),
     ],
 )
 @pytest.mark.parametrize("command", COMMANDS)

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,14 +165,16 @@ def test_a_server_that_sleeps_and_wakes_around_a_push_answers_as_before(
     remote = connect([server.url], vocab_size=engine.args.vocab_size)
     remote.update_weights(PushedWeights(engine), version=0)
     wanted = request(prompts[0], greedy=True, ignore_eos=True, max_new_tokens=300)
+    start = time.perf_counter()
     (expected,) = ask(remote, wanted)
+    answer_seconds = time.perf_counter() - start
 
     def is_sleeping() -> bool:
         return bool(Http(server.url).get("/is_sleeping")["is_sleeping"])
 
     async def interrupted() -> Any:
         answer = asyncio.create_task(remote.agenerate(wanted))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(answer_seconds / 4)
         await asyncio.to_thread(remote.sleep)
         assert is_sleeping() and not answer.done()
         await asyncio.to_thread(lambda: remote.update_weights(PushedWeights(engine), version=1))
@@ -260,7 +263,7 @@ def test_the_stale_head_of_tied_embeddings_is_noticed(
         trainer.train_step()
 
 
-@tiny
+@real
 def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path) -> None:
     """SmolLM2 on sums, as the guide says, with few short answers and a reward in which they differ: adapters of 20 MB a
     push."""
