@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
-import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,17 +165,23 @@ def test_a_server_that_sleeps_and_wakes_around_a_push_answers_as_before(
     engine.initialize()
     remote = connect([server.url], vocab_size=engine.args.vocab_size)
     remote.update_weights(PushedWeights(engine), version=0)
-    wanted = request(prompts[0], greedy=True, ignore_eos=True, max_new_tokens=300)
-    start = time.perf_counter()
+    wanted = request(prompts[0], greedy=True, ignore_eos=True, max_new_tokens=480)
     (expected,) = ask(remote, wanted)
-    answer_seconds = time.perf_counter() - start
 
     def is_sleeping() -> bool:
         return bool(Http(server.url).get("/is_sleeping")["is_sleeping"])
 
+    def generated_tokens() -> float:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+            counted = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", response.read().decode(), re.MULTILINE)
+        assert counted
+        return float(counted[1])
+
     async def interrupted() -> Any:
+        before = generated_tokens()
         answer = asyncio.create_task(remote.agenerate(wanted))
-        await asyncio.sleep(answer_seconds / 4)
+        while await asyncio.to_thread(generated_tokens) == before:
+            pass
         await asyncio.to_thread(remote.sleep)
         assert is_sleeping() and not answer.done()
         await asyncio.to_thread(lambda: remote.update_weights(PushedWeights(engine), version=1))
