@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.plan_check import RECORD, TABLE, WITHIN, lines, records, table
 
 
+@pytest.mark.slow
 def test_the_record_and_its_table_are_what_the_planner_says_now() -> None:
     rows = records()
     assert RECORD.read_text() == lines(rows)

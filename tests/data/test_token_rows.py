@@ -41,6 +41,7 @@ def load(file: Path, **options: Any) -> Any:
     return load_rows(TrainingDataConfig(path=str(file), **options), "sft", toy_tokenizer(CHATML))
 
 
+@pytest.mark.slow
 def test_the_rows_of_arrays_and_of_worker_processes_are_those_of_a_list(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

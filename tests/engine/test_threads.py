@@ -178,6 +178,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")
 def test_training_next_to_busy_programs_goes_on_with_one_thread(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
