@@ -34,7 +34,7 @@ from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.lora.model import is_lora
 from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.errors import CheckpointError, ConfigError
-from archon.schema.exhausted import resource_error_message
+from archon.schema.files import JSON_BYTES, read_limited
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -366,15 +366,10 @@ def _check_inside(folder: Path, name: str) -> None:
         fail(folder / name, f"it is a link to {real}, outside the checkpoint; copy the file into the folder instead")
 
 
-def read_json(file: Path, max_bytes: int = 2**31) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object; raise CheckpointError if it is missing, larger than `max_bytes` or malformed."""
     try:
-        size = file.stat().st_size
-        if size > max_bytes:
-            fail(file, f"it has {size} bytes; expected at most {max_bytes}")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        fail(file, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
+        content = json.loads(read_limited(file, max_bytes, CheckpointError).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         fail(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from archon.checkpoint.atomic import kill_point
 from archon.schema.errors import CheckpointError
-from archon.schema.exhausted import resource_error_message
+from archon.schema.files import regular_handle
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -217,13 +216,7 @@ class RegularFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        try:
-            # A pipe or a device would block or never end.
-            if not stat.S_ISREG(self.path.stat().st_mode):
-                fail(path, "it is not a regular file")
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            fail(path, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
+        self._handle = regular_handle(self.path, CheckpointError)
         self.size = os.fstat(self._handle).st_size
 
     def read_into(self, view: memoryview, offset: int, label: str) -> None:

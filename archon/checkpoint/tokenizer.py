@@ -15,6 +15,7 @@ from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_jso
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.native import find_checkpoint
 from archon.schema.errors import TokenizerError
+from archon.schema.files import TOKENIZER_BYTES, require_regular_files
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -58,13 +59,15 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
             names ids that end an answer; see `stop_token_ids`.
 
     Raises:
-        TokenizerError: the folder has no tokenizer, or its tokenizer has no end-of-text token.
+        TokenizerError: the folder has no tokenizer, its tokenizer has no end-of-text token, or an id that ends an
+            answer is outside the model's vocabulary.
     """
     folder = model_folder(path, CONFIG_FILES)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
     if not has_tokenizer(folder):
         raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
+    require_regular_files(folder, TOKENIZER_FILES, TOKENIZER_BYTES, TokenizerError)
     # Imported here because importing transformers takes seconds.
     from transformers import AutoTokenizer
 
@@ -80,6 +83,14 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     folders = dict.fromkeys([folder, folder if model_path is None else model_folder(model_path, CONFIG_FILES)])
     tokenizer.checkpoint_stop_ids = [token_id for source in folders for token_id in _configured_stop_ids(source)]
+    tokenizer.checkpoint_vocab_size = size = _model_vocab_size([*folders][-1])
+    for token_id in (tokenizer.eos_token_id, *tokenizer.checkpoint_stop_ids):
+        if size is not None and token_id >= size:
+            raise TokenizerError(
+                f"{folder}: the id {token_id}, which ends an answer, is outside the model's vocabulary of {size:,}, so "
+                f"that no answer would end; correct eos_token_id in {GENERATION_CONFIG_FILE} or {CONFIG_FILE}, or "
+                "eos_token of the tokenizer"
+            )
     tokenizer.state_on_disk = _state(tokenizer)
     return tokenizer
 
@@ -92,15 +103,29 @@ def _configured_stop_ids(folder: Path) -> list[int]:
     """Return `eos_token_id` of the generation config, or else of the model config, as transformers generates."""
     ids: list[Any] = []
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        if ids or not (folder / name).is_file():
+        if ids or not os.path.lexists(folder / name):
             continue
         config = read_json(folder / name)
-        for part in (config, config.get("text_config") or {}):
+        for part in _with_text_config(config):
             value = part.get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
         raise TokenizerError(f"{folder}: eos_token_id is {ids!s:.80} in its configuration; expected token ids")
     return ids
+
+
+def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a model's config, and the one of its text decoder if it is a section of it."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    """Return `vocab_size` of the model config; None if the folder has none."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    sizes = (part.get("vocab_size") for part in _with_text_config(read_json(folder / CONFIG_FILE)))
+    return next((size for size in sizes if type(size) is int), None)
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, assets: Path | None) -> None:

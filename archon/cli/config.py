@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import time
@@ -22,6 +23,7 @@ from typer.core import TyperCommand
 
 from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel, expand_path
 from archon.schema.errors import ConfigError
+from archon.schema.yaml_files import read_yaml, require_few_values
 
 if TYPE_CHECKING:
     from archon.training.config import BootstrapConfig
@@ -114,13 +116,14 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
                 f"override {shown} is not key=value; expected a dotted key and a value, such as actor.optimizer.lr=1e-5"
             )
         try:
+            require_few_values(value, f"override {shown}")
             merged.merge_with_dotlist([f"{key}={_quote_text(value)}"])
         except yaml.YAMLError as error:
             raise ConfigError(f"override {shown} is not YAML: {_first_line(error)}") from None
         except RecursionError:
             raise ConfigError(f"override {shown}: {_TOO_DEEP}") from None
         except (ValueError, TypeError) as error:  # a number with thousands of digits, or a name as a list index
-            if isinstance(error, OmegaConfBaseException):
+            if isinstance(error, OmegaConfBaseException | ConfigError):
                 raise
             raise ConfigError(
                 f"override {shown} cannot be read or merged with the previous ones: {_reason(error)}"
@@ -166,19 +169,15 @@ def _read(file: Path | None) -> DictConfig:
     if file is None:
         return OmegaConf.create({})
     try:
-        loaded = OmegaConf.load(file)
+        loaded = OmegaConf.load(io.StringIO(read_yaml(file)))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {_first_line(error)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: not a text file; expected YAML") from None
-    except OSError as error:
-        if error.errno is not None:
-            raise
+    except OSError:  # of OmegaConf
         raise ConfigError(f"{file}: a single value; expected a mapping of keys to values") from None
     except RecursionError:
         raise ConfigError(f"{file}: {_TOO_DEEP}") from None
     except ValueError as error:  # a number with thousands of digits
-        if isinstance(error, OmegaConfBaseException):
+        if isinstance(error, OmegaConfBaseException | ConfigError):
             raise
         raise ConfigError(f"{file}: a value cannot be read: {_reason(error)}") from None
     if not isinstance(loaded, DictConfig):

@@ -15,6 +15,7 @@ import typer
 from archon.cli.config import config_command, load_config
 from archon.cli.options import CheckpointFolder, ConfigFile, LoRAFolder, Overrides
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
+from archon.schema.files import PROMPTS_BYTES, read_limited
 from archon.schema.tasks import results_as_completed
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ def command(
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the non-empty lines of a text file."""
+    """Return the non-empty lines of a text file of at most `PROMPTS_BYTES`."""
+    data = read_limited(file, PROMPTS_BYTES)
     try:
         # Like in JSONL, only a line feed ends a line: splitlines() would also split at U+2028, form feeds, ….
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 ({error.reason} at byte {error.start}); expected a text file") from None
     return [line.removesuffix("\r") for line in lines if line.strip()]

@@ -346,7 +346,7 @@ def _prepare_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{where}: the arguments of {function['name']!r:.80} are not JSON: {error}") from None
     if not isinstance(arguments, dict | None):
         raise DatasetError(f"{where}: the arguments of {function['name']!r:.80} are not a JSON object")
@@ -366,7 +366,7 @@ def parse_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "[]")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{where}: 'tools' is no JSON: {error}") from None
     if not tools:
         return None

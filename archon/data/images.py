@@ -25,6 +25,7 @@ from archon.models.args.base import ImageFormat
 from archon.models.spec import get_model_spec
 from archon.models.vision.images import ProcessedImage
 from archon.schema.errors import ConfigError, ImageError
+from archon.schema.files import TOKENIZER_BYTES, read_limited, require_regular, shown_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -178,18 +179,13 @@ def _bytes_of(source: ImageSource) -> tuple[bytes, str]:
         raise ImageError(f"the data URL {source[:40]!r} is no image in base64; expected data:image/png;base64,…")
     if _URL.match(source) is not None:
         raise ImageError(f"{source[:80]!r} is a URL, which archon never fetches; send the image bytes in base64")
-    if len(source) < 4096 and ("." in source or Path(source).is_file()):  # base64 has no dot
+    if len(source) < 4096 and ("." in source or os.path.isfile(source)):  # base64 has no dot
         return _file(Path(source))
     return _decode(source, "a base64 image")
 
 
 def _file(path: Path) -> tuple[bytes, str]:
-    try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise ImageError(f"{path} has {path.stat().st_size:,} bytes; expected at most {MAX_BYTES:,}")
-        return path.read_bytes(), str(path)
-    except OSError as error:
-        raise ImageError(f"{path} cannot be read: {error.strerror or error}") from error
+    return read_limited(path, MAX_BYTES, ImageError), shown_path(path)
 
 
 def _decode(text: str, name: str) -> tuple[bytes, str]:
@@ -241,6 +237,7 @@ def _require_pillow() -> None:
 def _load_processor(path: Path) -> Any:
     if not (path / PROCESSOR_FILE).is_file():
         raise ConfigError(f"{path} has no {PROCESSOR_FILE}, the image processor; copy the model's file")
+    require_regular(path / PROCESSOR_FILE, TOKENIZER_BYTES)
     from transformers import AutoImageProcessor
 
     try:

@@ -217,7 +217,7 @@ def _sft_rows(
     notes.update((COLUMN, column) for row in source for column in row_format.unused(row))
     source = [row_format.convert(row) for row in source]
     if (prompt_key, response_key) == ENCODED:
-        rows = encoded_rows(source)
+        rows = encoded_rows(source, getattr(tokenizer, "checkpoint_vocab_size", None))
     elif prompt_key == "text" and response_key is None and isinstance(source[0].data.get("text"), str):
         texts = [(row.where, _text(row)) for row in source]
         rows = encode_sft(tokenizer, [SFTText(where, text, ((0, len(text)),), plain=True) for where, text in texts])
@@ -349,31 +349,51 @@ def reject_unsupported_columns(row: SourceRow, reader: ImageReader | None = None
         )
 
 
-def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
-    """Return the columns `input_ids` and `loss_mask` of rows that a loader has encoded, as lists of int.
+def encoded_rows(
+    source: Sequence[SourceRow], vocab_size: int | None = None, columns: Sequence[tuple[str, str]] = (ENCODED,)
+) -> list[dict[str, list[int]]]:
+    """Return the columns of token ids and their loss masks of rows that a loader has encoded, as lists of int.
+
+    Args:
+        source: rows.
+        vocab_size: vocabulary size of the model; by default 2^31, as ids are stored in 32 bits.
+        columns: names of the columns: token ids, and the mask of the trained ones.
 
     Raises:
-        DatasetError: a column is missing, the lengths differ, a mask has other values than 0 and 1, or no token is
-            trained; names the row.
+        DatasetError: a column is missing, an id is not in the vocabulary, the lengths differ, a mask has other values
+            than 0 and 1, or no token is trained; names the row.
     """
     rows = []
     for row in source:
-        ids, mask = (_whole_numbers(row, column) for column in ENCODED)
-        if len(ids) != len(mask):
-            raise DatasetError(
-                f"{row.where}: {len(ids)} input_ids but {len(mask)} values of loss_mask; expected equal lengths"
-            )
-        if not {*mask} <= {0, 1} or 1 not in mask:
-            raise DatasetError(f"{row.where}: loss_mask must be 1 on trained tokens (at least one) and 0 elsewhere")
-        rows.append({"input_ids": ids, "loss_mask": mask})
+        encoded = {}
+        for ids_column, mask_column in columns:
+            ids = _whole_numbers(row, ids_column, is_id=True)
+            mask = _whole_numbers(row, mask_column)
+            if wrong := next((token for token in ids if not 0 <= token < (vocab_size or 2**31)), None):
+                known = f"the model's vocabulary of {vocab_size:,}" if vocab_size else "0 to 2^31 - 1"
+                shown = wrong if abs(wrong) < 2**63 else "of more than 64 bits"
+                raise DatasetError(f"{row.where}: {ids_column!r} has the token id {shown}, outside {known}")
+            if len(ids) != len(mask):
+                raise DatasetError(
+                    f"{row.where}: {len(ids)} {ids_column} but {len(mask)} values of {mask_column}; expected equal "
+                    "lengths"
+                )
+            if not {*mask} <= {0, 1} or 1 not in mask:
+                raise DatasetError(
+                    f"{row.where}: {mask_column} must be 1 on trained tokens (at least one) and 0 elsewhere"
+                )
+            encoded |= {ids_column: ids, mask_column: mask}
+        rows.append(encoded)
     return rows
 
 
-def _whole_numbers(row: SourceRow, column: str) -> list[int]:
+def _whole_numbers(row: SourceRow, column: str, *, is_id: bool = False) -> list[int]:
+    """Return a column of whole numbers; a truth value is one in a mask, but no token id."""
     values = require_column(row, column)
     try:
         numbers = [int(value) for value in values]
         is_exact = all(number == value for number, value in zip(numbers, values, strict=True))
+        is_exact = is_exact and not (is_id and any(isinstance(value, bool) for value in values))
     except (TypeError, ValueError, OverflowError):
         is_exact = False
     if not is_exact:

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ASSISTANT = "\n\nAssistant:"
+ENCODED_PAIR = (("chosen_ids", "chosen_loss_mask"), ("rejected_ids", "rejected_loss_mask"))
+"""Columns of token ids and loss masks of pairs that a loader has encoded."""
 _IDENTICAL = "identical"  # kind of a note
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 

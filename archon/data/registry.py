@@ -19,6 +19,7 @@ from archon.data.bad_rows import Policy
 from archon.data.config import DatasetConfig, TrainingDataConfig
 from archon.data.encoding import TurnOptions, tokenizer_identity
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
+from archon.data.formats import ENCODED
 from archon.data.images import ImageReader
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset, row_fingerprint
@@ -26,6 +27,7 @@ from archon.data.sources import SourceRow, has_column, has_subsets, local_files,
 from archon.data.token_rows import CACHED_BYTES, cached_rows
 from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
+from archon.schema.user_code import user_code
 
 DatasetKind = Literal["rl", "sft", "dpo", "rw"]
 Loader: TypeAlias = Callable[..., Iterable[Mapping[str, Any]]]
@@ -240,8 +242,9 @@ def get_custom_dataset(
 
 
 def _generated(environment: EnvironmentName, name: str, split: str, seed: int) -> list[SourceRow]:
-    rows = environment_function(environment, "rows")(environment, split, seed)
-    return [SourceRow(f"{name} row {number}", row) for number, row in enumerate(rows)]
+    with user_code(f"the environment of {name}", DatasetError):
+        rows = environment_function(environment, "rows")(environment, split, seed)
+        return [SourceRow(f"{name} row {number}", row) for number, row in enumerate(rows)]
 
 
 def _episodes(source: Sequence[SourceRow], name: str, kind: DatasetKind, options: Mapping[str, Any]) -> RowDataset:
@@ -279,11 +282,17 @@ def _load_named(
         assert isinstance(rows, RowDataset)
         return rows
     title = f"{name}[{options['split']}]"
-    returned = loaders[kind](**_loader_options(name, loaders[kind], {"path": name, **options}))
-    source = [SourceRow(f"{title} row {number}", dict(row)) for number, row in enumerate(returned)]
+    with user_code(f"the loader of dataset {title}", DatasetError):
+        returned = loaders[kind](**_loader_options(name, loaders[kind], {"path": name, **options}))
+        source = [SourceRow(f"{title} row {number}", dict(row)) for number, row in enumerate(returned)]
     if not source:
         raise DatasetError(f"the loader of dataset {title} returned no row; expected at least one")
-    return RowDataset(title, encoded_rows(source) if kind == "sft" else [row.data for row in source])
+    if kind == "rl":
+        return RowDataset(title, [row.data for row in source])
+    vocab_size = getattr(options["tokenizer"], "checkpoint_vocab_size", None)
+    encoded = encoded_rows(source, vocab_size, (ENCODED,) if kind == "sft" else pairs.ENCODED_PAIR)
+    extra: list[dict[str, Any]] = [{} if kind == "sft" else row.data for row in source]
+    return RowDataset(title, [others | row for others, row in zip(extra, encoded, strict=True)])
 
 
 def _loader_options(name: str, loader: Loader, options: dict[str, Any]) -> dict[str, Any]:

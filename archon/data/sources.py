@@ -9,22 +9,37 @@ import io
 import json
 import os
 import re
-import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast, overload
+from typing import Any, AnyStr, BinaryIO, NamedTuple, cast, overload
 
 from archon.checkpoint.hub import hub_snapshot, is_reachable, parse_hub_id
 from archon.schema.errors import DatasetError
+from archon.schema.files import JSON_BYTES, open_regular, read_limited, shown_path
 from archon.schema.lazy import import_dotted
+from archon.schema.user_code import user_code
 
 _FUNCTION = "python:"
 _SPLITS = ("train", "validation", "test")
 _TABLES = ("data", "rows")  # names of a list of rows in a JSON object
 _OBJECT_FILES = (".json", ".json.gz")  # in JSON Lines an object is a row, also if it is the only one
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
+ROW_BYTES = 2**26
+"""Longest line of a file of rows. It holds the largest image in base64; parsing takes up to 25 times its bytes."""
+LIST_BYTES = 2**32
+"""Largest JSON file that is one list or object. It is parsed whole, unlike lines, which may be more."""
+ROW_COLUMNS = 10_000
+"""Most columns of a row, and keys of an object in it."""
+ROW_DEPTH = 100
+"""Deepest nesting of lists and objects in a row, below the recursion limit of everything that later copies it."""
+MEMORY_SHARE = 0.5
+"""Largest part of the machine's memory that the rows of a source may take, after decompression."""
+_ROW_OVERHEAD = 512  # bytes of an empty row in memory
+_BATCH_ROWS = 1024  # of a parquet file: rows that are decompressed together
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
 
@@ -85,9 +100,9 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None)
     hub_id = parse_hub_id(path)
     if str(path).startswith(_FUNCTION):
         rows: Sequence[SourceRow] = _call_function(str(path), split)
-    elif location.is_file():
+    elif os.path.isfile(location):  # False for a name that no file can have, unlike Path.is_file
         rows = _read_file(location, split)
-    elif location.is_dir():
+    elif os.path.isdir(location):
         rows = _read_folder(location, split, subset)
     elif files := sorted(glob.glob(str(location), recursive=True)):
         rows = _read_files(map(Path, files), split)
@@ -95,8 +110,8 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None)
         rows = _read_hub(str(path), split, subset)
     else:
         raise DatasetError(
-            f"no dataset at {path}: expected a file ({', '.join(_READERS)}), a folder, a pattern of files, a hub id "
-            f"owner/name, or {_FUNCTION}package.module.function"
+            f"no dataset at {shown_path(str(path))}: expected a file ({', '.join(_READERS)}), a folder, a pattern of "
+            f"files, a hub id owner/name, or {_FUNCTION}package.module.function"
         )
     if not rows:
         raise DatasetError(f"dataset {path} (split {split}) is empty: expected at least one row")
@@ -153,16 +168,17 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
 
 
 def _call_function(path: str, split: str) -> list[SourceRow]:
-    """Return the rows of a user's function; exceptions that it raises are not caught."""
+    """Return the rows of a user's function; exceptions that it raises are not caught, but for exits."""
     function = import_dotted(path.removeprefix(_FUNCTION), "dataset function")
-    returned = function(split) if callable(function) else None
-    if not isinstance(returned, Iterable):
-        raise DatasetError(f"{path}: expected a function that returns the rows of a split, as dictionaries")
-    rows = []
-    for number, row in enumerate(returned, start=1):
-        if not isinstance(row, dict):
-            raise DatasetError(f"{path}: row {number} is a {type(row).__name__}, expected a dictionary")
-        rows.append(SourceRow(f"{path}:{number}", row))
+    rows: list[SourceRow] = []
+    with user_code(f"dataset function {path}", DatasetError):
+        returned = function(split) if callable(function) else None
+        if not isinstance(returned, Iterable):
+            raise DatasetError(f"{path}: expected a function that returns the rows of a split, as dictionaries")
+        for number, row in enumerate(returned, start=1):
+            if not isinstance(row, dict):
+                raise DatasetError(f"{path}: row {number} is a {type(row).__name__}, expected a dictionary")
+            rows.append(SourceRow(f"{path}:{number}", row))
     return rows
 
 
@@ -181,34 +197,76 @@ def _read_files(files: Iterable[Path], split: str) -> Sequence[SourceRow]:
 
 def _read_file(path: Path, split: str) -> Sequence[SourceRow]:
     suffix = _suffix(path)
-    if path.is_dir() or suffix not in _READERS:
-        kind = "a folder" if path.is_dir() else f"suffix {suffix!r}"
+    if os.path.isdir(path) or suffix not in _READERS:
+        kind = "a folder" if os.path.isdir(path) else f"suffix {suffix!r}"
         advice = '; write each document as a line {"text": …} of a .jsonl file' if suffix == ".txt" else ""
         raise DatasetError(f"cannot read {path}: expected a file ({', '.join(_READERS)}), got {kind}{advice}")
-    try:
-        with _open(path, suffix) as stream:
+    with open_regular(path, DatasetError) as file:
+        try:
+            stream = _decompressed(file, path, suffix)
             start = stream.peek(64)
             if start.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise DatasetError(f"{path}: UTF-16 text; expected UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
             if start.startswith(b"version https://git-lfs"):
                 raise DatasetError(f"{path}: a pointer of Git LFS, not the data; fetch it with git lfs pull")
             rows = _READERS[suffix](path, cast(BinaryIO, stream))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path}: damaged or not gzip: {error}; copy it again") from error
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DatasetError(f"{path}: damaged or not gzip: {error}; copy it again") from error
+        except OSError as error:
+            kind = "damaged or not zstd" if suffix.endswith(".zst") else "cannot be read"
+            raise DatasetError(f"{path}: {kind}: {' '.join(str(error).split())}; copy it again") from error
     return _nested_rows(rows[0], split) if len(rows) == 1 and suffix in _OBJECT_FILES else rows
 
 
-def _open(path: Path, suffix: str) -> Any:
+def _decompressed(file: BinaryIO, path: Path, suffix: str) -> Any:
+    """Return the content of an open file as a buffered stream, which decompresses while it is read."""
+    if suffix.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
     if not suffix.endswith(".zst"):
-        return gzip.open(path) if suffix.endswith(".gz") else path.open("rb")
+        return file
     try:
-        from pyarrow import input_stream  # type: ignore[import-untyped]
+        from pyarrow import CompressedInputStream  # type: ignore[import-untyped]
     except ImportError as error:
         raise DatasetError(f"{path} needs the package pyarrow, which {_NEEDS_EXTRA}") from error
-    try:
-        return io.BufferedReader(io.BytesIO(input_stream(str(path), compression="zstd").read()))
-    except OSError as error:
-        raise DatasetError(f"{path}: damaged or not zstd: {error}; copy it again") from error
+    return io.BufferedReader(CompressedInputStream(file, "zstd"))
+
+
+class _Budget:
+    """Counter of the bytes that the rows of one file take; raises DatasetError beyond the memory for them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.n_bytes = path, 0
+        self.limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def add(self, n_bytes: int, n_rows: int = 1) -> None:
+        self.n_bytes += n_bytes + n_rows * _ROW_OVERHEAD
+        if self.n_bytes > self.limit:
+            raise DatasetError(
+                f"{self.path}: its rows take more than {self.limit:,} bytes, {MEMORY_SHARE:.0%} of this machine's "
+                "memory; split the file, or use a machine with more memory"
+            )
+
+
+def _limited_lines(path: Path, pieces: Iterable[AnyStr], first: int = 1) -> Iterator[AnyStr]:
+    """Yield lines that were read up to `ROW_BYTES` + 1.
+
+    Args:
+        path: the file, for errors.
+        pieces: the lines.
+        first: number of the first line.
+
+    Raises:
+        DatasetError: a line is longer than `ROW_BYTES`, or the lines fill the memory.
+    """
+    budget = _Budget(path)
+    for number, line in enumerate(pieces, start=first):
+        if len(line) > ROW_BYTES:
+            raise DatasetError(
+                f"{path}:{number}: the line is longer than {ROW_BYTES:,} bytes; expected one row a line: store large "
+                "values, such as images, in files that the row names"
+            )
+        budget.add(len(line))
+        yield line
 
 
 def _nested_rows(row: SourceRow, split: str) -> list[SourceRow]:
@@ -232,22 +290,31 @@ def _nested_rows(row: SourceRow, split: str) -> list[SourceRow]:
 
 def _read_json(path: Path, stream: BinaryIO) -> Sequence[SourceRow]:
     """Read one object a line, one list of objects, or one object on several lines."""
-    lines = [(path, number, line) for number, line in enumerate(stream, start=1) if line.strip()]
-    start = lines[0][2].removeprefix(b"\xef\xbb\xbf").strip() if lines else b""
-    if not start.startswith(b"[") and start != b"{":
-        return JsonLines(lines)
-    stream.seek(0)
-    content = _parse_json(stream.read(), path, 1)
-    if start == b"{":
-        return [_json_row(content, f"{path}:1")]
-    return [_json_row(row, f"{path} row {index}") for index, row in enumerate(content)]
+    pieces = iter(partial(stream.readline, ROW_BYTES + 1), b"")
+    number, line = next(((at, line) for at, line in enumerate(pieces, start=1) if line.strip()), (1, b""))
+    start = line[:64].removeprefix(b"\xef\xbb\xbf").strip()
+    if start.startswith(b"[") or (start == b"{" and len(line) < 64):
+        text = b"\n" * (number - 1) + line + stream.read(LIST_BYTES - len(line) + 1)
+        if len(text) > LIST_BYTES:
+            raise DatasetError(
+                f"{path}: a JSON list of more than {LIST_BYTES:,} bytes; write one object a line instead"
+            )
+        content = _parse_json(text, path, 1)
+        if isinstance(content, dict):
+            return [_json_row(content, f"{path}:1")]
+        return [_json_row(row, f"{path} row {index}") for index, row in enumerate(content)]
+    lines = _limited_lines(path, chain([line], pieces), number)
+    return JsonLines([(path, at, line) for at, line in enumerate(lines, start=number) if line.strip()])
 
 
 def _parse_json(text: bytes, path: Path, first_line: int) -> Any:
     """Parse JSON that starts at a line of a file; raise DatasetError with the line of the error."""
     where = f"{path}:{first_line}"
     try:
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+        if text.count(b"[") + text.count(b"{") > ROW_DEPTH:
+            _require_shallow(value)
+        return value
     except UnicodeDecodeError as error:
         lines = text[: error.start].split(b"\n")
         raise DatasetError(
@@ -264,11 +331,31 @@ def _parse_json(text: bytes, path: Path, first_line: int) -> Any:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; raise ValueError for a repeated key (Python would keep only its last value)."""
+    if len(pairs) > ROW_COLUMNS:
+        raise ValueError(f"an object has {len(pairs):,} keys; expected at most {ROW_COLUMNS:,}")
     values = dict(pairs)
     if len(values) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"key {repeated!r} is repeated in one object; remove or rename one")
     return values
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise ValueError for lists and objects that are nested deeper than `ROW_DEPTH`; a list of rows is one level."""
+    level = [value]
+    for _ in range(ROW_DEPTH + 1):
+        nested = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for children in nested for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects are nested deeper than {ROW_DEPTH} levels")
+
+
+def _require_few_columns(columns: Sequence[str], where: object) -> None:
+    if len(columns) > ROW_COLUMNS:
+        raise DatasetError(f"{where}: {len(columns):,} columns; expected at most {ROW_COLUMNS:,}")
+    if len({*columns}) != len(columns):
+        raise DatasetError(f"{where}: a column name is repeated: {', '.join(columns)[:200]}; rename one")
 
 
 def _json_row(row: Any, where: str) -> SourceRow:
@@ -279,13 +366,14 @@ def _json_row(row: Any, where: str) -> SourceRow:
 
 def _read_csv(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read a table with column names in its first line; every value is text."""
-    csv.field_size_limit(sys.maxsize)
-    lines = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+    csv.field_size_limit(ROW_BYTES)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    pieces = iter(partial(text.readline, ROW_BYTES + 1), "")
+    lines = csv.reader(_limited_lines(path, pieces), strict=True)
     rows = []
     try:
         columns = next(lines, [])
-        if len({*columns}) != len(columns):
-            raise DatasetError(f"{path}:1: a column name is repeated: {', '.join(columns)}; rename one")
+        _require_few_columns(columns, f"{path}:1")
         for values in lines:
             if not values:
                 continue
@@ -304,7 +392,9 @@ def _read_parquet(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read a parquet file, without the columns that pyarrow derives from names of folders (`split=train/`)."""
     from pyarrow import parquet
 
-    return _table_rows(path, parquet.ParquetFile(stream).read())
+    file = parquet.ParquetFile(stream)
+    _require_few_columns(file.schema_arrow.names, path)
+    return _batch_rows(path, file.iter_batches(_BATCH_ROWS))
 
 
 def _read_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
@@ -312,14 +402,19 @@ def _read_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
     from pyarrow import ipc
 
     is_file = stream.peek(6).startswith(b"ARROW1")  # type: ignore[attr-defined]
-    return _table_rows(path, (ipc.open_file if is_file else ipc.open_stream)(stream).read_all())
+    opened = (ipc.open_file if is_file else ipc.open_stream)(stream)
+    _require_few_columns(opened.schema.names, path)
+    numbers = range(opened.num_record_batches) if is_file else ()
+    return _batch_rows(path, map(opened.get_batch, numbers) if is_file else opened)
 
 
-def _table_rows(path: Path, table: Any) -> list[SourceRow]:
-    table.validate(full=True)  # reading damaged offsets would crash the process
-    if len({*table.column_names}) != len(table.column_names):
-        raise DatasetError(f"{path}: a column name is repeated: {', '.join(table.column_names)}; rename one")
-    return [SourceRow(f"{path} row {number}", without_nulls(row)) for number, row in enumerate(table.to_pylist())]
+def _batch_rows(path: Path, batches: Iterable[Any]) -> list[SourceRow]:
+    budget, rows = _Budget(path), list[SourceRow]()
+    for batch in batches:
+        batch.validate(full=True)  # reading damaged offsets would crash the process
+        budget.add(batch.nbytes, batch.num_rows)
+        rows += [SourceRow(f"{path} row {n}", without_nulls(row)) for n, row in enumerate(batch.to_pylist(), len(rows))]
+    return rows
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,8 +442,9 @@ def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) 
             raise DatasetError(f"{path} needs the package pyarrow, which {_NEEDS_EXTRA}") from error
         try:
             return read(path, stream)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DatasetError(f"{path}: not {kind} file, or damaged: {' '.join(str(error).split())}") from error
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise DatasetError(f"{path}: not {kind} file, or damaged: {reason}") from error
 
     return read_table
 
@@ -385,24 +481,38 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> Sequenc
 def local_files(path: str | Path) -> dict[str, Path]:
     """Return the files that `open_rows` may read, by name; none for a source other than files."""
     location = Path(path).expanduser()
-    if location.is_file():  # its name may have the characters of a pattern
+    if os.path.isfile(location):  # its name may have the characters of a pattern
         return {location.suffix: location}
-    if location.is_dir():
-        found = [Path(root, name) for root, _, names in os.walk(location, followlinks=True) for name in names]
-        return {str(file.relative_to(location)): file for file in sorted(found)}
+    if os.path.isdir(location):
+        return {str(file.relative_to(location)): file for file in sorted(_regular_files(location, set()))}
     return {Path(file).name: Path(file) for file in sorted(glob.glob(str(location), recursive=True))}
+
+
+def _regular_files(folder: Path, visited: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield the regular files of a folder and its subfolders. Links are followed; each folder is visited once."""
+    status = folder.stat()
+    if (status.st_dev, status.st_ino) in visited:
+        return
+    visited.add((status.st_dev, status.st_ino))
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_file():
+            yield Path(entry.path)
+        elif entry.is_dir():
+            yield from _regular_files(Path(entry.path), visited)
 
 
 def has_splits(path: str | Path) -> bool:
     """Return whether a source may have several splits, unlike a file and a pattern of files."""
-    return Path(path).expanduser().is_dir() or not local_files(path)
+    return os.path.isdir(Path(path).expanduser()) or not local_files(path)
 
 
 def has_subsets(path: str | Path) -> bool:
     """Return whether a source may have several configurations: a hub dataset, or a folder with them in its README."""
     location = Path(path).expanduser()
     readme = location / "README.md"
-    return not location.exists() or (readme.is_file() and b"config_name:" in readme.read_bytes())
+    if not os.path.exists(location):
+        return True
+    return os.path.isfile(readme) and b"config_name:" in read_limited(readme, JSON_BYTES, DatasetError)
 
 
 def _split_files(folder: Path, split: str, subset: str | None) -> list[Path]:

@@ -26,6 +26,7 @@ import numpy as np
 from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
+from archon.schema.files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ def cached_rows(
     _require_main()
     digest = hashlib.blake2b(json.dumps([_FORMAT, recipe, [*files]], sort_keys=True, default=repr).encode())
     for file in files.values():
-        with file.open("rb") as stream:
+        with open_regular(file, DatasetError) as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     folder = Path(os.environ.get("ARCHON_CACHE") or "~/.cache/archon").expanduser() / "rows" / digest.hexdigest()[:32]
     try:

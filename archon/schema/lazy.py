@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archon.schema.errors import ConfigError
+from archon.schema.user_code import user_code
 
 
 def lazy_exports(
@@ -42,6 +43,7 @@ def import_dotted(path: str, what: str) -> Any:
     try:
         if path.startswith("."):
             raise ValueError("the path is relative")
-        return getattr(importlib.import_module(module), name)
+        with user_code("its module"):
+            return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Generic, TypeVar, overload
 
 from archon.schema.errors import ConfigError
+from archon.schema.user_code import LEAVING
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class NamedObjects(Generic[T]):
             for entry in metadata.entry_points(group=self.group, name=name):
                 try:
                     self._objects.setdefault(name, entry.load())
-                except (Exception, SystemExit) as error:
+                except (Exception, *LEAVING) as error:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())
                     package = entry.dist.name if entry.dist is not None else "of an unknown name"
                     raise ConfigError(

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
+from archon.schema.yaml_files import read_yaml
 
 DATA = Path(__file__).with_name("data")
 
@@ -124,9 +125,9 @@ def read_hardware(name: str) -> Hardware:
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")
     path = DATA / f"{name}.yaml" if known else Path(name)
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: not a text file; expected YAML") from None
+        fields = yaml.safe_load(read_yaml(path))
+    except ConfigError:  # a ValueError too
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # huge numbers and deep nesting raise the last two
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):

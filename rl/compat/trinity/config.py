@@ -32,6 +32,7 @@ from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
 from archon.schema.config import expand_path, merge_sections, nearest
 from archon.schema.errors import ConfigError
+from archon.schema.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +339,7 @@ def _read_verl(config: dict[str, Any], settings: Mapping[str, Any], source: str)
         if not Path(path).exists():
             logger.warning("%s: trainer.trainer_config_path %s does not exist; skipping it", source, path)
         else:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.safe_load(read_yaml(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: trainer.trainer_config is {values!r:.80}, expected a mapping")
     flat = dict(_flatten(values, "", source))
