@@ -173,6 +173,8 @@ class AsyncRollout:
             item.episode = await self._rollout.run_one(item.prompt, item.version)
         except BaseException as error:
             self._error = self._error or error
+            if isinstance(error, Exception):
+                return  # `gather` raises it; raised here too, asyncio would print it
             raise
         finally:
             self._running.remove(item)

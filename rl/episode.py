@@ -24,6 +24,7 @@ from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import RolloutError, UserError
+from archon.schema.user_code import ExitError
 
 HEADER_BYTES = 8
 """Size of the length prefix of the JSON header."""
@@ -81,8 +82,10 @@ class RemoteError(Exception):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of an error's type, including the original type of a `RemoteError`."""
-    return error.kind if isinstance(error, RemoteError) else type(error).__name__
+    """Return the name of an error's type: the original one of a `RemoteError` or an `ExitError`."""
+    if isinstance(error, RemoteError):
+        return error.kind
+    return type(error.__cause__ if isinstance(error, ExitError) else error).__name__
 
 
 def is_one_line(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from archon.rl.workflow_row import WorkflowRow, copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.grouping import GroupedWorkflow
 from archon.schema.errors import ConfigError, RolloutError, UserError
+from archon.schema.user_code import is_ended, user_code
 
 MAX_INITIAL_FAILURES = 16
 """The run stops after this many failed episodes before the first success."""
@@ -203,7 +204,8 @@ class Rollout:
         """Mark episodes if the filter rejects their group."""
         for episode in episodes:
             if self._accept is not None and episode.trajectories:
-                episode.filtered = not self._accept(episode.trajectories)
+                with user_code("dynamic_filter_fn"):
+                    episode.filtered = not self._accept(episode.trajectories)
 
     def _new_episode(self, prompt: Prompt, step: int, is_eval: bool) -> Episode:
         seed = derive_seed(self._seed, EVAL_STREAM if is_eval else TRAIN_STREAM, step, prompt.index)
@@ -216,11 +218,10 @@ class Rollout:
             engine = EpisodeEngine(self.engine, episode.context, *rules)
             group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(episode.prompt.row)))
             episode.trajectories = None if group is None else validate_group(group, episode.context, self._name)
-        except (ConfigError, KeyboardInterrupt, SystemExit):
+        except (ConfigError, KeyboardInterrupt):
             raise  # a configuration mistake hits every prompt
         except BaseException as error:  # any exception of user code costs its episode only
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if is_ended(error):
                 raise  # this task is canceled, not something it awaits
             episode.error = error
             self._first_error = self._first_error or error

@@ -52,6 +52,7 @@ from archon.schema.lazy import import_dotted
 from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
+    contain_exits,
     freeze_gc,
     require_same_rows,
     run_until_stopped,
@@ -328,6 +329,7 @@ class RLTrainer(BaseTrainer):
         with asyncio.Runner() as loop, self._open_reward(workers) as reward:
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
+            contain_exits(self._loop)
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path, config.actor.path)
             self.reader = open_reader(config.actor)
             workflow = workflow or config.workflow

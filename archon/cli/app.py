@@ -36,6 +36,7 @@ from archon.cli import (
 from archon.schema.config import expand_path
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
+from archon.schema.user_code import user_code
 
 # File-system and network errors that a wrong path, name or port causes. Other errors keep their traceback.
 USER_ERRNOS = {
@@ -120,7 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with suppress(FileNotFoundError):  # the current folder was removed
             if "" not in sys.path and os.getcwd() not in sys.path:
                 sys.path.append(os.getcwd())
-        sys.exit(app(args=arguments, prog_name="archon", standalone_mode=False))
+        # Commands return their exit code, so that a SystemExit is one of user code, such as a loss or a metric.
+        with user_code("code that this command runs"):
+            exit_code = app(args=arguments, prog_name="archon", standalone_mode=False)
+        sys.exit(exit_code)
 
 
 @contextmanager

@@ -127,7 +127,9 @@ async def collect(
 ) -> list[Scored]:
     """Return the scored answers in row order; append each row's answers to `file` when they finish."""
     from archon.rl.answers import score_answers
+    from archon.training.loop import contain_exits
 
+    contain_exits(asyncio.get_running_loop())
     scored: list[Scored] = []
     with file.open("w", encoding="utf-8") as answers:
         async for row in score_answers(rows, answerer, reward, config.n, config.seed):

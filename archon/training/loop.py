@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from archon.parallel.layout import parse_layout
 from archon.parallel.process_group import join_process_group
 from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import CheckpointError
+from archon.schema.user_code import ExitError, exit_message
 from archon.training.runner import Runner, StoppedError
 
 Config = TypeVar("Config", bound=StrictModel)
@@ -283,3 +285,46 @@ def run_until_stopped(
             if runner is None or not runner.stop_number:
                 raise
             raise StoppedError from None
+
+
+def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
+    """Make `sys.exit` in a task of this loop the task's error. It would leave the loop, and all other tasks behind.
+
+    So it does with `raise KeyboardInterrupt` while another signal handler than Python's handles Ctrl-C.
+    """
+
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(_Contained(coroutine), loop=loop, **options)
+
+    loop.set_task_factory(create)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that never raises an exit. Unlike a wrapping `async def`, it may be canceled before its start."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self.inner, self.__qualname__ = inner, getattr(inner, "__qualname__", type(inner).__qualname__)
+
+    def send(self, value: Any) -> Any:
+        """Continue the coroutine."""
+        return self._step(self.inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an exception in the coroutine."""
+        return self._step(self.inner.throw, *error)
+
+    def close(self) -> None:
+        """Close the coroutine."""
+        self.inner.close()
+
+    def __await__(self) -> Any:
+        """Return the iterator of the coroutine."""
+        return self.inner.__await__()
+
+    def _step(self, step: Callable[..., Any], *values: Any) -> Any:
+        try:
+            return step(*values)
+        except (SystemExit, KeyboardInterrupt) as left:
+            if isinstance(left, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                raise
+            raise ExitError(exit_message(f"the task {self.__qualname__}", left)) from left

@@ -17,6 +17,7 @@ from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
 from archon.rl.workflows.short_forms import SHORT_FORM, expand_short_form
 from archon.schema.errors import RolloutError
+from archon.schema.user_code import CONTAINED, raise_in_one_line
 
 
 class GroupedWorkflow(RolloutWorkflow):
@@ -87,7 +88,10 @@ class GroupedWorkflow(RolloutWorkflow):
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Any, bool]:
         """Return the result of one run with short forms expanded, and whether it is a single trajectory."""
         run_engine = EpisodeEngine(engine, workflow_context.get())  # has its own seeds and responses
-        result = await self._workflow.arun_episode(run_engine, data)
+        try:
+            result = await self._workflow.arun_episode(run_engine, data)
+        except CONTAINED as left:
+            raise_in_one_line(left, f"workflow {self._name}", in_task=True)
         require_usable_tensors(result, self._name, extra_fields=SHORT_FORM)
         separate = self._returns_group is True
         return expand_short_form(result, run_engine.responses, self._name, separate=separate), is_one_trajectory(result)

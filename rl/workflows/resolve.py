@@ -16,6 +16,7 @@ from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
 from archon.schema.registry import NamedObjects
+from archon.schema.user_code import user_code
 
 WorkflowLike: TypeAlias = Any
 """A workflow or an agent (an object with `async def run`): an instance, a class, a registered name, a dotted string."""
@@ -104,4 +105,5 @@ def _construct(target: Any, workflow_args: Mapping[str, Any], arguments: Mapping
             f"workflow class {target.__qualname__} needs {', '.join(missing)}, but the trainer passes "
             f"{', '.join(arguments) or 'nothing to an agent'}; pass an instance, or set them in workflow_args"
         )
-    return target(**values)
+    with user_code(f"workflow class {target.__qualname__}", ConfigError):
+        return target(**values)
