@@ -32,6 +32,7 @@ from archon.rl.workflows import RLVRWorkflow, VisionRLVRWorkflow
 from archon.schema.config import EngineConfig, derive_engine
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
+from archon.training.loop import require_same_rows
 from archon.training.runner import Runner
 from archon.training.sft import SFTTrainer
 
@@ -220,6 +221,7 @@ class RewardProbe:
         self.tokenizer = tokenizer
         self._seed = seed
         rows = load_rows(config.eval_data, "rl", tokenizer, reader)
+        require_same_rows(rows, config.eval_data.path)
         self._prompts = [Prompt(i, row) for i, row in enumerate(rows)]
         gconfig = GenerationHyperparameters(max_new_tokens=config.max_new_tokens)
         self._workflow = (

@@ -13,6 +13,7 @@ from archon.data.registry import load_rows
 from archon.engine.batch import IMAGES
 from archon.rl.config import DemonstrationsConfig
 from archon.rl.trajectories import concat_padded_tensors, join_groups
+from archon.training.loop import require_same_rows
 
 
 class Demonstrations:
@@ -26,6 +27,7 @@ class Demonstrations:
 
     def __init__(self, config: DemonstrationsConfig, tokenizer: Any, seed: int) -> None:
         rows = load_rows(config.data, "sft", tokenizer)
+        require_same_rows(rows, config.data.path)
         self._loader = RowLoader(rows, batch_size=config.per_step, seed=seed, tail="wrap")
 
     def take(self) -> dict[str, Tensor]:

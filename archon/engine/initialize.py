@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.optim import Optimizer
 
-from archon.checkpoint.hf_io import checkpoint_digest, load_spec
+from archon.checkpoint.hf_io import load_spec
 from archon.checkpoint.peft.reader import load_lora, read_peft_config
+from archon.engine.agreement import require_same_engine
 from archon.engine.build import (
     ModelBuilder,
     check_model,
@@ -112,6 +113,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
 
     # 2. Join the other ranks.
     join_process_group(dims.world_size, device.type, config.timeout_s)
+    require_same_engine(config, total_steps)
     if config.deterministic:
         if device.type == "cuda":  # cuBLAS reads the variable when it creates its first handle
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -141,8 +143,6 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         runner = MicroBatchRunner(whole, planner, RouterLoad(whole), config.router_aux_loss_coef)
     if dims.world_size > 1:
         limit_collectives(config.timeout_s)
-        if not config.init_from_scratch:
-            ControlPlane.world().require_same(config.path, checkpoint_digest(config.path))
 
     # 4. Load the weights. A dry run has no weights to read, and only the sizes of the folder's LoRAs.
     builder.load_weights(model, adapter)

@@ -14,6 +14,7 @@ from archon.checkpoint.native import broadcast_latest_checkpoint, open_state
 from archon.checkpoint.state_tree import read_all
 from archon.checkpoint.tokenizer import save_run_tokenizer
 from archon.data import RowLoader
+from archon.engine.agreement import require_same_files, require_same_inputs, require_same_run
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
@@ -70,6 +71,7 @@ class BaseTrainer:
                     Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
                 )
             runner = self.runner
+            require_same_inputs(self.config)
             stack.enter_context(suppress(StoppedError))
             stack.enter_context(opened)
             stack.push(self._save_at_exit)
@@ -153,6 +155,7 @@ class BaseTrainer:
         if folder is None:
             runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         else:
+            require_same_files(folder)
             with open_state(folder, self.engine.fingerprint) as (step, state):
                 self.engine.load_state_dict(state.pop("engine"))
                 if self.critic is not None:
@@ -222,14 +225,15 @@ class BaseTrainer:
 
 
 def join_processes(config: Config, model: EngineConfig) -> Config:
-    """Join the processes of the model's layout, and return the main process's configuration.
+    """Join the processes of the model's layout, require that they start the same run, and return its configuration.
 
-    A configuration file may resolve to other values in each process: the time, an environment variable.
+    A `run_dir` with the time differs between processes; the result has the main process's.
     """
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
     if ControlPlane.world().size == 1:
         return config
+    require_same_run(config)
     return type(config).model_validate(ControlPlane.world().broadcast_json(lambda: config.model_dump(mode="json")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import yaml
 from pydantic import BaseModel
 from rich.console import Console
 
-import archon
+from archon.engine.agreement import PACKAGES, package_versions
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.config import MetricsConfig
 from archon.schema.errors import ConfigError
@@ -32,7 +31,7 @@ from archon.training.sinks import Sinks, require_sinks
 
 logger = logging.getLogger(__name__)
 
-PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "omegaconf")
+PACKAGES_RECORDED = (*PACKAGES, "pydantic", "omegaconf")
 
 
 class RunDirectory:
@@ -258,10 +257,4 @@ class Runner:
 
 def versions() -> dict[str, str]:
     """Return the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
-    packages = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES_RECORDED:
-        try:
-            packages[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # a source or vendored build
-            packages[package] = "not installed"
-    return packages
+    return package_versions(PACKAGES_RECORDED) | {"platform": platform.platform()}

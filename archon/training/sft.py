@@ -176,6 +176,7 @@ class SFTTrainer(BaseTrainer):
                 eval_rows = None
                 if data.eval_data is not None:
                     eval_rows = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
+                    require_same_rows(eval_rows, data.eval_data.path)
                 size = data.batch_size or size
                 require_same_rows(train_rows, data.train_data.path)
                 require_documents(size, ranks, f"lora_data.{name}.batch_size")

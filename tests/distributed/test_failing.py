@@ -24,10 +24,10 @@ GRACE_SECONDS = 30
 """From the last record to the end of torchrun, on a busy machine."""
 
 
-def torchrun(*arguments: str, restarts: int = 0) -> tuple[int, str, float]:
-    """Exit code, output and the time at which it ended."""
+def torchrun(*arguments: str, restarts: int = 0, module: bool = True) -> tuple[int, str, float]:
+    """Exit code, output and the time at which it ended; the first argument is a module, or a script."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", str(restarts), "-m"]
+    command += ["--max-restarts", str(restarts), *(["-m"] if module else [])]
     done = subprocess.run(
         [*command, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -242,7 +242,10 @@ def test_other_held_out_rows_on_another_rank_are_refused(
 ) -> None:
     """The ranks would evaluate different numbers of batches."""
     for message in ranks(2).run(train_with_own_rows_held_out, str(folder), str(tmp_path), timeout=60.0):
-        assert re.match(r"held_out: rank 1 has 14 rows .*, rank 0 has 5 rows .*every machine needs the same", message)
+        assert re.fullmatch(
+            r"rank 1 has held_out/test.jsonl=511 bytes .*, rank 0 has 179 bytes .*; every machine needs the same files",
+            message,
+        )
 
 
 def test_fewer_rows_than_ranks_are_refused(folder: Path, ranks: Callable[[int], Pool], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ SFT, PREFERENCE, ADAPTERS = "tests/rl/test_sft.py", "tests/rl/test_preference.py
 ROLLOUT, MODES, ASYNCHRONOUS = "tests/rl/test_rollout.py", "tests/rl/test_modes.py", "tests/rl/test_asynchronous.py"
 MIXED, CRITIC, SUMMARY = "tests/rl/test_mixed.py", "tests/rl/test_critic.py", "tests/rl/test_summary.py"
 SCORES, EVALUATION, PREPARE = "tests/rl/test_scores.py", "tests/rl/test_evaluation.py", "tests/rl/test_prepare.py"
+AGREEMENT = "tests/distributed/test_agreement.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # The run loop and its records.
@@ -331,5 +332,97 @@ MUTANTS: tuple[Mutant, ...] = (
         "temperature=1.0 if greedy else config.temperature,",
         "temperature=1.0,",
         ("tests/cli/test_eval.py::test_temperature_sets_how_a_checkpoint_answers",),
+    ),
+    # Ranks that differ.
+    Mutant(
+        "ranks may start with other seeds",
+        "archon/engine/agreement.py",
+        'free=["run_dir"]',
+        'free=["run_dir", "seed"]',
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "a run's configuration is not compared",
+        "archon/training/loop.py",
+        "    require_same_run(config)\n",
+        "",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "a run's files are not compared",
+        "archon/training/loop.py",
+        "            require_same_inputs(self.config)\n",
+        "",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "a resumed run's checkpoint is not compared",
+        "archon/training/loop.py",
+        "            require_same_files(folder)\n",
+        "",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "only the rank that differs is told",
+        "archon/engine/agreement.py",
+        "enumerate(world.all_gather(json.dumps(found).encode()))",
+        "[(world.rank, json.dumps(found))]",
+        (f"{AGREEMENT}::test_the_first_difference_is_named",),
+    ),
+    Mutant(
+        "a field that only one rank has is not compared",
+        "archon/engine/agreement.py",
+        "[*main, *(local.keys() - main.keys())]",
+        "main.keys() & local.keys()",
+        (f"{AGREEMENT}::test_the_first_difference_is_named",),
+    ),
+    Mutant(
+        "1 on one rank and true on another are the same",
+        "archon/engine/agreement.py",
+        "elif json.dumps(local) != json.dumps(main):",
+        "elif local != main:",
+        (f"{AGREEMENT}::test_the_first_difference_is_named",),
+    ),
+    Mutant(
+        "the length of an engine's schedule is not compared",
+        "archon/engine/agreement.py",
+        '    fields.values["total_steps"] = total_steps\n',
+        "",
+        (f"{AGREEMENT}::test_an_engine_of_a_script_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "an engine does not compare ranks",
+        "archon/engine/initialize.py",
+        "    require_same_engine(config, total_steps)\n",
+        "",
+        (f"{AGREEMENT}::test_an_engine_of_a_script_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "of a file, only the first chunks are compared",
+        "archon/engine/agreement.py",
+        "opened.seek((size - length) * index // max(1, count - 1))",
+        "opened.seek(length * index)",
+        (f"{AGREEMENT}::test_a_digest_reads_small_files_whole_and_both_ends_of_large_ones",),
+    ),
+    Mutant(
+        "of a reward's package, only its own module is compared",
+        "archon/engine/agreement.py",
+        'folder = source.parent if "." in match[1].rpartition(".")[0] else None',
+        "folder = None",
+        (f"{AGREEMENT}::test_code_that_the_configuration_names_is_compared",),
+    ),
+    Mutant(
+        "archon's own code is not compared",
+        "archon/engine/agreement.py",
+        """, "archon's code": _archon_digest()""",
+        "",
+        (f"{AGREEMENT}::test_another_archon_on_one_rank_is_one_line",),
+    ),
+    Mutant(
+        "a dataset function's rows are not compared",
+        "archon/training/loop.py",
+        '    ControlPlane.world().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")\n',
+        "    del source\n",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
     ),
 )
