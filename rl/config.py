@@ -26,6 +26,7 @@ from archon.schema.config import (
     derive_critic,
     derive_reference,
 )
+from archon.schema.urls import require_http_url
 from archon.training.config import BootstrapFile, CheckpointConfig
 
 
@@ -399,6 +400,8 @@ class RLConfig(StrictModel):
         rollout = self.rollout
         if rollout.servers is not None and rollout.launch is not None:
             raise ValueError("rollout.servers and rollout.launch are both set; set only one")
+        for url in rollout.servers or []:
+            require_http_url(url, "rollout.servers")
         if rollout.servers is None and rollout.launch is None:
             if rollout.push is not None:
                 raise ValueError("rollout.push is set without rollout.servers; it configures weight sync to servers")

@@ -34,8 +34,18 @@ def http_client() -> httpx.AsyncClient:
 def aiohttp_session() -> aiohttp.ClientSession:
     """Return a session without proxies, time-outs or a connection limit."""
     aiohttp = require_package("aiohttp")
-    connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0, keepalive_timeout=REUSED_SECONDS)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+    return aiohttp.ClientSession(connector=_connector(), timeout=aiohttp.ClientTimeout(total=None))
+
+
+def server_session() -> aiohttp.ClientSession:
+    """Return a session for inference servers: like `aiohttp_session`, without cookies and without decompression."""
+    aiohttp = require_package("aiohttp")
+    return aiohttp.ClientSession(connector=_connector(), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def _connector() -> aiohttp.TCPConnector:
+    aiohttp = require_package("aiohttp")
+    return aiohttp.TCPConnector(ssl=tls_context(), limit=0, keepalive_timeout=REUSED_SECONDS)
 
 
 async def loop_session() -> aiohttp.ClientSession:

@@ -28,8 +28,13 @@ class PushConfig(StrictModel):
         description="largest |logprob difference| of a verified push; null: limits on maximum and mean by the servers' "
         "dtype",
     )
-    seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
-    answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of a generation request")
+    seconds: float = Field(
+        600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="time-out of each whole request of a push, plus a second for every 100 MB of a pushed folder",
+    )
+    answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of a whole generation request")
     port: int | None = Field(
         None,
         ge=0,

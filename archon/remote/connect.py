@@ -21,6 +21,7 @@ from archon.remote.http import Http, ServerError
 from archon.remote.private_directory import PrivateDirectory
 from archon.remote.server import RemoteServer
 from archon.schema.errors import ConfigError
+from archon.schema.urls import require_http_url
 
 DIALECTS: tuple[type[Dialect], ...] = (VLLM, Archon, SGLang)
 SHARED_MEMORY = Path("/dev/shm")
@@ -96,10 +97,7 @@ def connect(
 
 
 def _connect_server(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"rollout.servers: got {url!r}; expected a URL such as http://127.0.0.1:8000")
-    http = Http(url)
+    http = Http(require_http_url(url, "rollout.servers"))
     try:
         dialect = next((match for kind in DIALECTS if (match := kind.connect(http)) is not None), None)
         if dialect is None:

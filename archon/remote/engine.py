@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Protocol
@@ -27,10 +27,11 @@ from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.models.args.base import BaseModelArgs
 from archon.models.layers.routed_experts import routed_experts_sizes
 from archon.parallel.control_plane import ControlPlane
+from archon.remote.answer_checks import Answer
 from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
-from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Answer, Sampling, Transport
-from archon.remote.http import ServerError
+from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Sampling, Transport
+from archon.remote.http import RefusedError, ServerError
 from archon.remote.server import POLL_SECONDS, BucketQueue, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack, stream_device
 from archon.schema.errors import ConfigError, RolloutError, UserError
@@ -52,6 +53,10 @@ In bfloat16, a stale head within the mean limit passes (0.09 after noise 0.03) u
 """
 REMEMBERED_GROUPS = 4096
 PROBE_TOKENS = 64
+MAX_ABORTS = 8
+"""How often a server may end one request with `abort` at one version: a push and a restart do so once."""
+PUSH_BYTES_PER_SECOND = 100 * 10**6
+"""A request of a push may take a second longer for this many bytes: half of what a slow network disk reads."""
 
 
 class NoServerError(ConfigError):
@@ -181,14 +186,14 @@ class RemoteEngine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Return the answer to a request. Canceling the caller ends the request on its server."""
         started, response = time.perf_counter(), ModelResponse(list(req.input_ids))
-        sampling = self._sampling(req)
+        sampling, aborts = self._sampling(req), Counter[tuple[str, int]]()
         if not self._in_flight:
             self.stats.busy_since = started
         self._in_flight += 1
         try:
             while True:
                 await self._resumed.wait()
-                answer = await self._ask(sampling, req.metadata.get("group"))
+                answer = await self._ask(sampling, req, aborts)
                 response.output_tokens += answer.tokens
                 response.output_logprobs += answer.logprobs
                 for name, start, end in answer.versions:
@@ -220,19 +225,24 @@ class RemoteEngine:
         """
         if temperature != 1:
             raise RolloutError(f"prompt_logprobs: servers score at temperature 1 only, got {temperature}")
-        server = min(self.fleet, key=lambda server: server.running)
-        return server.dialect.score(server.http, server.model, integer_ids(ids), self.config.answer_seconds)
+        ids = integer_ids(ids)
+        while True:
+            server = min(self.fleet, key=lambda server: server.running)
+            try:
+                return server.dialect.score(server.http, server.model, ids, self.config.answer_seconds)
+            except ServerError as error:
+                self._lose(server, error)
 
     def pause(self) -> None:
         """Stop sampling, keep unfinished answers, and hold new requests."""
         self._resumed.clear()
         for server in self.fleet:
-            server.dialect.pause(server.http, abort=False)
+            self._keep_or_lose(server, partial(server.dialect.pause, server.http, abort=False))
 
     def resume(self) -> None:
         """Continue sampling."""
         for server in self.fleet:
-            server.dialect.resume(server.http)
+            self._keep_or_lose(server, partial(server.dialect.resume, server.http))
         self._resumed.set()
 
     def sleep(self) -> None:
@@ -242,29 +252,34 @@ class RemoteEngine:
         """
         for server in self.servers:
             if server.failure is None:
-                self._keep_or_lose(server, server.sleep)
+                self._keep_or_lose(server, partial(server.sleep, self.config.seconds))
 
     def wake(self) -> None:
         """Wake the servers without a push; they have the weights of the last push."""
         release_device_memory()
         for server in self.servers:
-            self._keep_or_lose(server, server.wake)
+            self._keep_or_lose(server, partial(server.wake, self.config.seconds))
 
-    def _keep_or_lose(self, server: RemoteServer, send: Callable[[float], None]) -> None:
-        was_lost = server.failure is not None
+    def _keep_or_lose(self, server: RemoteServer, send: Callable[[], None]) -> None:
+        """Send a request to a server, which leaves the fleet if it fails."""
         try:
-            send(self.config.seconds)
-        except ServerError as error:
-            if not was_lost:
-                self._mark_lost(server)
-                self.log(f"a server leaves the fleet: {error}")
+            send()
+        except RolloutError as error:
+            self._lose(server, error)
+
+    def _lose(self, server: RemoteServer, error: RolloutError) -> None:
+        """Take a server out of the fleet."""
+        if server.failure is None:
+            server.failure = str(error)
+            self._mark_lost(server)
+            self.log(f"a server leaves the fleet: {error}")
 
     def abort(self, rid: str | None = None) -> int:
         """End the unfinished requests with id `rid`, or all, with stop reason `abort`. Return their number."""
         chosen = {key: server for key, server in self._running.items() if rid is None or _request_id(key) == rid}
         self._aborted |= {_request_id(key) for key in chosen}
         for key, server in chosen.items():
-            server.dialect.abort(server.http, key)
+            self._keep_or_lose(server, partial(server.dialect.abort, server.http, key))
         return len(chosen)
 
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
@@ -291,7 +306,9 @@ class RemoteEngine:
                 meta.write(self.transport, folder, dtype)
                 delta, since = self._write_delta(folder)
                 push = replace(push, folder=folder, delta=delta, since=since)
-                size = _size(delta or folder) if is_main else 0
+                size = _size(folder) if is_main else 0
+                push = replace(push, seconds=push.seconds + size / PUSH_BYTES_PER_SECOND)
+                size = _size(delta) if is_main and delta is not None else size
             seconds = time.perf_counter() - started
             if any(server.asleep for server in self.servers):
                 release_device_memory()
@@ -457,17 +474,16 @@ class RemoteEngine:
     def _sync_members(self) -> None:
         """Apply joins and leaves of rank 0 on every rank."""
         joining, self._joining = self._joining, []
-        urls, able, leaving = self._world.broadcast_json(
-            lambda: (
-                [server.url for server in self.servers],
-                [url for url in joining if self._can_connect(url)],
-                sorted(self._leaving),
-            )
+        urls, joining, leaving = self._world.broadcast_json(
+            lambda: ([server.url for server in self.servers], joining, sorted(self._leaving))
         )
         self._update_urls(urls)
-        for url in able:
-            if self.connect_server is not None and all(server.url != url for server in self.servers):
-                joined = self.connect_server(url)
+        # Every rank connects, and a server joins if it accepts all of them.
+        connected = {url: server for url in joining if (server := self._connect(url)) is not None}
+        accepting = self._world.all_gather(json.dumps(list(connected)).encode())
+        able = set(joining).intersection(*map(json.loads, accepting))
+        for url, joined in connected.items():
+            if url in able and all(server.url != url for server in self.servers):
                 joined.failure = f"{url} has joined and waits for its first push"
                 self.servers.append(joined)
                 self._leaving.discard(url)
@@ -483,12 +499,13 @@ class RemoteEngine:
             if server.url != url:
                 server.move(url)
 
-    def _can_connect(self, url: str) -> bool:
+    def _connect(self, url: str) -> RemoteServer | None:
+        """Return a server that joins; None if it cannot be used."""
         try:
-            return self.connect_server is not None and bool(self.connect_server(url))
+            return None if self.connect_server is None else self.connect_server(url)
         except UserError as error:
             self.log(f"{url} cannot join: {error}")
-            return False
+            return None
 
     def _wait_for_one(self) -> None:
         """Wait on every rank until a server is back, at most `recovery_timeout` seconds."""
@@ -522,58 +539,83 @@ class RemoteEngine:
             return Limits(self.config.max_difference, self.config.max_difference)
         return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
 
-    async def _ask(self, sampling: Sampling, group: object) -> Answer:
-        """Return the answer of the group's server, or of another server if it fails."""
+    async def _ask(self, sampling: Sampling, req: ModelRequest, aborts: Counter[tuple[str, int]]) -> Answer:
+        """Return the answer of the group's server, or of another server if it fails.
+
+        Args:
+            sampling: the request for the rest of the answer.
+            req: the whole request.
+            aborts: how often each server has aborted it with the weights of each version.
+
+        Raises:
+            RefusedError: every server refuses the request.
+        """
+        refusals: dict[str, RefusedError] = {}
         while True:
-            server = await self._choose(group)
+            server = await self._choose(req.metadata.get("group"), refusals)
             key = f"{sampling.rid}.{self._submitted}"
             self._submitted += 1
             self._running[key] = server
             try:
                 named = replace(sampling, rid=key, model=server.model)
-                answer = await server.generate(named, self.config.answer_seconds)
-                self._check_settings(answer, sampling, server)
+                seconds, expert_bytes = self.config.answer_seconds, self._expert_bytes()
+                answer = await server.generate(named, seconds, self.vocab_size, expert_bytes)
                 answer.experts = self._experts(answer, server, len(sampling.prompt))
-                return answer
+                if answer.stop_reason == "abort" and req.rid not in self._aborted:
+                    aborts[server.url, self.version] += 1
+                    if (count := aborts[server.url, self.version]) > MAX_ABORTS:
+                        raise ServerError(
+                            f"{server.url} ended a request {count} times with abort, without a push; expected at most "
+                            f"{MAX_ABORTS} times"
+                        )
             except ServerError as error:
-                if server.failure is None:
-                    server.failure = str(error)
-                    self._mark_lost(server)
-                    self.log(f"a server leaves the fleet: {error}")
+                self._lose(server, error)
                 self.stats.retried += 1
+            except RefusedError as error:
+                refusals[server.url] = error
+                self.stats.retried += 1
+            else:
+                for other in self.servers:
+                    if other.url in refusals:  # this server takes what the other refused
+                        self._lose(other, refusals[other.url])
+                return answer
             finally:
                 del self._running[key]
 
-    def _check_settings(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
-        """Raise ServerError for too many tokens or ids outside the vocabulary."""
-        tokens = answer.tokens
-        if len(tokens) > sampling.limit or not all(type(x) is int and 0 <= x < self.vocab_size for x in tokens):
-            raise ServerError(
-                f"{server.url} answered with {len(tokens)} tokens, expected at most {sampling.limit} ids below "
-                f"{self.vocab_size}"
-            )
+    def _expert_bytes(self) -> int:
+        """Return the bytes of one token's routed experts in a response, at most: base64 of int64."""
+        if self.recorded_model is None:
+            return 0
+        _, top_k, _ = routed_experts_sizes(self.recorded_model)
+        return self.recorded_model.n_layers * top_k * 8 * 4 // 3
 
     def _experts(self, answer: Answer, server: RemoteServer, prompt: int) -> Experts | None:
         """Return the routed experts of prompt and answer, or None if they are not recorded.
 
-        Raises ConfigError if the server does not report them.
+        Raises ServerError if the server does not report them for every token.
         """
         if self.recorded_model is None or not answer.tokens:
             return None
         if answer.experts is None:
             is_vllm = server.dialect.facts.kind == "vllm"
             fix = "start it with --enable-return-routed-experts" if is_vllm else "use vLLM"
-            raise ConfigError(
+            raise ServerError(
                 f"{server.url} does not report routed experts, but generator.record_experts is set; {fix}, or unset "
                 "generator.record_experts"
             )
+        n = prompt + len(answer.tokens)
+        if len(answer.experts) > n:
+            raise ServerError(f"{server.url} sent routed experts of {len(answer.experts)} tokens; expected at most {n}")
         try:
-            return decode_server_experts(answer.experts, self.recorded_model, prompt + len(answer.tokens) - 1)
+            return decode_server_experts(answer.experts, self.recorded_model, n - 1)
         except RolloutError as error:
             raise ServerError(f"{server.url}: {error}") from None
 
-    async def _choose(self, group: object) -> RemoteServer:
-        """Return the group's server or the least loaded one; skip servers that receive weights or sleep."""
+    async def _choose(self, group: object, refusals: Mapping[str, RefusedError]) -> RemoteServer:
+        """Return the group's server or the least loaded one; skip servers that receive weights or sleep.
+
+        Raises RefusedError if all servers of the fleet are in `refusals`.
+        """
         until = time.monotonic() + self.recovery_timeout
         while True:
             if all(server.failure is not None for server in self.servers):
@@ -581,7 +623,10 @@ class RemoteEngine:
                     await asyncio.sleep(POLL_SECONDS)
                     continue
                 await asyncio.to_thread(self._retry_lost_servers)
-            ready = [server for server in self.fleet if not (server.pushing or server.asleep)]
+            asked = [server for server in self.fleet if server.url not in refusals]
+            if not asked:
+                raise next(iter(refusals.values()))
+            ready = [server for server in asked if not (server.pushing or server.asleep)]
             if ready:
                 break
             await asyncio.sleep(POLL_SECONDS)

@@ -1,17 +1,26 @@
-"""HTTP requests to one server with time-outs, and errors that separate server faults from bad requests."""
+"""HTTP requests to one server: bounded in time and bytes, and errors that separate server faults from bad requests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from archon.remote.clients import loop_session, require_package, tls_context
+from archon.remote.clients import loop_client, require_package, server_session
 from archon.schema.errors import RolloutError
 
+if TYPE_CHECKING:
+    import aiohttp
+
 CONNECT_SECONDS = 10.0
+MAX_BYTES = 4 * 2**20
+"""Bytes of a response that holds no answer. vLLM's whole configuration is a tenth of it."""
+MAX_ERROR_BYTES = 4096
+"""Bytes that are read of the response to a failed request; the message shows 500 characters."""
 KEY = "ARCHON_SERVERS_KEY"
 """Environment variable with the API key of the servers."""
 
@@ -21,7 +30,7 @@ class ServerError(RolloutError):
 
 
 class RefusedError(RolloutError):
-    """The server refused the request with `status`. Every other server would, too."""
+    """The server refused the request with `status`. If every server does, the request is at fault."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -31,25 +40,35 @@ class RefusedError(RolloutError):
 class Http:
     """JSON client of the server at `url` (scheme, host and port).
 
-    Every method raises `ServerError` if the server is at fault, and `RefusedError` if the request is.
+    `seconds` limit a whole request, from the connection to the last byte, and `max_bytes` its response. Every method
+    raises `ServerError` if the server is at fault, and `RefusedError` if the request is.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
-        self._httpx, self._aiohttp = require_package("httpx"), require_package("aiohttp")
+        # A compressed response could be a thousand times as large as its bytes.
+        self._headers = {"Accept-Encoding": "identity"}
+        if os.environ.get(KEY):
+            self._headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        self._aiohttp = require_package("aiohttp")
 
     def get(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:
         """Return the JSON of a GET request."""
-        return self._send("GET", path, None, seconds)
+        return self._json(path, _run(self._exchange("GET", path, None, seconds, MAX_BYTES)))
 
-    def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> Any:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float = CONNECT_SECONDS,
+        max_bytes: int = MAX_BYTES,
+    ) -> Any:
         """Return the JSON of a POST request."""
-        return self._send("POST", path, body, seconds)
+        return self._json(path, _run(self._exchange("POST", path, body, seconds, max_bytes)))
 
     def command(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> None:
         """Send a POST request and ignore the content of the response."""
-        self._send("POST", path, body, seconds, has_content=False)
+        _run(self._exchange("POST", path, body, seconds, MAX_BYTES, has_content=False))
 
     def is_listening(self) -> bool:
         """Return whether a process accepts connections at the URL."""
@@ -60,47 +79,93 @@ class Http:
         except OSError:
             return False
 
-    async def answer(self, path: str, body: dict[str, Any], seconds: float) -> Any:
+    async def answer(self, path: str, body: dict[str, Any], seconds: float, max_bytes: int = MAX_BYTES) -> Any:
         """Return the JSON of a POST request on the running event loop.
 
         Canceling the caller closes the connection, and so ends the request on the server.
         """
-        # aiohttp, because httpx scans all its connections twice per request: milliseconds with hundreds of them.
-        session = await loop_session()
-        timeout = self._aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
-        sent = session.post(self.url + path, json=body, headers=self._headers, timeout=timeout, allow_redirects=False)
+        return self._json(path, await self._exchange("POST", path, body, seconds, max_bytes))
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        seconds: float,
+        max_bytes: int,
+        *,
+        has_content: bool = True,
+    ) -> bytes:
+        """Return the content of a successful response."""
+        # aiohttp, because httpx scans all its connections twice per request: milliseconds with hundreds of them. Its
+        # time-outs also hold for each read only, so that a byte every few seconds would never be late.
+        session = await loop_client(server_session, lambda client: client.closed, lambda client: client.close())
+        timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=min(seconds, CONNECT_SECONDS))
+        options = {"headers": self._headers, "timeout": timeout, "allow_redirects": False}
         try:
-            async with sent as response:
-                content = await response.read()
-        except (TimeoutError, self._aiohttp.ClientError) as error:
-            raise self._failure(path, seconds, error) from None
-        return self._content(path, response.status, content)
+            async with (
+                asyncio.timeout(seconds),
+                session.request(method, self.url + path, json=body, **options) as response,
+            ):
+                return await self._content(path, response, max_bytes, has_content)
+        except TimeoutError:
+            raise ServerError(f"{self.url}{path} did not answer within {seconds:g} s") from None
+        except (self._aiohttp.ClientError, OSError) as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise ServerError(f"{self.url}{path} cannot be reached ({reason})") from None
 
-    def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, seconds: float, *, has_content: bool = True
-    ) -> Any:
-        try:
-            timeout = self._httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-            with self._httpx.Client(trust_env=False, timeout=timeout, verify=tls_context()) as client:
-                response = client.request(method, self.url + path, json=body, headers=self._headers)
-        except self._httpx.HTTPError as error:
-            raise self._failure(path, seconds, error) from None
-        return self._content(path, response.status_code, response.content, has_content)
-
-    def _failure(self, path: str, seconds: float, error: Exception) -> ServerError:
-        if isinstance(error, TimeoutError | self._httpx.TimeoutException):
-            return ServerError(f"{self.url}{path} did not answer within {seconds:g} s")
-        return ServerError(f"{self.url}{path} cannot be reached ({type(error).__name__}: {error})")
-
-    def _content(self, path: str, status: int, content: bytes, has_content: bool = True) -> Any:
-        if status >= 400:
-            message = f"{self.url}{path} answered with status {status}: {content.decode(errors='replace')[:500]}"
-            if status in (408, 429) or status >= 500:
+    async def _content(self, path: str, response: aiohttp.ClientResponse, max_bytes: int, has_content: bool) -> bytes:
+        """Check the head of a response, and return its content."""
+        status, where = response.status, f"{self.url}{path}"
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ServerError(f"{where} answered with Content-Encoding {one_line(encoding)}; expected none")
+        if not 200 <= status < 300:
+            shown = b""
+            async for chunk in response.content.iter_any():
+                shown += chunk
+                if len(shown) > MAX_ERROR_BYTES:
+                    break
+            message = f"{where} answered with status {status}: {one_line(shown.decode(errors='replace'))}"
+            if status in (408, 429) or not 400 <= status < 500:
                 raise ServerError(message)
             raise RefusedError(message, status)
-        if not has_content:
-            return None
-        try:
-            return json.loads(content)
-        except ValueError:
-            raise ServerError(f"{self.url}{path} did not answer with JSON") from None
+        kind = response.headers.get("Content-Type", "none").partition(";")[0].strip().lower()
+        if has_content and kind != "application/json":
+            raise ServerError(f"{where} answered with Content-Type {one_line(kind)}; expected application/json")
+        content = bytearray()
+        async for chunk in response.content.iter_any():
+            content += chunk
+            if len(content) > max_bytes:
+                raise ServerError(f"{where} answered with more than {max_bytes} bytes, the limit of this response")
+        return bytes(content)
+
+    def _json(self, path: str, content: bytes) -> Any:
+        return parse_json(content, f"{self.url}{path}")
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """Return the value of a JSON text. Raises ServerError if it is none, or is nested too deeply."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        shown = one_line(content[:80].decode(errors="replace"))
+        raise ServerError(f"{where} did not answer with JSON, but with {shown!r}") from None
+    except RecursionError:
+        raise ServerError(f"{where} answered with JSON that is nested too deeply; expected a few levels") from None
+
+
+def one_line(text: str) -> str:
+    """Return the first 500 characters of a server's text as one line, without control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:500]).split())
+
+
+def _run(exchange: Any) -> bytes:
+    """Return the result of a coroutine, on an event loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        content: bytes = asyncio.run(exchange)
+        return content
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, exchange).result()

@@ -88,7 +88,7 @@ class SGLangTwin(VLLMTwin):
         if "hang" in self.faults:
             await asyncio.sleep(3600)
         greedy = params["temperature"] == 0
-        assert params["n"] == 1 and params["ignore_eos"] and params["top_k"] != 0
+        assert params["n"] == 1 and params["top_k"] != 0
         gconfig = GenerationHyperparameters(
             max_new_tokens=params["max_new_tokens"],
             min_new_tokens=params["min_new_tokens"],
@@ -97,7 +97,7 @@ class SGLangTwin(VLLMTwin):
             top_p=params["top_p"],
             top_k=None if params["top_k"] == -1 else params["top_k"],
             stop=params["stop"],
-            stop_token_ids=params["stop_token_ids"],
+            stop_token_ids=[] if params["ignore_eos"] else params["stop_token_ids"],  # as SGLang does
             ignore_eos=True,
             seed=params["sampling_seed"],
         )

@@ -14,6 +14,8 @@ import pytest
 
 from archon.remote.clients import REUSED_SECONDS
 from archon.remote.http import Http, RefusedError, ServerError
+from archon.schema.errors import ConfigError
+from archon.schema.urls import require_http_url
 from tests.tolerances import SOON_SECONDS
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -128,3 +130,40 @@ def test_status_says_whether_the_request_or_the_server_is_at_fault(status: int, 
                 await asyncio.to_thread(http.get, "/version")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", ANSWER[: ANSWER.index(b"Content-Length")] + b"\r\n"])
+def test_a_byte_now_and_then_is_late(head: bytes) -> None:
+    """In the head or in the content: the limit is of the whole request, where a time-out of each read never ends."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        while not writer.is_closing():
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            late = pytest.raises(ServerError, match=r"did not answer within 0.3 s")
+            with late:
+                await http.answer("/generate", {}, 0.3)
+            for send in (http.get, http.post, http.command):
+                with late:
+                    await asyncio.to_thread(send, "/version", seconds=0.3)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "/v1", "file:///etc/passwd", "ftp://a", "http://", "http://:80", "http://[::1", "http://a:99999"),
+        *("http://a b", "http://a:x", "http://a:0", "http://a\n", "javascript:alert(1)", "http//a", "x" * 10**5),
+    ],
+)
+def test_urls_of_no_server_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--url: got .* expected http://HOST:PORT") as error:
+        require_http_url(url, "--url")
+    assert len(str(error.value)) < 250 and "\n" not in str(error.value)

@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_generator_and_pushes_are_verified(
     assert answer.output_versions == [5] * len(answer.output_tokens)
     twin.faults = {"garbage"}
     (error,) = ask(engine, request())
-    assert isinstance(error, NoServerError) and "do not match" in str(error)
+    assert isinstance(error, NoServerError) and "logprobs, got" in str(error)
 
 
 def test_a_run_on_a_server_of_its_routes(rl_config: Callable[..., RLConfig], sglang: Any) -> None:

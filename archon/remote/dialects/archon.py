@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
-from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.dialects.base import Answer, Dialect, Sampling, ServerFacts, Transport, finite_logprobs
-from archon.remote.http import CONNECT_SECONDS, KEY, Http, RefusedError, ServerError
+from archon.generation.types import GenerationHyperparameters
+from archon.remote.answer_checks import Fields, RawAnswer
+from archon.remote.dialects.base import Dialect, Sampling, ServerFacts, Transport
+from archon.remote.http import CONNECT_SECONDS, KEY, Http, RefusedError
 from archon.schema.errors import ConfigError
 
 ROUTES = "/v1/rollout"
@@ -19,14 +19,16 @@ POLICY = "policy"
 class Archon(Dialect):
     """An archon server."""
 
+    token_bytes = 128  # an id, a logprob of up to 25 characters, and a version
+
     @classmethod
     def connect(cls, http: Http) -> Archon | None:
         """Return the dialect with the server's facts, or None for another kind of server."""
         try:
-            served = http.get("/v1/models")["data"][0]
-            if served.get("owned_by") != "archon":
+            owner = Fields(http.url, http.get("/v1/models")).find("data", 0, "owned_by")
+            if owner is None or owner.value != "archon":
                 return None
-            info = http.get(ROUTES)
+            info = Fields(http.url, http.get(ROUTES))
         except RefusedError as error:
             if error.status in (401, 403):
                 raise ConfigError(
@@ -34,15 +36,13 @@ class Archon(Dialect):
                     f"with --push-root ({error})"
                 ) from None
             return None
-        except (KeyError, IndexError, TypeError, AttributeError):
-            return None
         facts = ServerFacts(
             kind="archon",
-            release=info["release"],
-            model=info["model"],
-            max_seq_len=int(info["max_seq_len"]),
+            release=info.at("release").text(),
+            model=info.at("model").path_text(),
+            max_seq_len=info.at("max_seq_len").integer(2),
             logprobs_mode="processed",
-            dtype=info["dtype"],
+            dtype=info.at("dtype").text(),
             transports=frozenset({"disk", "lora"}),
         )
         return cls(facts, http.url)
@@ -64,34 +64,24 @@ class Archon(Dialect):
         body = {"rid": sampling.rid, "input_ids": sampling.prompt, "policy": sampling.model == POLICY}
         return f"{ROUTES}/generate", body | {"sampling": params}
 
-    def answer(self, body: Any) -> Answer:
-        """Return the answer in a response."""
-        tokens, logprobs, versions = (self._list(body, name) for name in ("output_ids", "logprobs", "versions"))
-        reason = body.get("stop_reason")
-        if not len(logprobs) == len(versions) == len(tokens):
-            raise ServerError(
-                f"{self._url} sent {len(logprobs)} logprobs and {len(versions)} versions for {len(tokens)} tokens"
-            )
-        if reason not in get_args(StopReason):
-            raise ServerError(f"{self._url}: stop_reason is {reason!r}; expected one of {get_args(StopReason)}")
-        spans, start = [], 0
-        for version, run in groupby(versions):
-            end = start + len(list(run))
-            spans.append((str(version), start, end))
-            start = end
-        return Answer(tokens, finite_logprobs(logprobs, self._url), reason, spans)
+    def answer(self, response: Fields) -> RawAnswer:
+        """Return the fields of the answer in a response."""
+        return RawAnswer(
+            tokens=response.at("output_ids"),
+            logprobs=response.at("logprobs"),
+            reason=response.at("stop_reason"),
+            token_versions=response.at("versions"),
+        )
 
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
         """Return the logprobs of tokens 1 to L − 1 at temperature 1."""
-        body = http.post(f"{ROUTES}/score", {"input_ids": list(tokens), "policy": model == POLICY}, seconds)
-        scores = finite_logprobs(self._list(body, "logprobs"), self._url)
-        if len(scores) != len(tokens) - 1:
-            raise ServerError(f"{self._url} sent {len(scores)} scores for {len(tokens)} tokens; expected one less")
-        return scores
+        asked = {"input_ids": list(tokens), "policy": model == POLICY}
+        body = http.post(f"{ROUTES}/score", asked, seconds, self.answer_bytes(len(tokens)))
+        return self._fields(body).at("logprobs").logprobs(len(tokens) - 1)
 
     def token_ids(self, http: Http, text: str) -> list[int] | None:
         """Return the server's token ids of a text."""
-        return self._list(http.post(f"{ROUTES}/tokenize", {"text": text}, 60), "tokens")
+        return self._fields(http.post(f"{ROUTES}/tokenize", {"text": text}, 60)).at("tokens").token_ids()
 
     def pause(self, http: Http, *, abort: bool) -> None:
         """Stop sampling; `abort` ends unfinished answers."""
@@ -115,16 +105,10 @@ class Archon(Dialect):
 
     def version(self, http: Http) -> str:
         """Return the version of the server's weights."""
-        return str(self._field(http.get(ROUTES, CONNECT_SECONDS), "version"))
+        return self._fields(http.get(ROUTES, CONNECT_SECONDS)).at("version").version()
 
     def start_for(self, transport: Transport) -> str:
         """Return the options that enable pushes."""
         if transport not in ("disk", "lora"):
             return "nothing: archon serve supports only disk and lora; set rollout.push.transport"
         return "--push-root, a folder above rollout.push.folder, and --token"
-
-    def _list(self, body: Any, name: str) -> list[Any]:
-        value = body.get(name) if isinstance(body, dict) else None
-        if not isinstance(value, list):
-            raise ServerError(f"{self._url} answered without {name}")
-        return value

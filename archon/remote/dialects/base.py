@@ -5,16 +5,14 @@ A dialect maps every field of `GenerationHyperparameters` or refuses it, because
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.http import Http, ServerError
+from archon.generation.types import GenerationHyperparameters
+from archon.remote.answer_checks import Fields, RawAnswer
+from archon.remote.http import MAX_BYTES, Http
 from archon.remote.weight_stream import Bucket
 from archon.schema.errors import ConfigError
 
@@ -82,35 +80,19 @@ class Sampling:
         }
 
 
-@dataclass
-class Answer:
-    """A server's answer.
-
-    Attributes:
-        tokens: token ids.
-        logprobs: logprob of each token.
-        stop_reason: why the answer ended.
-        versions: (version, first token, last token + 1); empty if the server reports none.
-        experts: routed experts of the tokens of prompt and answer, integers [n, L, k] for all L layers or for the MoE
-            layers; None if the server does not report them.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    stop_reason: StopReason
-    versions: list[tuple[str, int, int]] = field(default_factory=list)
-    experts: np.ndarray | None = None
-
-
 class Dialect(ABC):
     """Wire protocol of one server. Methods with `http` send requests; the others translate.
 
     Attributes:
         facts: facts about the connected server.
         unverified: warning if the dialect was never run against its real server.
+        token_bytes: limit of an answer's bytes for each token of prompt and answer, beyond `MAX_BYTES`.
+        reserved_tokens: tokens of the context length that prompt and answer cannot use.
     """
 
     unverified: ClassVar[str] = ""
+    token_bytes: ClassVar[int]
+    reserved_tokens: ClassVar[int] = 0
 
     def __init__(self, facts: ServerFacts, url: str) -> None:
         self.facts, self._url = facts, url
@@ -132,8 +114,8 @@ class Dialect(ABC):
         """Return path and body of a generation request."""
 
     @abstractmethod
-    def answer(self, body: Any) -> Answer:
-        """Return the answer in a response. Raises ServerError for an invalid response."""
+    def answer(self, response: Fields) -> RawAnswer:
+        """Return the fields of the answer in a response. Raises ServerError if one is missing."""
 
     @abstractmethod
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
@@ -187,18 +169,9 @@ class Dialect(ABC):
     def _unsupported(self, feature: str) -> ConfigError:
         return ConfigError(f"{self.facts.kind} {self.facts.release} has no {feature}")
 
-    def _field(self, body: Any, *path: str | int) -> Any:
-        """Return the value at a path of keys and indices. Raises ServerError if it does not exist."""
-        for key in path:
-            try:
-                body = body[key]
-            except (KeyError, IndexError, TypeError):
-                raise ServerError(f"{self._url} answered without {'.'.join(map(str, path))}") from None
-        return body
+    def answer_bytes(self, tokens: int) -> int:
+        """Return the limit of the bytes of a response about `tokens` tokens."""
+        return MAX_BYTES + tokens * self.token_bytes
 
-
-def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
-    """Return `values` as floats. Raises ServerError for a missing, NaN or infinite value."""
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        raise ServerError(f"{where}: a logprob is missing, NaN or infinite")
-    return [float(value) for value in values]
+    def _fields(self, body: Any) -> Fields:
+        return Fields(self._url, body)

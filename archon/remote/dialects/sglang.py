@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.dialects.base import Answer, Dialect, Sampling, ServerFacts, Transport, finite_logprobs
-from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
+from archon.generation.types import GenerationHyperparameters
+from archon.remote.answer_checks import Fields, RawAnswer
+from archon.remote.dialects.base import Dialect, Sampling, ServerFacts, Transport
+from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError, one_line
 from archon.schema.errors import ConfigError
 
 RELEASES = ("0.5.",)
 """Supported releases; other releases are refused."""
 GENERATE = "/generate"
-_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class SGLang(Dialect):
@@ -27,37 +27,43 @@ class SGLang(Dialect):
         "support for SGLang follows its source and was never run against a real server; every push and the logprobs "
         "of the first batch are verified"
     )
+    token_bytes = 1024  # an id twice, a logprob, and the text, whose tokens have up to 128 characters of 6 bytes
+    reserved_tokens = 2  # SGLang's scheduler subtracts one from the context length, and one from the rest
 
     @classmethod
     def connect(cls, http: Http) -> SGLang | None:
         """Return the dialect with the server's facts, or None for another kind of server."""
         try:
-            info = http.get("/get_server_info")
-            release, model = info["version"], info["model_path"]
-        except (RefusedError, KeyError, TypeError):
+            info = Fields(http.url, http.get("/get_server_info"))
+        except RefusedError:
             return None
-        if not str(release).startswith(RELEASES):
+        if info.find("version") is None or info.find("model_path") is None:
+            return None
+        release = info.at("version").text()
+        if not release.startswith(RELEASES):
             raise ConfigError(
                 f"{http.url} runs SGLang {release}, but routes change between releases; install "
                 f"{' or '.join(release + 'x' for release in RELEASES)}"
             )
-        if info.get("dtype") in (None, "auto"):
-            raise ConfigError(f"{http.url} reports dtype {info.get('dtype')}; start SGLang with --dtype bfloat16")
-        if int(info.get("dp_size") or 1) > 1:
+        dtype = None if (found := info.find("dtype")) is None else found.text()
+        if dtype in (None, "auto"):
+            raise ConfigError(f"{http.url} reports dtype {dtype}; start SGLang with --dtype bfloat16")
+        replicas = info.find("dp_size")
+        if replicas is not None and replicas.integer() > 1:
             raise ConfigError(
-                f"{http.url} runs with --dp-size {info['dp_size']}, but a push cannot be verified on every replica; "
+                f"{http.url} runs with --dp-size {replicas.value}, but a push cannot be verified on every replica; "
                 "start one server per replica"
             )
-        length = info.get("context_length") or info.get("max_req_input_len")
-        if not length:
+        length = info.find("context_length") or info.find("max_req_input_len")
+        if length is None:
             raise ConfigError(f"{http.url} reports no context length; start SGLang with --context-length")
         facts = ServerFacts(
             kind="sglang",
-            release=str(release),
-            model=str(model),
-            max_seq_len=int(length),
+            release=release,
+            model=info.at("model_path").path_text(),
+            max_seq_len=length.integer(2),
             logprobs_mode="processed",
-            dtype=str(info["dtype"]),
+            dtype=dtype,
             transports=frozenset({"disk"}),
         )
         return cls(facts, http.url)
@@ -66,8 +72,14 @@ class SGLang(Dialect):
         """Raise ConfigError if SGLang's logprobs differ from the definition in `ModelResponse`.
 
         SGLang returns logprobs after temperature scaling and before top_p and top_k. Greedy answers have logprobs at
-        temperature 1. Seeds only have an effect with --enable-deterministic-inference.
+        temperature 1. Seeds only have an effect with --enable-deterministic-inference. `ignore_eos` also disables
+        `stop_token_ids`.
         """
+        if gconfig.ignore_eos and gconfig.stop_token_ids:
+            raise ConfigError(
+                f"gconfig.ignore_eos is set with stop_token_ids {gconfig.stop_token_ids}, but SGLang ignores both ends "
+                "together; unset ignore_eos, or remove stop_token_ids"
+            )
         if gconfig.greedy and gconfig.temperature != 1:
             raise ConfigError(
                 f"gconfig.temperature is {gconfig.temperature} with greedy, but SGLang returns greedy logprobs at "
@@ -82,36 +94,35 @@ class SGLang(Dialect):
             "min_new_tokens": min(g.min_new_tokens, sampling.limit),
             "top_k": -1 if g.greedy or g.top_k is None else g.top_k,
             "sampling_seed": sampling.seed % 2**31,
-            # The server's end-of-text ids may differ from the tokenizer's; stop_token_ids has the right ones.
-            "ignore_eos": True,
+            # ignore_eos would disable stop_token_ids, too (Req._check_token_based_finish). Without it, an answer may
+            # end with an end-of-text id that only the server knows; `check_answer` refuses such an answer.
+            "ignore_eos": not sampling.stop_token_ids,
             "no_stop_trim": True,
         }
         body = {"rid": _delimited_rid(sampling.rid), "input_ids": sampling.prompt, "sampling_params": params}
         return GENERATE, body | {"return_logprob": True, "logprob_start_len": -1, "stream": False}
 
-    def answer(self, body: Any) -> Answer:
-        """Return the answer in a response."""
-        meta = self._field(body, "meta_info")
-        tokens = list(self._field(body, "output_ids"))
-        items = self._field(meta, "output_token_logprobs")
-        logprobs, ids = ([self._field(item, index) for item in items] for index in (0, 1))
-        if ids != tokens:
-            raise ServerError(f"{self._url} sent {len(ids)} logprobs that do not match its {len(tokens)} tokens")
-        reason = self._field(meta, "finish_reason", "type")
-        if reason not in _REASONS:
-            raise ServerError(f"{self._url}: finish_reason is {reason!r}; expected one of {', '.join(_REASONS)}")
-        version = str(self._field(meta, "weight_version"))
-        return Answer(tokens, finite_logprobs(logprobs, self._url), _REASONS[reason], [(version, 0, len(tokens))])
+    def answer(self, response: Fields) -> RawAnswer:
+        """Return the fields of the answer in a response."""
+        items = response.at("meta_info", "output_token_logprobs")
+        return RawAnswer(
+            tokens=response.at("output_ids"),
+            logprobs=items.column(0),
+            logprob_ids=items.column(1),
+            reason=response.at("meta_info", "finish_reason", "type"),
+            version=response.at("meta_info", "weight_version"),
+        )
 
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
         """Return the logprobs of tokens 1 to L − 1 at temperature 1."""
         # Logprobs are computed after temperature scaling, and an answer has at least one token.
         params = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        items = self._field(http.post(GENERATE, body | {"stream": False}, seconds), "meta_info", "input_token_logprobs")
-        if [self._field(item, 1) for item in items] != list(tokens):
-            raise ServerError(f"{self._url} scored other tokens than requested")
-        return finite_logprobs([self._field(item, 0) for item in items[1:]], self._url)
+        asked = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        body = http.post(GENERATE, asked | {"stream": False}, seconds, self.answer_bytes(len(tokens)))
+        items = self._fields(body).at("meta_info", "input_token_logprobs")
+        if (ids := items.column(1)).value != list(tokens):
+            raise ids.wrong("the ids of the request")
+        return Fields(self._url, items.column(0).value[1:], f"{items.path}.*.0").logprobs(len(tokens) - 1)
 
     def token_ids(self, http: Http, text: str) -> list[int] | None:
         """Return the server's token ids of a text; None if it has no tokenizer."""
@@ -119,7 +130,7 @@ class SGLang(Dialect):
             body = http.post("/tokenize", {"prompt": text, "add_special_tokens": False}, 60)
         except RefusedError:
             return None
-        return list(self._field(body, "tokens"))
+        return self._fields(body).at("tokens").token_ids()
 
     def pause(self, http: Http, *, abort: bool) -> None:
         """Stop sampling; `abort` ends unfinished answers."""
@@ -138,15 +149,17 @@ class SGLang(Dialect):
     ) -> str:
         """Load a checkpoint from a folder."""
         body = {"model_path": folder, "weight_version": str(version), "abort_all_requests": True, "keep_pause": True}
-        loaded = http.post("/update_weights_from_disk", body | {"flush_cache": True}, seconds)
-        if self._field(loaded, "success") is not True:
-            raise ServerError(f"{self._url} did not load version {version}: {loaded.get('message')}")
+        loaded = self._fields(http.post("/update_weights_from_disk", body | {"flush_cache": True}, seconds))
+        if loaded.at("success").value is not True:
+            message = loaded.find("message")
+            shown = "" if message is None else one_line(str(message.value))
+            raise ServerError(f"{self._url} did not load version {version}: {shown}")
         http.command("/flush_cache", seconds=seconds)  # status 400 while requests use it
         return self.facts.model
 
     def version(self, http: Http) -> str:
         """Return the version of the server's weights."""
-        return str(self._field(http.get("/get_server_info", CONNECT_SECONDS), "weight_version"))
+        return self._fields(http.get("/get_server_info", CONNECT_SECONDS)).at("weight_version").version()
 
     def start_for(self, transport: Transport) -> str:
         """Return that no option enables another transport than disk."""

@@ -7,26 +7,14 @@ loopback or in a private network.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
-from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.dialects.base import (
-    Answer,
-    Dialect,
-    LogprobsMode,
-    Sampling,
-    ServerFacts,
-    SleepTag,
-    Transport,
-    finite_logprobs,
-)
+from archon.generation.types import GenerationHyperparameters
+from archon.remote.answer_checks import Fields, RawAnswer
+from archon.remote.dialects.base import Dialect, LogprobsMode, Sampling, ServerFacts, SleepTag, Transport
 from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
 from archon.remote.weight_stream import Bucket, Sender
 from archon.schema.errors import ConfigError
@@ -41,11 +29,16 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value."""
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
-_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+MAX_WORKERS = 4096
+"""Processes of one server."""
 
 
 class VLLM(Dialect):
     """A vLLM server."""
+
+    # The generate route repeats the text and the bytes of each token, of up to 128 characters, in two lists. A server
+    # may report routed experts without being asked: 3 KiB for 60 layers with 8 experts as int32.
+    token_bytes = 4096
 
     def __init__(self, facts: ServerFacts, url: str, *, generates: bool) -> None:
         super().__init__(facts, url)
@@ -55,41 +48,45 @@ class VLLM(Dialect):
     def connect(cls, http: Http) -> VLLM | None:
         """Return the dialect with the server's facts, or None for another kind of server."""
         try:
-            release = http.get("/version")["version"]
-            served = http.get("/v1/models")["data"][0]
-        except (RefusedError, KeyError, IndexError, TypeError):
+            version = Fields(http.url, http.get("/version")).find("version")
+            served = Fields(http.url, http.get("/v1/models")).find("data", 0)
+        except RefusedError:
             return None
-        if served.get("owned_by") != "vllm":
+        owner = None if served is None else served.find("owned_by")
+        if version is None or served is None or owner is None or owner.value != "vllm":
             return None
+        release = version.text()
         if not release.startswith(RELEASES):
             raise ConfigError(
                 f"{http.url} runs vLLM {release}, but routes change between releases; install "
                 f"{' or '.join(release + 'x' for release in RELEASES)}"
             )
         try:
-            config = http.get("/server_info?config_format=json", seconds=60)["vllm_config"]
+            config = Fields(http.url, http.get("/server_info?config_format=json", seconds=60)).at("vllm_config")
         except RefusedError:
             raise ConfigError(
                 f"{http.url}: vLLM has no control routes; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from None
         http.command("/resume")  # a crashed trainer may have left it paused, which would block the next request
-        mode = config["model_config"]["logprobs_mode"]
+        mode = config.at("model_config", "logprobs_mode").text()
         if mode not in _MODES:
             raise ConfigError(f"{http.url}: --logprobs-mode is {mode}; expected {' or '.join(_MODES)}")
         transports: set[Transport] = set()
-        if (config.get("weight_transfer_config") or {}).get("backend") == EXTENSION_BACKEND:
+        backend = config.find("weight_transfer_config", "backend")
+        if backend is not None and backend.value == EXTENSION_BACKEND:
             transports |= {"disk", "delta", "gloo", "nccl"}
-        if config.get("lora_config"):
+        if (lora := config.find("lora_config")) is not None and lora.value:
             transports.add("lora")
+        sleep = config.find("model_config", "enable_sleep_mode")
         facts = ServerFacts(
             kind="vllm",
             release=release,
-            model=served["id"],
-            max_seq_len=int(config["model_config"]["max_model_len"]),
+            model=served.at("id").path_text(),
+            max_seq_len=config.at("model_config", "max_model_len").integer(2),
             logprobs_mode=_MODES[mode],
-            dtype=str(config["model_config"]["dtype"]).removeprefix("torch."),
+            dtype=config.at("model_config", "dtype").text().removeprefix("torch."),
             transports=frozenset(transports),
-            can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
+            can_sleep=sleep is not None and sleep.value is True,
         )
         return cls(facts, http.url, generates=_has_generate_route(http))
 
@@ -144,49 +141,38 @@ class VLLM(Dialect):
         body = {"request_id": sampling.rid, "model": sampling.model, "prompt": sampling.prompt, **params}
         return COMPLETIONS, body | {"return_token_ids": True}
 
-    def answer(self, body: Any) -> Answer:
-        """Return the answer in a response."""
-        where, choice = self._url, self._field(body, "choices", 0)
-        tokens, reason = list(self._field(choice, "token_ids") or []), self._field(choice, "finish_reason")
-        spans: list[tuple[str, int, int]] = []
-        if self._has_generate_route:
-            content = self._field(choice, "logprobs", "content") or []
-            logprobs = [self._field(item, "logprob") for item in content]
-            ids = [self._field(item, "token_id") for item in content]
-            for span in self._field(choice, "weight_versions") or []:
-                spans.append((self._field(span, "version"), self._field(span, "start"), self._field(span, "end")))
-        else:
-            logprobs, ids = self._field(choice, "logprobs", "token_logprobs"), tokens
-        if len(logprobs) != len(tokens) or ids != tokens:
-            raise ServerError(f"{where} sent {len(logprobs)} logprobs that do not match its {len(tokens)} tokens")
-        if reason not in _REASONS:
-            raise ServerError(f"{where}: finish_reason is {reason!r}; expected one of {', '.join(_REASONS)}")
-        return Answer(tokens, finite_logprobs(logprobs, where), _REASONS[reason], spans, self._experts(choice))
-
-    def _experts(self, choice: dict[str, Any]) -> np.ndarray | None:
-        """Return the routed experts of a choice; None without --enable-return-routed-experts."""
-        text = choice.get("routed_experts")
-        if text is None:
-            return None
-        try:
-            experts: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-        except (ValueError, TypeError, EOFError) as error:
-            raise ServerError(f"{self._url}: routed_experts is not a base64 array: {error}") from None
-        return experts
+    def answer(self, response: Fields) -> RawAnswer:
+        """Return the fields of the answer in a response."""
+        choice = response.at("choices", 0)
+        # An answer without tokens has null in place of lists.
+        tokens = choice.find("token_ids") or choice.empty("token_ids")
+        reason, experts = choice.at("finish_reason"), choice.find("routed_experts")
+        if not self._has_generate_route:
+            logprobs = choice.find("logprobs", "token_logprobs") or choice.empty("logprobs", "token_logprobs")
+            return RawAnswer(tokens, logprobs, reason, experts=experts)
+        items = choice.find("logprobs", "content") or choice.empty("logprobs", "content")
+        return RawAnswer(
+            tokens,
+            items.column("logprob"),
+            reason,
+            logprob_ids=items.column("token_id"),
+            spans=choice.find("weight_versions"),
+            experts=experts,
+        )
 
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
         """Return the logprobs of tokens 1 to L − 1 at temperature 1."""
         params: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0}
+        limit = self.answer_bytes(len(tokens))
         if self._has_generate_route:
             params |= {"detokenize": False}
-            body = http.post(GENERATE, {"model": model, "token_ids": list(tokens), "sampling_params": params}, seconds)
-            scores = self._field(body, "prompt_logprobs")
+            asked = {"model": model, "token_ids": list(tokens), "sampling_params": params}
+            scores = self._fields(http.post(GENERATE, asked, seconds, limit)).at("prompt_logprobs")
         else:
-            body = http.post(COMPLETIONS, {"model": model, "prompt": list(tokens), **params}, seconds)
-            scores = self._field(body, "choices", 0, "prompt_logprobs")
-        return finite_logprobs(
-            [self._field(scores, index, str(token), "logprob") for index, token in enumerate(tokens) if index], http.url
-        )
+            asked = {"model": model, "prompt": list(tokens), **params}
+            scores = self._fields(http.post(COMPLETIONS, asked, seconds, limit)).at("choices", 0, "prompt_logprobs")
+        values = [scores.at(index, str(token), "logprob").value for index, token in enumerate(tokens) if index]
+        return Fields(http.url, values, f"{scores.path}.*.logprob").logprobs(len(tokens) - 1)
 
     def token_ids(self, http: Http, text: str) -> list[int] | None:
         """Return the server's token ids of a text; None if it has no tokenizer."""
@@ -194,7 +180,7 @@ class VLLM(Dialect):
             body = http.post("/tokenize", {"model": self.facts.model, "prompt": text, "add_special_tokens": False}, 60)
         except RefusedError:
             return None
-        return list(self._field(body, "tokens"))
+        return self._fields(body).at("tokens").token_ids()
 
     def pause(self, http: Http, *, abort: bool) -> None:
         """Stop sampling; `abort` ends unfinished answers."""
@@ -236,7 +222,7 @@ class VLLM(Dialect):
 
     def receive(self, http: Http, transport: Transport, buckets: Iterable[Bucket], version: int, seconds: float) -> str:
         """Broadcast buckets to the server's workers."""
-        workers = int(self._field(http.get("/get_world_size"), "world_size"))
+        workers = self._fields(http.get("/get_world_size")).at("world_size").integer(1, MAX_WORKERS)
         sender = Sender(urlsplit(http.url).hostname or "", workers, transport, seconds)
         info = {"address": sender.address, "port": sender.port, "workers": workers, "backend": transport}
         http.command("/start_weight_update", seconds=seconds)
@@ -248,11 +234,11 @@ class VLLM(Dialect):
 
     def version(self, http: Http) -> str:
         """Return the version of the server's weights."""
-        return str(self._field(http.get("/weight_info", CONNECT_SECONDS), "weight_version"))
+        return self._fields(http.get("/weight_info", CONNECT_SECONDS)).at("weight_version").version()
 
     def _reset_prefix_cache(self, http: Http, seconds: float, model: str) -> str:
         """Clear the prefix cache and return `model`."""
-        if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):
+        if self._fields(http.post("/reset_prefix_cache", seconds=seconds)).at("success").value is not True:
             raise ServerError(f"{http.url}: the prefix cache is in use and keeps results of the old weights")
         return model
 

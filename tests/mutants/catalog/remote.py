@@ -10,6 +10,8 @@ FAILED_PUSH = f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_u
 ALL_SEEM_TO_FAIL = (
     "tests/remote/test_fleet.py::test_servers_that_all_seem_to_fail_are_asked_again_where_they_have_the_weights"
 )
+HOSTILE = "tests/remote/test_hostile.py::test_a_hostile_server_is_left_out_and_no_prompt_is_lost"
+CONTRADICTIONS = "tests/remote/test_hostile.py::test_answers_that_contradict_themselves_are_refused"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -22,7 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a push keeps the prefix cache of the old weights",
         "archon/remote/dialects/vllm.py",
-        'if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):',
+        'if self._fields(http.post("/reset_prefix_cache", seconds=seconds)).at("success").value is not True:',
         "if not seconds:",
         (FAILED_PUSH,),
     ),
@@ -252,5 +254,82 @@ MUTANTS: tuple[Mutant, ...] = (
         """            if self.asleep:
 """,
         (f"{ENGINE}::test_a_server_that_serves_is_paused_by_a_push_that_fails",),
+    ),
+    Mutant(
+        "logprobs above 0 are trained on",
+        "archon/remote/answer_checks.py",
+        "and max(numbers, default=0.0) <= LOGPROB_TOLERANCE:",
+        "and max(numbers, default=0.0) <= 1:",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "spans of versions may leave tokens out",
+        "archon/remote/answer_checks.py",
+        "if end != n and spans:",
+        "if end > n and spans:",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "tokens after a stop token are trained on",
+        "archon/remote/answer_checks.py",
+        "if first is not None and first < n - 1:",
+        "if first is not None and first > n:",
+        (CONTRADICTIONS,),
+    ),
+    Mutant(
+        "an answer that stops without a stop token is trained on",
+        "archon/remote/answer_checks.py",
+        "not (first is not None or (tokens and expected.gconfig.stop)):",
+        "not tokens:",
+        (CONTRADICTIONS,),
+    ),
+    Mutant(
+        "an answer of early length is trained on",
+        "archon/remote/answer_checks.py",
+        'if reason == "length" and n < expected.full:',
+        'if reason == "length" and n < 1:',
+        (CONTRADICTIONS,),
+    ),
+    Mutant(
+        "experts are allocated before their size is compared",
+        "archon/remote/answer_checks.py",
+        "if math.prod(shape) * dtype.itemsize != len(data) - header.end():",
+        "if math.prod(shape) * dtype.itemsize < len(data) - header.end():",
+        ("tests/remote/test_hostile.py::test_experts_that_are_no_array_are_refused",),
+    ),
+    Mutant(
+        "a response is read whatever its size",
+        "archon/remote/http.py",
+        "if len(content) > max_bytes:",
+        "if len(content) > 2**30:",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "a time-out holds for each read only",
+        "archon/remote/http.py",
+        "asyncio.timeout(seconds),",
+        "asyncio.timeout(9 * seconds),",
+        ("tests/remote/test_http.py::test_a_byte_now_and_then_is_late",),
+    ),
+    Mutant(
+        "a server may abort a request forever",
+        "archon/remote/engine.py",
+        "aborts[server.url, self.version]) > MAX_ABORTS:",
+        "aborts[server.url, self.version]) > 20 * MAX_ABORTS:",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "a request that one server refuses is lost",
+        "archon/remote/engine.py",
+        "                refusals[server.url] = error\n",
+        "                raise error\n",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "a server that refuses what others answer stays in the fleet",
+        "archon/remote/engine.py",
+        "self._lose(other, refusals[other.url])",
+        "refusals[other.url]",
+        ("tests/remote/test_hostile.py::test_a_request_that_every_server_refuses_is_at_fault",),
     ),
 )
