@@ -39,6 +39,7 @@ ROW_DEPTH = 100
 MEMORY_SHARE = 0.5
 """Largest part of the machine's memory that the rows of a source may take, after decompression."""
 _ROW_OVERHEAD = 512  # bytes of an empty row in memory
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream; each of its messages starts with the first half
 _BATCH_ROWS = 1024  # of a parquet file: rows that are decompressed together
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
@@ -392,20 +393,40 @@ def _read_parquet(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read a parquet file, without the columns that pyarrow derives from names of folders (`split=train/`)."""
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(stream)
+    if not stream.peek(4).startswith(b"PAR1"):  # type: ignore[attr-defined]
+        raise DatasetError(f"{path}: not a parquet file, or damaged: it does not start with PAR1")
+    file = parquet.ParquetFile(stream, page_checksum_verification=True)
     _require_few_columns(file.schema_arrow.names, path)
     return _batch_rows(path, file.iter_batches(_BATCH_ROWS))
 
 
 def _read_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
     """Read an Arrow file, or the stream that `datasets` writes."""
+    return _batch_rows(path, _arrow_batches(path, stream))
+
+
+def _check_arrow(path: Path, stream: BinaryIO) -> list[SourceRow]:
+    """Read an Arrow file without keeping its rows."""
+    for batch in _arrow_batches(path, stream):
+        batch.validate(full=True)
+    return []
+
+
+def _arrow_batches(path: Path, stream: BinaryIO) -> Iterator[Any]:
     from pyarrow import ipc
 
-    is_file = stream.peek(6).startswith(b"ARROW1")  # type: ignore[attr-defined]
+    start = stream.peek(6)  # type: ignore[attr-defined]
+    is_file = start.startswith(b"ARROW1")
+    if not is_file:  # pyarrow reads a stream that was cut after a batch as if it were whole
+        end = _STREAM_END if start.startswith(_STREAM_END[:4]) else _STREAM_END[4:]  # before Arrow 0.15
+        stream.seek(-min(len(end), stream.seek(0, io.SEEK_END)), io.SEEK_END)
+        if stream.read() != end:
+            raise DatasetError(f"{path}: not an Arrow file, or damaged: no end mark, so it may be cut; copy it again")
+        stream.seek(0)
     opened = (ipc.open_file if is_file else ipc.open_stream)(stream)
     _require_few_columns(opened.schema.names, path)
     numbers = range(opened.num_record_batches) if is_file else ()
-    return _batch_rows(path, map(opened.get_batch, numbers) if is_file else opened)
+    yield from map(opened.get_batch, numbers) if is_file else opened
 
 
 def _batch_rows(path: Path, batches: Iterable[Any]) -> list[SourceRow]:
@@ -442,8 +463,9 @@ def _with_pyarrow(kind: str, read: Callable[[Path, BinaryIO], list[SourceRow]]) 
             raise DatasetError(f"{path} needs the package pyarrow, which {_NEEDS_EXTRA}") from error
         try:
             return read(path, stream)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            # A damaged size may be larger than any memory.
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise DatasetError(f"{path}: not {kind} file, or damaged: {reason}") from error
 
     return read_table
@@ -466,7 +488,7 @@ _READERS: dict[str, Callable[[Path, BinaryIO], Sequence[SourceRow]]] = {
 def _read_folder(folder: Path, split: str, subset: str | None = None) -> Sequence[SourceRow]:
     """Return the rows of `<split>.jsonl` or another file of that name, else of the layouts that `datasets` knows."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _from_hugging_face(_import_datasets(folder).load_from_disk(str(folder)), str(folder), split)
+        return _from_hugging_face(_load_saved(folder), str(folder), split)
     named = [f for f in folder.iterdir() if f.name.lower() in {f"{split}{suffix}".lower() for suffix in _READERS}]
     if len(named) > 1:
         names = ", ".join(sorted(file.name for file in named))
@@ -476,6 +498,20 @@ def _read_folder(folder: Path, split: str, subset: str | None = None) -> Sequenc
     files = _split_files(folder, split, subset)
     _require_all_shards(files)
     return _read_files(files, split)
+
+
+def _load_saved(folder: Path) -> Any:
+    """Return what `datasets` has saved in a folder. Its files are mapped into memory, so they are checked first."""
+    library = _import_datasets(folder)
+    for file in _regular_files(folder, set()):
+        if file.suffix == ".arrow":
+            with open_regular(file, DatasetError) as stream:
+                _with_pyarrow("an Arrow", _check_arrow)(file, stream)
+    try:
+        return library.load_from_disk(str(folder))
+    except Exception as error:  # of datasets: JSON, types of columns, missing files
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DatasetError(f"{folder}: saved by datasets, but it cannot be loaded: {reason}; save it again") from error
 
 
 def local_files(path: str | Path) -> dict[str, Path]:
