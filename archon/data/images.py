@@ -13,6 +13,7 @@ import io
 import os
 import re
 import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import torch
 
 from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
 from archon.checkpoint.hub import CONFIG_FILES
+from archon.data.whole_images import misses_rows
 from archon.models.args.base import ImageFormat
 from archon.models.spec import get_model_spec
 from archon.models.vision.images import ProcessedImage
@@ -155,7 +157,14 @@ def open_image(source: ImageSource) -> PILImage:
         raise ImageError(f"{name} is no image of the formats {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow raises errors of any kind for a damaged file
         raise ImageError(f"{name} is truncated or damaged: {_line(error)}") from error
-    return _decoded(image, name)
+    decoded = _decoded(image, name)
+    try:
+        is_partial = misses_rows(data, image, decoded)
+    except (zlib.error, OSError) as error:
+        raise ImageError(f"{name} is truncated or damaged: {_line(error)}") from error
+    if is_partial:
+        raise ImageError(f"{name} has less data than its {image.width} x {image.height} pixels need; copy it again")
+    return decoded
 
 
 def _bytes_of(source: ImageSource) -> tuple[bytes, str]:
