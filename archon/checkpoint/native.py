@@ -280,7 +280,12 @@ def open_state(
     with ExitStack() as stack:
         opened = open_tensors(folder, {*manifest["files"]})
         tensors = plane.run_on_all(lambda: stack.enter_context(opened))
-        yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), tensors)
+        try:
+            state = decode(json.loads((folder / STATE_FILE).read_bytes()), tensors)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            fail(folder / STATE_FILE, f"it is not the state of a checkpoint ({reason}); copy the folder again")
+        yield manifest["step"], state
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
@@ -300,9 +305,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         intact = False
     if not intact:
         fail(file, "it is damaged or was altered: its checksum does not match")
+    if not isinstance(content, dict) or "format" not in content:
+        fail(file, "it has no format; expected the manifest of a checkpoint")
     if content["format"] not in FORMATS:
         fail(file, f"its format is {content['format']!r}; this version of archon reads formats {FORMATS}")
+    if not _describes_checkpoint(content):
+        fail(file, "it does not describe a checkpoint: expected a step, and files with their bytes and sha256")
     return content
+
+
+def _describes_checkpoint(content: Mapping[str, Any]) -> bool:
+    files, fingerprint = content.get("files"), content.get("fingerprint")
+    if type(content.get("step")) is not int or not isinstance(fingerprint, dict | None) or not isinstance(files, dict):
+        return False
+    return all(
+        name == os.path.basename(name)
+        and isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and isinstance(entry.get("sha256"), str)
+        for name, entry in files.items()
+    )
 
 
 def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]) -> None:

@@ -139,10 +139,14 @@ def open_tensors(folder: Path, names: set[str]) -> Iterator[dict[str, LazyTensor
 
         tensors = {}
         if INDEX_FILE in names:
-            for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
-                dtype = DTYPES[item["dtype"]]
-                read = functools.partial(load, name, dtype, item["boxes"])
-                tensors[name] = LazyTensor(dtype, tuple(item["shape"]), read)
+            try:
+                for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
+                    dtype = DTYPES[item["dtype"]]
+                    read = functools.partial(load, name, dtype, item["boxes"])
+                    tensors[name] = LazyTensor(dtype, tuple(item["shape"]), read)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                fail(folder / INDEX_FILE, f"it is not an index of tensors ({reason}); copy the folder again")
         else:
             file = open_file(TENSORS_FILE)
             tensors = {name: lazy_tensor(file, entry) for name, entry in file.entries.items()}

@@ -365,7 +365,7 @@ def encoded_rows(
     """
     rows = []
     for row in source:
-        encoded = {}
+        encoded: dict[str, list[int]] = {}
         for ids_column, mask_column in columns:
             ids = _whole_numbers(row, ids_column, is_id=True)
             mask = _whole_numbers(row, mask_column)

@@ -7,10 +7,10 @@ about a file that grows or is decompressed.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 from archon.schema.errors import ConfigError, UserError
 from archon.schema.exhausted import resource_error_message
@@ -42,7 +42,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return name if len(name) <= _SHOWN else f"{name[:half]}…{name[-half:]} ({len(name)} characters)"
 
 
-def open_regular(path: str | os.PathLike[str], error: type[UserError] = ConfigError) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], error: type[UserError] = ConfigError) -> io.BufferedReader:
     """Open a regular file for reading in binary mode; raise like `regular_handle`."""
     return os.fdopen(regular_handle(path, error), "rb")
 

@@ -30,6 +30,7 @@ from tests.mutants.catalog import (
     remote,
     replay,
     rollouts,
+    rows,
     runs,
     served_lora,
     training,
@@ -42,6 +43,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, decoding, training, runs, rollouts, remote, fleet, agents, compat,
-    advantages, losses, update, served_lora, environments, replay, vision, images,
+    advantages, losses, update, served_lora, environments, replay, vision, images, rows,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
