@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from archon.data import encode_prompt
 from archon.data.encoding import tokenize
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
-from archon.remote.clients import require_package
+from archon.rl.endpoint import Endpoint
 from archon.rl.rewards import AsyncRewardWrapper, RewardFailure
 from archon.schema.errors import RolloutError
 from archon.schema.tasks import results_as_completed
@@ -65,11 +64,8 @@ class EndpointAnswerer:
     def __init__(
         self, url: str, model: str, sampling: Mapping[str, Any], max_concurrent: int, tokenizer: Any = None
     ) -> None:
-        openai = require_package("openai")
-        self._error: type[Exception] = openai.OpenAIError
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=3)
-        self._url, self._model, self._sampling = url, model, dict(sampling)
+        self._endpoint = Endpoint(url, url)
+        self._model, self._sampling = model, dict(sampling)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._tokenizer = tokenizer
 
@@ -77,18 +73,18 @@ class EndpointAnswerer:
         """Request one answer."""
         options = {"model": self._model, **self._sampling} | ({} if seed is None else {"seed": seed % 2**31})
         prompt_ids = None if self._tokenizer is None else encode_prompt(self._tokenizer, row)
-        try:
-            async with self._slots:
-                if "messages" in row:
-                    completion = await self._client.chat.completions.create(messages=row["messages"], **options)
-                    prompt, text = str(row["messages"][-1]["content"]), completion.choices[0].message.content or ""
-                else:
-                    completion = await self._client.completions.create(prompt=row["prompt"], **options)
-                    prompt, text = str(row["prompt"]), completion.choices[0].text
-        except (self._error, ValueError) as error:  # ValueError: a value that JSON cannot hold
-            raise RolloutError(f"{self._url}: {error}") from None
-        length = None if completion.usage is None else completion.usage.completion_tokens
-        reason, ids = str(completion.choices[0].finish_reason), None
+        n_tokens = self._sampling["max_tokens"]
+        async with self._slots:
+            if "messages" in row:
+                completion = await self._endpoint.complete(n_tokens, messages=row["messages"], **options)
+                prompt, found = str(row["messages"][-1]["content"]), completion.find("choices", 0, "message", "content")
+                text = "" if found is None else found.content()  # null for a call of a tool
+            else:
+                completion = await self._endpoint.complete(n_tokens, prompt=row["prompt"], **options)
+                prompt, text = str(row["prompt"]), completion.at("choices", 0, "text").content()
+        usage = completion.find("usage", "completion_tokens")
+        length = None if usage is None else usage.integer()
+        reason, ids = completion.at("choices", 0, "finish_reason").text(), None
         if prompt_ids is not None:
             answer_ids = list(tokenize(self._tokenizer, text, "an answer")["input_ids"])
             ids = prompt_ids, answer_ids + ([self._tokenizer.eos_token_id] if reason == "stop" else [])

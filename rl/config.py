@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
 from archon.data.environments import parse_environment
@@ -145,6 +145,11 @@ class TeacherServerConfig(StrictModel):
     url: str = Field(description="base URL, ending in /v1")
     model: str = Field("", description="model name on the server")
     max_concurrent: int = Field(16, ge=1, description="concurrent requests")
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return require_http_url(url, "teacher.url")
 
 
 class ResolvedRL(StrictModel):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from archon.checkpoint.tokenizer import load_tokenizer
 from archon.engine.engine import ArchonEngine
-from archon.remote.clients import require_package
+from archon.remote.answer_checks import Fields
+from archon.remote.http import run_blocking
 from archon.rl.config import RLConfig, TeacherServerConfig
+from archon.rl.endpoint import Endpoint
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -41,15 +42,10 @@ def open_teacher(
 
 
 class TeacherServer:
-    """Teacher server that scores whole documents as prompts, at temperature 1.
-
-    The environment variable OPENAI_API_KEY holds its key.
-    """
+    """Teacher server that scores whole documents as prompts, at temperature 1; see `Endpoint`."""
 
     def __init__(self, config: TeacherServerConfig) -> None:
-        openai = require_package("openai")
         self._config = config
-        self._client = openai.OpenAI(base_url=config.url, **_key())
 
     def __call__(self, documents: Documents) -> Tensor:
         """Return the logprobs of trained tokens, float64 [B, S]."""
@@ -57,32 +53,47 @@ class TeacherServer:
             raise RolloutError(f"teacher.url {self._config.url}: a teacher server takes tokens only, got images")
         rows = zip(documents["input_ids"], documents["attention_mask"], strict=True)
         prompts = [ids[attended.bool()].tolist() for ids, attended in rows]
-        with ThreadPoolExecutor(self._config.max_concurrent) as pool:
-            scored = list(pool.map(self._score, prompts))
+        scored = run_blocking(self._score_all(prompts))
         logprobs = torch.zeros(documents["input_ids"].shape, dtype=torch.float64)
         for row, attended in enumerate(documents["attention_mask"].bool()):
             logprobs[row, attended] = torch.tensor(scored[row], dtype=torch.float64)
         return logprobs.where(documents["loss_mask"] > 0, 0.0)
 
-    def _score(self, prompt: list[int]) -> list[float]:
-        """Return the logprob of each token, with 0 for the first."""
-        url = self._config.url
+    async def _score_all(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Return the logprob of each token of each prompt."""
+        endpoint = Endpoint(self._config.url, f"teacher.url {self._config.url}")
+        slots = asyncio.Semaphore(self._config.max_concurrent)
+
+        async def score(prompt: list[int]) -> list[float]:
+            async with slots:
+                return await self._score(endpoint, prompt)
+
+        tasks = [asyncio.create_task(score(prompt)) for prompt in prompts]
         try:
-            completion = self._client.completions.create(
-                model=self._config.model, prompt=prompt, max_tokens=0, echo=True, logprobs=0, temperature=1.0
-            )
-        except require_package("openai").OpenAIError as error:
-            raise RolloutError(f"teacher.url {url}: {error}") from None
-        choice = completion.choices[0].logprobs
-        logprobs = [] if choice is None else list(choice.token_logprobs or [])[: len(prompt)]
-        if len(logprobs) != len(prompt) or None in logprobs[1:]:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await endpoint.close()
+
+    async def _score(self, endpoint: Endpoint, prompt: list[int]) -> list[float]:
+        """Return the logprob of each token, with 0 for the first."""
+        completion = await endpoint.complete(
+            len(prompt),
+            model=self._config.model,
+            prompt=prompt,
+            max_tokens=0,
+            echo=True,
+            logprobs=0,
+            temperature=1.0,
+        )
+        found = completion.find("choices", 0, "logprobs", "token_logprobs")
+        values = [] if found is None else found.items()[: len(prompt)]
+        if len(values) != len(prompt) or None in values[1:]:
             raise RolloutError(
-                f"teacher.url {url}: got {len(logprobs)} logprobs for a prompt of {len(prompt)} tokens; use a server "
-                "that supports `echo`"
+                f"teacher.url {self._config.url}: got {len(values)} logprobs for a prompt of {len(prompt)} tokens; use "
+                "a server that supports `echo`"
             )
-        return [0.0, *logprobs[1:]]
-
-
-def _key() -> dict[str, str]:
-    """Return a dummy key if there is none: the client requires one."""
-    return {} if os.environ.get("OPENAI_API_KEY") else {"api_key": "none"}
+        assert found is not None
+        return [0.0, *Fields(found.url, values[1:], found.path).logprobs(len(prompt) - 1)]

@@ -17,6 +17,7 @@ from archon.cli.config import config_command, load_config, to_yaml
 from archon.cli.options import ConfigFile, LoRAFolder, Overrides
 from archon.schema.config import expand_path
 from archon.schema.errors import ConfigError
+from archon.schema.urls import require_http_url
 
 if TYPE_CHECKING:
     from archon.cli.eval_config import EvalConfig
@@ -58,6 +59,8 @@ def command(
         path = expand_path(Path(checkpoint))
     if (path is None) == (url is None):
         raise ConfigError("expected either a checkpoint folder or --url of an OpenAI endpoint")
+    if url is not None:
+        require_http_url(url, "--url")
     if lora is not None and url is not None:
         raise ConfigError("--lora requires a checkpoint and does not work with --url; load the LoRA on the server")
     options = {"data.path": data, "reward": reward, "n": n, "temperature": temperature}

@@ -41,6 +41,8 @@ _NPY = re.compile(
     re.DOTALL,
 )
 
+_SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxdict, _short.maxstring, _short.maxlong, _short.maxother = 2, 4, 3, 40, 30, 40
 
@@ -123,6 +125,12 @@ class Fields:
         """Return an integer from `low` to `high`; true and 1.0 are none."""
         if type(self.value) is not int or not low <= self.value <= high:
             raise self.wrong(f"an integer from {low} to {high}")
+        return self.value
+
+    def content(self) -> str:
+        """Return a string of any characters; half of a surrogate pair is none, and cannot be written to a file."""
+        if type(self.value) is not str or not _SURROGATES.isdisjoint(self.value):
+            raise self.wrong("a string without unpaired surrogates")
         return self.value
 
     def path_text(self) -> str:

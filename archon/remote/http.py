@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from archon.remote.clients import loop_client, require_package, server_session
@@ -15,6 +16,8 @@ from archon.schema.errors import RolloutError
 
 if TYPE_CHECKING:
     import aiohttp
+
+Result = TypeVar("Result")
 
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 4 * 2**20
@@ -41,20 +44,21 @@ class Http:
     """JSON client of the server at `url` (scheme, host and port).
 
     `seconds` limit a whole request, from the connection to the last byte, and `max_bytes` its response. Every method
-    raises `ServerError` if the server is at fault, and `RefusedError` if the request is.
+    raises `ServerError` if the server is at fault, and `RefusedError` if the request is. `sends_key` is False for other
+    servers than inference servers, which must not get their key.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, sends_key: bool = True) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         # A compressed response could be a thousand times as large as its bytes.
         self._headers = {"Accept-Encoding": "identity"}
-        if os.environ.get(KEY):
+        if sends_key and os.environ.get(KEY):
             self._headers["Authorization"] = f"Bearer {os.environ[KEY]}"
         self._aiohttp = require_package("aiohttp")
 
     def get(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:
         """Return the JSON of a GET request."""
-        return self._json(path, _run(self._exchange("GET", path, None, seconds, MAX_BYTES)))
+        return self._json(path, run_blocking(self._exchange("GET", path, None, seconds, MAX_BYTES)))
 
     def post(
         self,
@@ -64,11 +68,11 @@ class Http:
         max_bytes: int = MAX_BYTES,
     ) -> Any:
         """Return the JSON of a POST request."""
-        return self._json(path, _run(self._exchange("POST", path, body, seconds, max_bytes)))
+        return self._json(path, run_blocking(self._exchange("POST", path, body, seconds, max_bytes)))
 
     def command(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> None:
         """Send a POST request and ignore the content of the response."""
-        _run(self._exchange("POST", path, body, seconds, MAX_BYTES, has_content=False))
+        run_blocking(self._exchange("POST", path, body, seconds, MAX_BYTES, has_content=False))
 
     def is_listening(self) -> bool:
         """Return whether a process accepts connections at the URL."""
@@ -160,12 +164,11 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text[:500]).split())
 
 
-def _run(exchange: Any) -> bytes:
-    """Return the result of a coroutine, on an event loop of its own."""
+def run_blocking(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine on an event loop of its own, in a thread if this one has a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        content: bytes = asyncio.run(exchange)
-        return content
+        return asyncio.run(work)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, exchange).result()
+        return pool.submit(asyncio.run, work).result()

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from archon.data.environments import EnvironmentName
-from archon.remote.clients import require_package
+from archon.remote.http import Http
 from archon.rl.environments.episodes import Step, environment_reward
 from archon.rl.environments.splits import SIZE, episode_rows
 from archon.rl.episode_context import workflow_context
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, RolloutError
+from archon.schema.urls import require_http_url
 
 SECONDS = 60.0
 """Time limit of one server response."""
@@ -50,12 +51,10 @@ def make_environment(name: EnvironmentName) -> Callable[[], Session]:
     """
     url = _require_url(name)
     name.require_options(["action_field", "observation_field"], "an environment's workflow")
-    httpx = require_package("httpx")
     try:
-        with httpx.Client(trust_env=False, timeout=10.0) as client:
-            schema = client.get(f"{url}/schema").raise_for_status().json()
-            properties = {part: schema[part]["properties"] for part in ("action", "observation")}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        schema = Http(url, sends_key=False).get("/schema")
+        properties = {part: schema[part]["properties"] for part in ("action", "observation")}
+    except (RolloutError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{name.text}: {url}/schema is not an OpenEnv schema ({type(error).__name__}: {error}); start the server "
             "first, and set its base URL"
@@ -109,7 +108,7 @@ class Session:
 def _require_url(name: EnvironmentName) -> str:
     if not name.task.startswith(("http://", "https://")):
         raise ConfigError(f"{name.text}: expected the server's base URL, such as openenv:http://127.0.0.1:8000")
-    return name.task.rstrip("/")
+    return require_http_url(name.task, name.text).rstrip("/")
 
 
 def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:

@@ -273,7 +273,7 @@ def test_the_oldest_groups_are_forgotten_first(
     assert list(engine._groups) == ["a", "c"]
 
 
-@pytest.mark.parametrize("tokens", [[14, 3] * 4, [15], [-1], [3.0], [3] * 9])
+@pytest.mark.parametrize("tokens", [[14, 3] * 4, [15] * 8, [-1] * 8, [3.0] * 8, [3] * 9])
 def test_impossible_tokens_are_refused(
     connected: Callable[..., RemoteEngine],
     twin: MakeTwin,

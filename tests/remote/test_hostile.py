@@ -239,6 +239,7 @@ def test_every_field_of_every_dialect_is_checked(name: str) -> None:
         ([3, STOP], "stop", [], None),
         ([3, 4], "stop", ["x"], None),  # a stop string may end with any token
         ([], "stop", ["x"], "stop only after a token"),
+        ([3, 4], "stop", [], r"stop only after a stop token, but the 2 tokens end with \[4\]"),
         ([3] * 8, "length", [], None),
         ([3] * 7 + [STOP], "length", [], None),  # vLLM and SGLang check the length first
         ([3, 4], "abort", [], None),
@@ -294,6 +295,7 @@ def test_experts_are_read_as_numpy_reads_them(array: np.ndarray) -> None:
         npy(EXPERTS).replace(b"(4, 3, 2)", b"(4, 3, 2" + b"(" * 90),
         b"",
     ],
+    ids=["huge", "short", "long", "two dimensions", "floats", "objects", "brackets", "empty"],
 )
 def test_experts_that_are_no_array_are_refused(data: bytes) -> None:
     dialect, body = BODIES["vllm"]

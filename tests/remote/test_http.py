@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from archon.remote.clients import REUSED_SECONDS
-from archon.remote.http import Http, RefusedError, ServerError
+from archon.remote.http import KEY, Http, RefusedError, ServerError
 from archon.schema.errors import ConfigError
 from archon.schema.urls import require_http_url
 from tests.tolerances import SOON_SECONDS
@@ -154,6 +154,25 @@ def test_a_byte_now_and_then_is_late(head: bytes) -> None:
                     await asyncio.to_thread(send, "/version", seconds=0.3)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("sends_key", [True, False])
+def test_the_key_is_sent_to_inference_servers_only(sends_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    heads: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(ANSWER)
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", sends_key=sends_key)
+            assert await asyncio.to_thread(http.get, "/schema") == {}
+
+    asyncio.run(run())
+    assert (b"Bearer secret" in heads[0]) == sends_key
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_settings_that_contradict_servers_are_refused(rl_config: MakeConfig) -> 
     run: dict[str, Any] = rl_config(servers).model_dump()
     for change, message in (
         ({"generator": {"max_slots": 4}}, "generator.max_slots is set, but with rollout.servers servers sample"),
+        ({"rollout": {"servers": [""]}}, "rollout.servers: got ''; expected http://HOST:PORT"),
         ({"rollout": {"push": {"transport": "disk"}}}, "rollout.push is set without rollout.servers"),
         ({"mode": "bench", "experiences": {}, "eval_data": {"path": "arithmetic"}}, "mode is bench"),
     ):

@@ -73,6 +73,11 @@ def test_a_teacher_behind_a_server_scores_as_in_process(
         TeacherServer(remote)(batch)
 
 
+def test_a_url_of_no_server_is_refused(rl_config: Callable[..., RLConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"teacher.url: got 'file:///x'; expected http://HOST:PORT"):
+        rl_config(**DISTILL, teacher={"url": "file:///x"})
+
+
 def test_a_run_comes_closer_to_its_teacher(rl_config: Callable[..., RLConfig], taught: Path) -> None:
     actor = rl_config().actor.model_dump() | {"optimizer": {"lr": 5e-3}}
     rollout = rl_config().rollout.model_dump() | {"prompts_per_step": 48}

@@ -301,7 +301,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a response is read whatever its size",
         "archon/remote/http.py",
         "if len(content) > max_bytes:",
-        "if len(content) > 2**30:",
+        "if len(content) > 2**26:",
         (HOSTILE,),
     ),
     Mutant(
@@ -331,5 +331,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._lose(other, refusals[other.url])",
         "refusals[other.url]",
         ("tests/remote/test_hostile.py::test_a_request_that_every_server_refuses_is_at_fault",),
+    ),
+    Mutant(
+        "a response of an endpoint is read whatever its size",
+        "rl/endpoint.py",
+        "if len(content) > limit:",
+        "if len(content) > 2**26:",
+        ("tests/rl/test_endpoint.py",),
+    ),
+    Mutant(
+        "an endpoint may be late",
+        "rl/endpoint.py",
+        "asyncio.timeout(self._seconds),",
+        "asyncio.timeout(1000 * self._seconds),",
+        ("tests/rl/test_endpoint.py",),
+    ),
+    Mutant(
+        "the key of inference servers goes to others",
+        "archon/remote/http.py",
+        "if sends_key and os.environ.get(KEY):",
+        "if os.environ.get(KEY):",
+        ("tests/remote/test_http.py::test_the_key_is_sent_to_inference_servers_only",),
     ),
 )
