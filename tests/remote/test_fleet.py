@@ -178,3 +178,21 @@ def test_servers_that_all_seem_to_fail_are_asked_again_where_they_have_the_weigh
     first.engine.model.norm.weight.data.mul_(2)
     ask(engine, *asked)
     assert [server.failure is None for server in engine.servers] == [False, True], "it computes with other weights"
+
+
+@pytest.mark.parametrize("send", ["pause", "resume", "prompt_logprobs"])
+def test_a_server_that_fails_between_answers_leaves_and_the_others_go_on(
+    fleet: Any, twin: Callable[..., VLLMTwin], send: str
+) -> None:
+    first, second = twin(), twin()
+    engine, _ = fleet(first, second)
+    expected = engine.prompt_logprobs([3, 4, 5])
+    first.faults = {"down"}
+    if send == "prompt_logprobs":
+        assert engine.prompt_logprobs([3, 4, 5]) == expected
+    else:
+        getattr(engine, send)()
+    assert "status 503" in str(engine.servers[0].failure) and engine.servers[1].failure is None
+    engine.resume()
+    (answer,) = ask(engine, request(1))
+    assert answer.output_tokens and engine.stats.lost == 1

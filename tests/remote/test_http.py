@@ -147,11 +147,13 @@ def test_a_byte_now_and_then_is_late(head: bytes) -> None:
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             late = pytest.raises(ServerError, match=r"did not answer within 0.3 s")
+            started = time.monotonic()
             with late:
                 await http.answer("/generate", {}, 0.3)
             for send in (http.get, http.post, http.command):
                 with late:
                     await asyncio.to_thread(send, "/version", seconds=0.3)
+            assert time.monotonic() - started < 4 * 0.3 + SOON_SECONDS
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from archon.rl.answers import Answer, EndpointAnswerer
 from archon.rl.endpoint import Endpoint
 from archon.schema.errors import RolloutError
 from tests.remote.hostile import BOMB, JSON, Send, dripping, endless, respond, truncated
+from tests.tolerances import SOON_SECONDS
 
 
 async def serving(send: Send) -> tuple[web.AppRunner, str]:
@@ -44,9 +46,11 @@ def test_a_response_beyond_the_limits_is_one_line(send: Send, message: str) -> N
     async def run() -> None:
         runner, url = await serving(send)
         endpoint = Endpoint(url, url, retries=0, seconds=0.5 if send is dripping else 30.0)
+        started = time.monotonic()
         try:
             with pytest.raises(RolloutError, match=message) as error:
                 await endpoint.complete(4, model="m", prompt="p")
+            assert time.monotonic() - started < SOON_SECONDS
             text = str(error.value)
             assert text.startswith(url) and "\n" not in text and len(text) < 600
         finally:
