@@ -15,6 +15,7 @@ from archon.generation.record import TokenRecord, UnusableAnswerError, check_ans
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.schema.errors import ConfigError, RewardError, RolloutError
+from archon.schema.numbers import LARGEST_FLOAT32
 
 ExportStyle = Literal["individual", "concat"]
 SamplingPolicy = Callable[[GenerationHyperparameters], GenerationHyperparameters]
@@ -303,19 +304,16 @@ def _token_record(branch: list[Interaction]) -> TokenRecord:
     return record
 
 
-_LARGEST_REWARD = 3.4e38  # float32's largest number, 3.4028e38, rounded down
-
-
 def finite_reward(value: object) -> float:
     """Return `value` as a float; raises `InvalidRewardError` unless it is a finite number in float32."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # for example a tensor of many elements
         number = math.nan
-    if not abs(number) <= _LARGEST_REWARD:  # refuses NaN as well
+    if not abs(number) <= LARGEST_FLOAT32:  # refuses NaN as well
         raise InvalidRewardError(
             f"a reward must be a finite number, got {value!r:.80}; training uses float32, which ends at "
-            f"{_LARGEST_REWARD:g}"
+            f"{LARGEST_FLOAT32:g}"
         )
     return number
 

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
-from archon.rl.rewards.pool import WorkerPool
-from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward, is_in_process
+from archon.rl.rewards.pool import MAX_CALL_BYTES, WorkerPool
+from archon.rl.rewards.result import (
+    Reward,
+    RewardFailure,
+    RewardInvalid,
+    RewardRaised,
+    RewardTimeout,
+    as_reward,
+    is_in_process,
+)
 from archon.rl.rewards.trl import TRLReward
 from archon.schema.errors import RewardError
 
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
 _SECONDS = 15.0
+_CANCEL_SECONDS = 1.0  # time for an `async def` reward to end once it is canceled
 
 
 class AsyncRewardWrapper:
@@ -132,29 +141,59 @@ class AsyncRewardWrapper:
             except Exception as error:
                 message = f"an argument of reward {self.name} cannot be sent to another process: {error}"
                 raise RewardError(message) from error
+            if len(frame) > MAX_CALL_BYTES:
+                raise RewardError(
+                    f"the arguments of reward {self.name} take {len(frame):,} bytes; expected at most "
+                    f"{MAX_CALL_BYTES:,}: pass a file's name instead of its content"
+                )
             outcome = await self._pool.run(frame)
             if isinstance(outcome, RewardError):
                 raise outcome
             return outcome
-        limit = asyncio.timeout(self.timeout_seconds)
+        if self.in_process:
+            outcome = self._call(arguments, data)
+        else:
+            outcome = await self._run_in_loop(arguments, data)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _call(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward | BaseException:
         try:
-            if self.in_process:
-                # Copies: the reward must not change trained tokens.
-                value = self._function(*(list(x) if isinstance(x, list) else x for x in arguments), **data)
-            else:
-                async with limit:
-                    value = await self._function(*arguments, **data)
-        except KeyboardInterrupt:
+            # Copies: the reward must not change trained tokens.
+            value = self._function(*(list(x) if isinstance(x, list) else x for x in arguments), **data)
+            return as_reward(value, self.name)
+        except BaseException as error:  # noqa: BLE001 - SystemExit costs its sample only
+            return self._failure(error)
+
+    async def _run_in_loop(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward | BaseException:
+        """Run an `async def` reward as a task that is canceled at the time limit, and left if it does not end then."""
+
+        async def call() -> Reward | BaseException:
+            try:
+                return as_reward(await self._function(*arguments, **data), self.name)
+            except BaseException as error:  # noqa: BLE001 - a task that raises SystemExit ends the loop
+                return self._failure(error)
+
+        task = asyncio.ensure_future(call())
+        try:
+            if (await asyncio.wait({task}, timeout=self.timeout_seconds))[0]:
+                return task.result()
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+        except asyncio.CancelledError:  # of the caller
+            task.cancel()
             raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and not self.in_process:
-                raise  # of the caller; a time-out arrives as TimeoutError
-            if limit.expired():
-                message = f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
-                raise RewardTimeout(message) from error
-            message = f"reward function {self.name} raised {type(error).__name__}: {error}"
-            raise RewardRaised(message, traceback.format_exc()) from error
-        return as_reward(value, self.name)
+        message = f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
+        return RewardTimeout(message if task.done() else f"{message}, which it ignores: it still runs")
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return the failure of a sample whose reward raised `error`."""
+        if isinstance(error, RewardInvalid | KeyboardInterrupt):
+            return error
+        failure = RewardRaised(f"reward function {self.name} raised {worker.describe(error)}", traceback.format_exc())
+        failure.__cause__ = error
+        return failure
 
     def _require_same_limits(self, timeout_seconds: float, max_workers: int | None, max_retries: int) -> None:
         if (

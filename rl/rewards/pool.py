@@ -8,6 +8,9 @@ ran 6,200 calls/s (here 12,700), with the first result after 0.64 s (0.17 s).
 A worker is a fresh interpreter without the parent's threads, locks or CUDA context; it imports only the reward's
 module. It answers calls in order, so the oldest unanswered call is the executing one: its time-out runs, and it fails
 if the process dies, while later calls move to another worker. Sending cheap calls ahead doubles the calls per second.
+
+A worker runs the user's code, so its replies and its output are bounded and checked: a reply that does not fit costs
+the executing call and the worker.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -29,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from archon.rl.rewards.result import Reward, RewardCrashed, RewardFailure, RewardInvalid, RewardRaised, RewardTimeout
-from archon.rl.rewards.worker import LENGTH
+from archon.rl.rewards.worker import LENGTH, MARK, MAX_REPLY_BYTES
 from archon.schema.errors import RewardError
 
 Item = TypeVar("Item")
@@ -39,7 +44,17 @@ START_SECONDS = 120.0  # limit for importing the reward's module; time-outs of c
 _MAX_FAILED_STARTS = 3  # consecutive failures before the reward counts as broken
 _AHEAD_SECONDS, _AHEAD_CALLS = 0.004, 32  # maximum work sent ahead to a worker, to save round trips
 _READ_BYTES = 1 << 16
+MAX_OUTPUT_BYTES = 1 << 16  # printed by one call; the rest is dropped, so that it does not fill the disk of a log
+_PIPE_BYTES = 1 << 16
+MAX_CALL_BYTES = 1 << 30  # of a call's pickled arguments
 _MAX_WAIT_SECONDS = 86_400.0  # epoll's limit is some weeks
+_REPLY_FIELDS: dict[Any, dict[str, type]] = {
+    "ready": {},
+    "load_failed": {"text": str},
+    "reward": {"seconds": float, "total": float, "parts": dict},
+    "invalid": {"seconds": float, "text": str},
+    "raised": {"seconds": float, "error": str, "text": str},
+}
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # no SIGPIPE when writing to a dead worker
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; from archon.rl.rewards.worker import main; "
@@ -59,11 +74,13 @@ class RewardCall:
 class _Worker:
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    output: int  # descriptor of what it prints
     deadline: float  # monotonic seconds; infinite when idle
     ready: bool = False
     calls: deque[RewardCall] = field(default_factory=deque)  # sent and not answered; the first one executes
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
+    output_left: int = MAX_OUTPUT_BYTES  # bytes that the executing call may still print
 
 
 class WorkerPool:
@@ -146,10 +163,14 @@ class WorkerPool:
                         self._wake_receiver.recv(4096)
                         self._wake_pending = False
                         continue
-                    if key.data in self._workers and events & selectors.EVENT_WRITE:
-                        self._send(key.data)
-                    if key.data in self._workers and events & selectors.EVENT_READ:
-                        self._receive(key.data)
+                    worker = key.data
+                    if worker in self._workers and key.fd == worker.output:
+                        self._forward_output(worker)
+                        continue
+                    if worker in self._workers and events & selectors.EVENT_WRITE:
+                        self._send(worker)
+                    if worker in self._workers and events & selectors.EVENT_READ:
+                        self._receive(worker)
                 self._queue.extend(_drain(self._inbox))
                 self._dying = [process for process in self._dying if process.poll() is None]
                 self._expire()
@@ -178,15 +199,47 @@ class WorkerPool:
         received += chunk
         start = 0
         while len(received) - start >= LENGTH.size:
-            end = start + LENGTH.size + LENGTH.unpack_from(received, start)[0]
-            if len(received) < end:
+            size = LENGTH.unpack_from(received, start)[0]
+            end = start + LENGTH.size + size
+            if len(received) < end and size <= MAX_REPLY_BYTES:
                 break
-            self._take_reply(worker, json.loads(received[start + LENGTH.size : end]))
+            reply = _parse_reply(received[start + LENGTH.size : end]) if size <= MAX_REPLY_BYTES else None
+            if reply is None or not self._expects(worker, reply["event"]):
+                failure = f"the process of reward function {self.name} sent an invalid reply and was killed"
+                self._remove(worker, RewardCrashed(failure))
+                if not worker.ready:
+                    self._start_failed("its first reply is invalid")
+                return
+            self._take_reply(worker, reply)
             start = end
         del received[:start]
 
+    @staticmethod
+    def _expects(worker: _Worker, event: str) -> bool:
+        return bool(worker.calls) if worker.ready else event in ("ready", "load_failed")
+
+    def _forward_output(self, worker: _Worker) -> bool:
+        """Write output of a worker to standard error, up to its limit; return whether there may be more."""
+        try:
+            chunk = os.read(worker.output, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:  # all processes with the other end have closed it
+            self._selector.unregister(worker.output)
+            return False
+        shown = chunk[: worker.output_left]
+        if worker.output_left and len(chunk) >= worker.output_left:
+            notice = f"archon: reward function {self.name} printed more than {MAX_OUTPUT_BYTES:,} bytes in one call"
+            shown += f"\n{notice}; the rest is dropped\n".encode()
+        worker.output_left = max(0, worker.output_left - len(chunk))
+        with contextlib.suppress(OSError):  # standard error is closed, or its disk is full
+            while shown:
+                shown = shown[os.write(2, shown) :]
+        return True
+
     def _take_reply(self, worker: _Worker, reply: dict[str, Any]) -> None:
         event = reply["event"]
+        worker.output_left = MAX_OUTPUT_BYTES
         if event == "ready":
             worker.ready = True
             worker.deadline = float("inf")
@@ -243,6 +296,13 @@ class WorkerPool:
         if worker.process.poll() is None:
             _kill(worker.process)
             self._dying.append(worker.process)
+        # The last output of a crash, at most what a pipe holds: other processes may go on writing.
+        for _ in range(_PIPE_BYTES // _READ_BYTES):
+            if worker.output not in self._selector.get_map() or not self._forward_output(worker):
+                break
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.output)
+        os.close(worker.output)
         if failure is not None and worker.calls:
             self._done.append((worker.calls.popleft(), failure))
         self._queue.extendleft(reversed(worker.calls))
@@ -291,27 +351,34 @@ class WorkerPool:
 
     def _start(self) -> None:
         """Start a worker on the pool's thread: Linux kills a worker when its parent thread ends."""
-        channel, worker_end = socket.socketpair()
-        command = [sys.executable, "-c", _BOOTSTRAP, str(worker_end.fileno()), str(self._owner), *sys.path]
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # a reward prints to standard error
-                pass_fds=(worker_end.fileno(),),
-                start_new_session=True,  # Ctrl-C reaches only the trainer, and a kill includes the reward's children
-            )
-        except OSError as error:
-            channel.close()
-            self._start_failed(str(error))
-            return
-        finally:
-            worker_end.close()
+        with contextlib.ExitStack() as worker_ends, contextlib.ExitStack() as own_ends:
+            try:
+                channel, worker_end = socket.socketpair()
+                own_ends.callback(channel.close)
+                worker_ends.callback(worker_end.close)
+                output, printed = os.pipe()
+                own_ends.callback(os.close, output)
+                worker_ends.callback(os.close, printed)
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOTSTRAP, str(worker_end.fileno()), str(self._owner), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,  # a reward prints to standard error
+                    stderr=printed,
+                    pass_fds=(worker_end.fileno(),),
+                    env={**os.environ, MARK: secrets.token_hex(16)},
+                    start_new_session=True,  # Ctrl-C reaches only the trainer, and a kill includes children
+                )
+            except OSError as error:
+                self._start_failed(str(error))
+                return
+            own_ends.pop_all()
         channel.setblocking(False)
-        worker = _Worker(process, channel, deadline=time.monotonic() + START_SECONDS)
+        os.set_blocking(output, False)
+        worker = _Worker(process, channel, output, deadline=time.monotonic() + START_SECONDS)
         worker.unsent += LENGTH.pack(len(self._setup)) + self._setup
         self._workers.append(worker)
         self._selector.register(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+        self._selector.register(output, selectors.EVENT_READ, worker)
 
     def _shut_down(self) -> None:
         self._closing = True
@@ -341,6 +408,22 @@ class WorkerPool:
     def _fail(self, calls: deque[RewardCall]) -> None:
         for call in _drain(calls):
             self._done.append((call, RewardError(f"the wrapper of reward {self.name} is closed")))
+
+
+def _parse_reply(body: bytes | bytearray) -> dict[str, Any] | None:
+    """Return the message of a worker; None if it is not one."""
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    fields = _REPLY_FIELDS.get(reply.get("event")) if isinstance(reply, dict) else None
+    if fields is None or any(not isinstance(reply.get(name), kind) for name, kind in fields.items()):
+        return None
+    numbers = [value for name in ("seconds", "total") if (value := reply.get(name)) is not None]
+    numbers += reply.get("parts", {}).values()
+    if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
+        return None
+    return reply if reply.get("seconds", 0.0) >= 0 else None
 
 
 def _set_results(settled: list[tuple[RewardCall, Outcome]]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
 from archon.schema.errors import RewardError
+from archon.schema.numbers import LARGEST_FLOAT32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _IN_PROCESS = WeakSet[Callable[..., Any]]()
+
+MAX_PARTS, MAX_PART_NAME = 256, 200
+"""Parts of one reward and characters of a name: each part is a metric of the run."""
 
 
 def in_process(function: Function) -> Function:
@@ -84,8 +87,8 @@ def as_reward(value: Any, name: str) -> Reward:
     """Convert the result of reward function `name`, summing the parts of a dictionary.
 
     Raises:
-        RewardInvalid: `value` is neither a finite number (anything with `__float__`) nor a non-empty dict of finite
-            numbers with a finite sum.
+        RewardInvalid: `value` is neither a real number (anything with `__float__`, but no text) that is finite in
+            float32, nor a non-empty dict of at most `MAX_PARTS` such numbers whose sum is one.
     """
     if isinstance(value, Reward):
         return Reward(_finite(value, name, "returned"), value.parts)
@@ -93,24 +96,34 @@ def as_reward(value: Any, name: str) -> Reward:
         return Reward(_finite(value, name, "returned"))
     if not value:
         raise RewardInvalid(f"reward function {name} returned an empty dictionary; it needs at least one named part")
+    if len(value) > MAX_PARTS:
+        raise RewardInvalid(f"reward function {name} returned {len(value):,} parts; expected at most {MAX_PARTS}")
     parts: dict[str, float] = {}
     for key, part in value.items():
-        if not isinstance(key, str):
-            raise RewardInvalid(f"reward function {name} returned a part named {key!r}; names must be strings")
+        if not isinstance(key, str) or len(key) > MAX_PART_NAME:
+            raise RewardInvalid(
+                f"reward function {name} returned a part named {key!r:.80}; names must be strings of at most "
+                f"{MAX_PART_NAME} characters"
+            )
         parts[key] = _finite(part, name, f"returned, as part {key!r},")
     return Reward(_finite(sum(parts.values()), name, "returned parts whose sum is"), parts)
 
 
 def _finite(value: Any, name: str, verb: str) -> float:
-    if not hasattr(type(value), "__float__"):
+    if not hasattr(type(value), "__float__") or isinstance(value, str | bytes):  # NumPy's texts have __float__
         raise RewardInvalid(
             f"reward function {name} {verb} an object of type {type(value).__name__}; "
             "expected a number or a dictionary of numbers"
         )
     try:
-        number = float(value)
+        # float() of a complex number of NumPy drops its imaginary part with a warning.
+        exact = complex(value) if hasattr(type(value), "__complex__") else None
+        number: float | complex = exact if exact is not None and exact.imag else float(value)
     except Exception as error:  # such as a tensor of many elements
-        raise RewardInvalid(f"reward function {name} {verb} a value that is not a number: {error}") from error
-    if not math.isfinite(number):
-        raise RewardInvalid(f"reward function {name} {verb} {number}; expected a finite number")
+        raise RewardInvalid(f"reward function {name} {verb} a value that is not a number: {error!s:.200}") from error
+    if isinstance(number, complex) or not abs(number) <= LARGEST_FLOAT32:  # refuses NaN as well
+        raise RewardInvalid(
+            f"reward function {name} {verb} {number}; expected a finite number, of at most {LARGEST_FLOAT32:g} as "
+            "training uses float32"
+        )
     return number

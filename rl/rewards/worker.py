@@ -2,25 +2,39 @@
 
 `pool.py` starts it as a fresh interpreter. A frame is a 4-byte big-endian length and a body: pickle to the worker, JSON
 back. The trainer never unpickles data from a reward.
+
+A call must not affect later calls of its process. `ProcessState` undoes the changes that it can, and a child that a
+reward forks ends where its copy of the call returns. A guard process outlives the worker by moments, however it ends,
+and kills the processes that the reward left.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import json
 import os
 import pickle
+import select
 import signal
 import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from archon.rl.rewards.result import RewardInvalid, as_reward
 
 LENGTH = struct.Struct(">I")
+MARK = "ARCHON_REWARD_WORKER"  # environment variable that a worker and all its descendants have
+MAX_REPLY_BYTES = 1 << 20  # as_reward's largest result takes a quarter: 256 parts with names of 200 characters
 _MAX_TRACEBACK = 8000  # characters, from its end
+_MAX_MESSAGE = 2000  # characters of an exception
+_SWEEP_SECONDS = 10.0  # time to kill processes that start others meanwhile
+# A reward may replace functions of modules. The worker's own are these.
+_dumps, _perf_counter, _getpid = json.dumps, time.perf_counter, os.getpid
 
 in_worker = False  # AsyncRewardWrapper checks it: a script without `if __name__ == "__main__"` would make one here
 
@@ -30,7 +44,11 @@ def main(descriptor: int, parent: int) -> None:
     global in_worker
     in_worker = True
     _exit_with_parent(parent)
+    _start_guard()
+    with contextlib.suppress(OSError):  # short of memory, the kernel kills a reward, not the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
     os.set_inheritable(descriptor, False)
+    own_pid = _getpid()
     with open(descriptor, "rb") as calls:
         try:
             function, name = _load(_read_frame(calls))
@@ -38,8 +56,13 @@ def main(descriptor: int, parent: int) -> None:
             _reply(descriptor, {"event": "load_failed", "text": _traceback()})
             return
         _reply(descriptor, {"event": "ready"})
+        state = ProcessState()  # importing the function may have changed it
         while frame := _read_frame(calls):
-            _reply(descriptor, _run(function, name, frame))
+            result = _run(function, name, frame)
+            if _getpid() != own_pid:
+                os._exit(0)  # a child that the reward forked: its parent replies
+            state.restore()
+            _reply(descriptor, result)
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -53,6 +76,90 @@ def _exit_with_parent(parent: int) -> None:
             os._exit(0)
 
 
+def _start_guard() -> None:
+    """Fork a process that waits for this one's end, and then kills every process with the same `MARK`.
+
+    A kill of the process group does not reach a child in a session of its own, nor any child if the trainer is killed.
+    The guard is no child of this process: a reward may wait for all its children.
+    """
+    mark = os.environ.get(MARK)
+    if sys.platform != "linux" or mark is None:
+        return
+    try:
+        ended = os.pidfd_open(os.getpid())
+    except OSError:
+        return  # Linux before 5.3
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os.close(ended)
+        return
+    try:
+        os.setsid()  # a kill of the worker's group must not include the guard
+        if os.fork():
+            return
+        # The pool waits for the end of the worker's socket: close this process's copy.
+        os.closerange(0, ended)
+        os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
+        select.select([ended], [], [])
+        _kill_marked(f"{MARK}={mark}".encode())
+    finally:
+        os._exit(0)
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kill all other processes that were started with `mark` in their environment, until there are none."""
+    deadline = time.monotonic() + _SWEEP_SECONDS
+    found = True
+    while found and time.monotonic() < deadline:
+        found = False
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            if int(name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                    os.kill(int(name), signal.SIGKILL)
+                    found = True
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed; a file of the reward cannot be in it
+        return "/"
+
+
+class ProcessState:
+    """State of the process that a reward can change for later calls: folder, timer, output streams and built-ins."""
+
+    def __init__(self) -> None:
+        self._folder = _current_folder()
+        self._output = [os.dup(number) for number in (1, 2)]
+        self._names = vars(builtins)
+        self._builtins = dict(self._names)
+        self._restores = (os.chdir, os.dup2, signal.setitimer)
+        self._open_streams()
+
+    def restore(self) -> None:
+        """Undo the changes of a call. New built-ins stay; a removed or replaced one is restored."""
+        self._names.update(self._builtins)
+        chdir, dup2, setitimer = self._restores
+        setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):  # the folder was removed
+            chdir(self._folder)
+        for kept, number in zip(self._output, (1, 2), strict=True):
+            dup2(kept, number)
+        if [sys.stdout, sys.stderr] != self._streams or any(stream.closed for stream in self._streams):
+            self._open_streams()
+
+    def _open_streams(self) -> None:
+        """Open the output streams without owning their descriptors. Lines are written at once: a kill loses none."""
+        self._streams = [
+            open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        ]
+        sys.stdout, sys.stderr = self._streams
+
+
 def _load(frame: bytes) -> tuple[Callable[..., Any], str]:
     setup = pickle.loads(frame)  # noqa: S301 - written by the parent, as below
     if setup["main"]:
@@ -64,7 +171,7 @@ def _load(frame: bytes) -> tuple[Callable[..., Any], str]:
 
 
 def _run(function: Callable[..., Any], name: str, frame: bytes) -> dict[str, Any]:
-    started = time.perf_counter()
+    started = _perf_counter()
     try:
         arguments, data = pickle.loads(frame)  # noqa: S301
         value = function(*arguments, **data)
@@ -73,9 +180,18 @@ def _run(function: Callable[..., Any], name: str, frame: bytes) -> dict[str, Any
     except RewardInvalid as error:
         result = {"event": "invalid", "text": str(error)}
     except BaseException as error:  # noqa: BLE001 - SystemExit costs its sample only
-        result = {"event": "raised", "error": f"{type(error).__name__}: {error}", "text": _traceback()}
-    result["seconds"] = time.perf_counter() - started
+        result = {"event": "raised", "error": describe(error), "text": _traceback()}
+    result["seconds"] = _perf_counter() - started
     return result
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the text of an exception; its `__str__` is the user's and may raise."""
+    try:
+        text = str(error)
+    except Exception as inner:  # noqa: BLE001 - named in the message
+        text = f"(its text cannot be read: {type(inner).__name__})"
+    return f"{type(error).__name__}: {text[:_MAX_MESSAGE]}"
 
 
 def _traceback() -> str:
@@ -88,7 +204,7 @@ def _read_frame(stream: BinaryIO) -> bytes:
 
 
 def _reply(descriptor: int, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+    body = _dumps(message).encode()
     frame = memoryview(LENGTH.pack(len(body)) + body)
     while frame:
         frame = frame[os.write(descriptor, frame) :]
