@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation.inprocess import InProcessEngine
 from archon.models.base import BaseArchonModel
-from archon.schema.errors import ConfigError
+from archon.schema.errors import CheckpointError, ConfigError
 from archon.serve.lora_folders import inside
 
 POLICY = "policy"
@@ -42,20 +44,39 @@ class PushedWeights:
         """Replace the weights, or the LoRA `POLICY`; takes effect between two tokens.
 
         Raises:
+            CheckpointError: a weight is not finite.
             ConfigError: the directory is not in the root. Errors of reading are passed on. Nothing has changed then.
         """
         async with self._lock:
             path = self._folder(folder)
             if transport == "disk":
-                model = await asyncio.to_thread(self.read_model, path)
+                model = await asyncio.to_thread(self._read_finite_model, path)
                 self.engine.update_weights(model, version=version)
             else:
-                loras = await asyncio.to_thread(self.read_lora_weights, path)
+                loras = await asyncio.to_thread(self._read_finite_lora, path)
                 if POLICY in self.engine.loras:
                     self.engine.update_lora(POLICY, loras, version=version)
                 else:
                     self.engine.load_lora(POLICY, loras, version=version)
             self.version = version
+
+    def _read_finite_model(self, path: Path) -> BaseArchonModel:
+        model = self.read_model(path)
+        self._require_finite(path, model.state_dict())
+        return model
+
+    def _read_finite_lora(self, path: Path) -> LoRAWeights:
+        weights = self.read_lora_weights(path)
+        self._require_finite(path, weights.tensors)
+        return weights
+
+    def _require_finite(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{path}: {name} holds numbers that are not finite; the server keeps its weights of version "
+                    f"{self.version}. Find the step at which the training diverged"
+                )
 
     def _folder(self, folder: str) -> Path:
         root = self.root.resolve()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from archon.checkpoint.hf_io import load_model
 from archon.data.encoding import encode_prompt
@@ -139,6 +142,22 @@ def test_what_a_push_may_not_do_is_refused_and_changes_nothing(
             assert answer.status_code == 400 and "the only place to load weights from" in answer.text, folder
     finally:
         link.unlink()
+    assert server.pushed.version == version
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as diverged:
+        shutil.copytree(checkpoint, diverged, dirs_exist_ok=True)
+        tensors = load_file(checkpoint / "model.safetensors")
+        tensors["model.norm.weight"][3] = float("nan")
+        save_file(tensors, Path(diverged, "model.safetensors"))
+        before = {name: tensor.clone() for name, tensor in server._engine.model.state_dict().items()}
+        body = {"transport": "disk", "folder": diverged, "version": 9}
+        answer = httpx.post(f"{url}/v1/rollout/weights", json=body, headers=OWN)
+        assert answer.status_code == 400 and "norm.weight holds numbers that are not finite" in answer.text
+        Path(diverged, "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+        answer = httpx.post(f"{url}/v1/rollout/weights", json=body, headers=OWN)
+        assert answer.status_code == 400 and "model.safetensors" in answer.text
+        body = {"transport": "disk", "folder": str(diverged), "version": 10**30}
+        assert httpx.post(f"{url}/v1/rollout/weights", json=body, headers=OWN).status_code == 400
+    assert all(tensor.equal(before[name]) for name, tensor in server._engine.model.state_dict().items())
     assert server.pushed.version == version
     for path, body in (("weights", {}), ("generate", {}), ("pause", {"mode": "now"}), ("score", {"input_ids": [1]})):
         assert httpx.post(f"{url}/v1/rollout/{path}", json=body, headers=OWN).status_code == 400

@@ -353,4 +353,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "if os.environ.get(KEY):",
         ("tests/remote/test_http.py::test_the_key_is_sent_to_inference_servers_only",),
     ),
+    Mutant(
+        "a server takes pushed weights that are not finite",
+        "archon/serve/pushed_weights.py",
+        "self._require_finite(path, model.state_dict())",
+        "pass",
+        ("tests/remote/test_archon.py::test_what_a_push_may_not_do_is_refused_and_changes_nothing",),
+    ),
 )
