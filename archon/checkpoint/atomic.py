@@ -87,6 +87,17 @@ def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError without a file's name; only those of opening a file have one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a locked temporary folder next to `target`; it is removed unless the block renames or publishes it.
 
@@ -186,12 +197,17 @@ def undo_replacement(target: Path) -> None:
         aside.rename(target)
 
 
+def write_text(path: Path, content: str) -> None:
+    """Write a text file; a lone surrogate becomes an escape, as in JSON. An OSError names the file, also of a write."""
+    with named_errors(path):
+        path.write_text(content, encoding="utf-8", errors="backslashreplace")
+
+
 def write_synced(path: Path, content: str) -> None:
-    """Write a text file and wait until it is on disk; a lone surrogate becomes an escape, as in JSON."""
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Call `write_text` and wait until the file is on disk."""
+    write_text(path, content)
+    with named_errors(path):
+        sync(path)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.checkpoint.atomic import named_errors, write_text
 from archon.cli.config import config_command, load_config, to_yaml
 from archon.cli.options import ConfigFile, LoRAFolder, Overrides
 from archon.schema.config import expand_path
@@ -103,7 +104,7 @@ def evaluate(
         for row in rows:
             reward.require_columns(row)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config) + "\n", encoding="utf-8")
+        write_text(folder / "config.yaml", to_yaml(config) + "\n")
         scored = asyncio.run(collect(rows, answerer, reward, config, folder / "answers.jsonl"))
     lost = sum((row.lost for row in scored), Counter[str]())
     if not any(row.records for row in scored):
@@ -119,7 +120,7 @@ def evaluate(
         "intervals": INTERVALS,
         "scores": {name: {**vars(value), **bounds(value)} for name, value in estimates.items()},
     }
-    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(result, indent=1) + "\n")
     page = write_eval_page(folder, result, [record for row in scored for record in row.records])
     print_result(result, estimates, next((row.first_error for row in scored if row.first_error), None))
     print(f"answers: {folder / 'answers.jsonl'}\nreport: {page}")
@@ -134,7 +135,7 @@ async def collect(
 
     contain_exits(asyncio.get_running_loop())
     scored: list[Scored] = []
-    with file.open("w", encoding="utf-8") as answers:
+    with named_errors(file), file.open("w", encoding="utf-8") as answers:
         async for row in score_answers(rows, answerer, reward, config.n, config.seed):
             scored.append(row)
             answers.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in row.records)

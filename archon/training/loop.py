@@ -193,6 +193,7 @@ class BaseTrainer:
             self.engine.wait_for_saves()
             return
         assert self.runner is not None
+        self.runner.return_to_folder()
         checkpoints = self.runner.directory.checkpoints
         if not self._tokenizer_saved:
             model = self.engine.config.path

@@ -6,6 +6,7 @@ and a resumed run removes it.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -45,6 +46,8 @@ class JsonlWriter:
         plain = _to_json(record)
         # A lone surrogate, which UTF-8 cannot encode, becomes JSON's escape.
         line = memoryview(_line(plain).encode("utf-8", "backslashreplace"))
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", str(self.path))
         end = self._file.seek(0, os.SEEK_END)
         try:
             while line:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -14,6 +17,45 @@ from rich.table import Table
 
 ROWS_SHOWN = 12
 LINE_SECONDS = 2.0
+
+
+class Display:
+    """Standard output of a run, which goes on if nobody reads it: a closed pipe or terminal, or a full disk."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text; it is dropped once writing has failed."""
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._try(lambda stream: stream.flush())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, action: Callable[[Any], Any]) -> None:
+        try:
+            action(self._stream)
+        except UnicodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: closed by Python code
+            lost, self._stream = self._stream, open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+            # Later prints, and the flush at the end of the process, must not fail either.
+            if sys.stdout is lost:
+                sys.stdout = self._stream
+            with suppress(OSError, ValueError):
+                os.dup2(self._stream.fileno(), lost.fileno())
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"archon: standard output cannot be written ({error}); the run goes on without it\n")
+
+
+def open_display() -> Any:
+    """Return the display of this process; None without standard output."""
+    return None if sys.stdout is None else Display(sys.stdout)
 
 
 class Progress:

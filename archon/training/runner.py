@@ -21,12 +21,13 @@ import yaml
 from pydantic import BaseModel
 from rich.console import Console
 
+from archon.checkpoint.atomic import named_errors, write_text
 from archon.engine.agreement import PACKAGES, package_versions
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.config import MetricsConfig
 from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
-from archon.training.progress import Progress
+from archon.training.progress import Progress, open_display
 from archon.training.sinks import Sinks, require_sinks
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,11 @@ class RunDirectory:
             raise ConfigError(
                 f"run directory {self.path} already holds a run; set resume=true or choose another run_dir"
             )
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+        with named_errors(self.path / ".lock"):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        write_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_text(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
     def has_run(self) -> bool:
         """Return whether the folder contains records or checkpoints of a run."""
@@ -173,7 +175,8 @@ class Runner:
         self._metrics_config = sinks or MetricsConfig()
         self._sinks: Sinks | None = None
         self.world = ControlPlane.world()
-        self.console = console or Console(quiet=not self.world.is_main)
+        self.console = console or Console(quiet=not self.world.is_main, file=open_display())
+        self._folder = current_folder()
         self._signals = StopSignal(self.world)
         self._stopping = 0
 
@@ -250,9 +253,28 @@ class Runner:
         """Create a display of `total` steps; `columns` names the metrics to show, by default all."""
         return Progress(title, total, start=start, columns=columns, console=self.console)
 
+    def return_to_folder(self) -> None:
+        """Return to the folder that the run was started in, which a reward or workflow may have left.
+
+        Relative paths of the configuration, such as `run_dir`, mean this folder.
+        """
+        folder = current_folder()
+        if folder != self._folder and self._folder is not None:
+            where = folder or "one that was removed"
+            self.log(f"the working directory changed during the run to {where}; returning to {self._folder}")
+            os.chdir(self._folder)
+
     def log(self, message: str) -> None:
         """Print a line, above the live table if there is one."""
         self.console.print(message, soft_wrap=True, markup=False, highlight=False)
+
+
+def current_folder() -> str | None:
+    """Return the working directory; None if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def versions() -> dict[str, str]:

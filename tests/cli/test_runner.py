@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import resource
+import shutil
 import signal
 import time
 from contextlib import contextmanager
@@ -14,12 +16,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from archon.cli.app import user_message
 from archon.schema.config import OptimizerConfig
 from archon.schema.errors import ConfigError
 from archon.training import progress as progress_module
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
-from tests.warm import started_code
+from tests.warm import run_code, started_code
 
 LOOP = """
 import sys, time
@@ -98,6 +101,73 @@ def test_what_was_run_is_written_down(tmp_path):
         pass
     assert OptimizerConfig(**yaml.safe_load((tmp_path / "config.yaml").read_text())) == OptimizerConfig(lr=3e-4)
     assert json.loads((tmp_path / "versions.json").read_text())["torch"].startswith("2.")
+
+
+def test_records_that_were_removed_end_the_run_at_the_next_step(tmp_path):
+    with Runner(tmp_path / "run", OptimizerConfig()) as runner:
+        runner.metrics.write(1, {"loss": 1.0})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match=r"removed during the run: .*run/metrics.jsonl"):
+            runner.metrics.write(2, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("size", [0, 50])
+def test_a_disk_too_full_for_the_configuration_is_named_with_the_file(tmp_path, size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    runner = Runner(tmp_path, OptimizerConfig())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            runner.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert user_message(caught.value).startswith(str(tmp_path / ("config.yaml" if size else ".lock")))
+
+
+def test_a_run_returns_to_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Runner("run", OptimizerConfig()) as runner:
+        (tmp_path / "other").mkdir()
+        os.chdir("other")
+        (tmp_path / "other").rmdir()
+        runner.return_to_folder()
+        assert os.getcwd() == str(tmp_path)
+    assert "changed during the run to one that was removed; returning to" in capsys.readouterr().out.replace("\n", " ")
+
+
+DISPLAY = """
+import os, sys
+from archon.training.runner import Runner
+from archon.schema.config import OptimizerConfig
+with Runner({run_dir!r}, OptimizerConfig()) as runner:
+    runner.log("seen")
+    {lose}
+    with runner.progress("sft", 2, columns=("loss",)) as progress:
+        for step in (1, 2):
+            runner.log("not seen")
+            progress.update(step, {{"loss": 1.0}})
+            runner.metrics.write(step, {{"loss": 1.0}})
+print("not seen either")
+"""
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        "os.close(1)",
+        "sys.stdout.close()",
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+        "r, w = os.pipe(); os.close(r); os.dup2(w, 1)",
+    ],
+    ids=["descriptor", "stream", "disk", "pipe"],
+)
+def test_a_run_goes_on_without_its_standard_output(tmp_path, lose):
+    done = run_code(DISPLAY.format(run_dir=str(tmp_path / "run"), lose=lose))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "seen\n"
+    [line] = done.stderr.splitlines()
+    assert line.startswith("archon: standard output cannot be written (") and "the run goes on without it" in line
+    assert [record["step"] for record in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
 def show_steps(runner):

@@ -5,6 +5,7 @@ Rewards that misbehave are in `tests/rewards`, episodes that fail in `test_rollo
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -87,6 +88,23 @@ def test_a_disk_too_full_for_a_checkpoint_leaves_the_last_one_whole_and_ends_the
     resumed = RLTrainer(config.model_copy(update={"resume": True}))
     resumed.train()
     assert [row["step"] for row in records(config)] == [1, 2, 3, 4]
+
+
+def test_a_workflow_that_changes_the_folder_does_not_move_the_checkpoints(
+    rl_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = rl_config(run_dir="relative", total_steps=1)
+    trainer = RLTrainer(config)
+    train_step = trainer.train_step
+
+    def change_folder() -> dict[str, float]:
+        os.chdir("/")
+        return train_step()
+
+    trainer.train_step = change_folder  # type: ignore[method-assign]
+    trainer.train()
+    assert assert_checkpoints_whole(tmp_path / "relative/checkpoints") == 1
 
 
 def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from archon.checkpoint.atomic import write_text
 from archon.tools.bench.bench_record import read_record
 from archon.tools.report.curves import draw_curves
 from archon.tools.report.page import render_bench, render_page
@@ -25,7 +26,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: 
     folder = Path(out) if out is not None else run.path / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
-    page.write_text(render_page(run), encoding="utf-8")
+    write_text(page, render_page(run))
     return [page, *draw_curves(run, folder)] if curves else [page]
 
 
@@ -39,5 +40,5 @@ def write_bench_report(record: str | Path, out: str | Path | None = None) -> lis
     page = (Path(out) / "report.html") if out is not None else path.with_suffix(".html")
     text = render_bench(read_record(path), path)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text, encoding="utf-8")
+    write_text(page, text)
     return [page]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from archon.checkpoint.atomic import named_errors
 from archon.schema.errors import UserError
 from archon.tools.report.run_data import Panel, RunData, Series
 
@@ -31,7 +32,8 @@ def draw_curves(run: RunData, folder: Path) -> list[Path]:
             path = folder / f"{panel.name}.png"
             figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
             _draw(axes, panel, series)
-            figure.savefig(path, dpi=150)
+            with named_errors(path):
+                figure.savefig(path, dpi=150)
             plt.close(figure)
             written.append(path)
     return written

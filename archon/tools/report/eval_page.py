@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from archon.checkpoint.atomic import write_text
 from archon.tools.report.page import EVAL_SCRIPTS, render
 from archon.tools.report.sampled_trajectories import sample
 
@@ -36,7 +37,7 @@ def write_eval_page(folder: Path, result: Mapping[str, Any], records: Iterable[d
         "config": (folder / "config.yaml").read_text(encoding="utf-8"),
     }
     page = folder / "report.html"
-    page.write_text(render(name, data, EVAL_SCRIPTS), encoding="utf-8")
+    write_text(page, render(name, data, EVAL_SCRIPTS))
     return page
 
 

@@ -425,4 +425,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "    del source\n",
         (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
     ),
+    Mutant(
+        "records go on into a file that was removed",
+        "archon/training/metrics.py",
+        ".st_nlink == 0:",
+        ".st_nlink < 0:",
+        ("tests/cli/test_runner.py::test_records_that_were_removed_end_the_run_at_the_next_step",),
+    ),
+    Mutant(
+        "a run ends without its standard output",
+        "archon/training/runner.py",
+        "file=open_display()",
+        "file=None",
+        ("tests/cli/test_runner.py::test_a_run_goes_on_without_its_standard_output",),
+    ),
+    Mutant(
+        "a full disk is reported without the name of the file",
+        "archon/checkpoint/atomic.py",
+        "raise OSError(error.errno, error.strerror, str(path)) from error",
+        "raise",
+        ("tests/cli/test_runner.py::test_a_disk_too_full_for_the_configuration_is_named_with_the_file",),
+    ),
+    Mutant(
+        "checkpoints go to the folder that a reward changed to",
+        "archon/training/loop.py",
+        "        self.runner.return_to_folder()\n",
+        "",
+        ("tests/rl/test_faults.py::test_a_workflow_that_changes_the_folder_does_not_move_the_checkpoints",),
+    ),
 )
