@@ -150,13 +150,10 @@ class AsyncRewardWrapper:
             if isinstance(outcome, RewardError):
                 raise outcome
             return outcome
-        if self.in_process:
-            outcome = self._call(arguments, data)
-        else:
-            outcome = await self._run_in_loop(arguments, data)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        result = self._call(arguments, data) if self.in_process else await self._run_in_loop(arguments, data)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def _call(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward | BaseException:
         try:
