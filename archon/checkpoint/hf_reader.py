@@ -368,8 +368,9 @@ def _check_inside(folder: Path, name: str) -> None:
 
 def read_json(file: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object; raise CheckpointError if it is missing, larger than `max_bytes` or malformed."""
+    data = read_limited(file, max_bytes, CheckpointError)
     try:
-        content = json.loads(read_limited(file, max_bytes, CheckpointError).decode("utf-8"))
+        content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         fail(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):
