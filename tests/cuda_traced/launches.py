@@ -7,7 +7,8 @@ operators, where views and allocations do not count and a `foreach` operator cou
 optimizer and the decode step are traced on fake CUDA tensors. PyTorch cannot run a backward pass on them without a
 GPU, so `backward` and `weights` are counted on CPU tensors, where attention is another kernel, once per document.
 `weights` are the operators that the engine adds to a bfloat16 model because its masters are float32: casts and copies
-of weights and gradients in forward and backward.
+of weights and gradients in forward and backward. `compiled block` counts the kernels in the code that inductor
+generates for an H100.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from archon.parallel.fsdp import set_gradient_reduction
 from archon.parallel.phase import phase_listener
 from archon.parallel.torch_private import TorchDispatchMode
 from archon.tools.bench.origin import commit
+from tests.cuda_traced.compiled import QWEN3, compiled_launches
 from tests.cuda_traced.models import build, family_config
-from tests.cuda_traced.stand_ins import one_gpu, one_process
+from tests.cuda_traced.stand_ins import flash_attn_without_kernels, one_gpu, one_process
 from tests.cuda_traced.test_engine import gradients_of_zeros, made
 from tests.cuda_traced.trace import CudaTrace, cuda_trace, launches_kernel
 from tests.engine.tiny import CONFIG, make_engine, padded, sft_batch
@@ -45,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": CONFIG | SIZES | EXPERTS | {"model_type": "qwen3_moe"},
 }
 LAYERS = (2, 4)
+COMPILED = "compiled block of Qwen3-0.6B"
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -179,6 +182,11 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
             "operators": dict(sorted(operators.items())),
         }
     yield {"model": name, "what": "block: decode step", "launches": count_decode(hf["model_type"])}
+    if name == "dense":
+        flash_attn_without_kernels()
+        for side, kernels in compiled_launches(QWEN3).items():
+            what = f"{COMPILED}: {side}"
+            yield {"model": name, "what": what, "launches": kernels.total(), "operators": dict(sorted(kernels.items()))}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Launches of a block do not exceed the latest rows of the record."""
+"""Launches of a block do not exceed the latest rows of the record, nor a compiled block its aim."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import json
 import pytest
 
 from benchmarks.record import FOLDER
-from tests.cuda_traced.launches import MODELS, rows
+from tests.cuda_traced.launches import COMPILED, MODELS, rows
 
 pytestmark = pytest.mark.cuda_traced
+MOST_LAUNCHES = 65
+"""Launches of a compiled block, forward and backward; one H100 was measured with 131."""
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_launches_and_host_waits_are_not_more_than_recorded(model: str) -> None:
     lines = (FOLDER / "launches.jsonl").read_text().splitlines()
     recorded = {(row["model"], row["what"]): row for row in map(json.loads, lines)}
-    for row in rows(model):
+    measured = {row["what"]: row for row in rows(model)}
+    for row in measured.values():
         latest = recorded[model, row["what"]]
         for figure in ("launches", "host_waits"):
             assert row.get(figure, 0) <= latest.get(figure, 0), row
+    if model == "dense":
+        compiled = (f"{COMPILED}: forward", f"{COMPILED}: backward", "block: weights, 1 micro-batch")
+        assert sum(measured[what]["launches"] for what in compiled) <= MOST_LAUNCHES

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -175,11 +175,12 @@ def cuda_trace() -> Iterator[CudaTrace]:
         yield trace
 
 
-def run_backward(out: Tensor, grad: Tensor) -> dict[Tensor, Tensor]:
+def run_backward(out: Tensor, grad: Tensor, inputs: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
     """Run the backward pass of a result in this thread, node by node. Returns the gradients of the leaves.
 
     PyTorch's engine would run it in a thread of the device.
     """
+    ends = {x.grad_fn: x for x in inputs if x.grad_fn is not None}
     nodes, seen, stack = [], set(), [(out.grad_fn, False)]
     while stack:
         node, is_done = stack.pop()
@@ -187,12 +188,17 @@ def run_backward(out: Tensor, grad: Tensor) -> dict[Tensor, Tensor]:
             nodes.append(node)
         elif node is not None and node not in seen:
             seen.add(node)
-            stack += [(node, True), *((before, False) for before, _ in node.next_functions)]
+            stack.append((node, True))
+            if node not in ends:
+                stack += ((before, False) for before, _ in node.next_functions)
     pending: dict[Any, dict[int, Tensor]] = {out.grad_fn: {out.output_nr: grad}}
     leaves = {}
     for node in reversed(nodes):
         grads = pending.pop(node, None)
         if grads is None:
+            continue
+        if node in ends:
+            leaves[ends[node]] = grads[ends[node].output_nr]
             continue
         if hasattr(node, "variable"):
             leaves[node.variable] = grads[0]
@@ -201,9 +207,15 @@ def run_backward(out: Tensor, grad: Tensor) -> dict[Tensor, Tensor]:
         results = results if isinstance(results, tuple) else (results,)
         for (before, index), result in zip(node.next_functions, results, strict=False):
             if before is not None and result is not None:
+                result = _fit(result, before._input_metadata[index])
                 slots = pending.setdefault(before, {})
                 slots[index] = slots[index] + result if index in slots else result
     return leaves
+
+
+def _fit(grad: Tensor, metadata: Any) -> Tensor:
+    """Return a gradient in the shape and dtype of its tensor, as PyTorch's engine does between two nodes."""
+    return grad.sum_to_size(metadata.shape).to(metadata.dtype)
 
 
 def require_on_cuda(result: Any) -> None:
