@@ -219,11 +219,4 @@ MUTANTS: tuple[Mutant, ...] = (
         "        del chat_template_utils\n",
         (f"{_SANDBOX}::test_long_loops_are_refused_in_every_way_to_render",),
     ),
-    Mutant(
-        "own texts of a macro are not counted",
-        "archon/checkpoint/template_sandbox.py",
-        "_hook(_TEXT, part.data) if isinstance(part, nodes.TemplateData) else part",
-        "part",
-        (f"{_SANDBOX}::test_a_template_that_makes_too_much_is_refused[own text in a macro]",),
-    ),
 )
