@@ -38,6 +38,7 @@ from archon.models import get_model_spec
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.spec import is_text_decoder
+from archon.schema.config import require_separate
 from archon.schema.errors import CheckpointError, ConfigError
 
 Format = Literal["hf", "native", "dcp", "megatron"]
@@ -107,6 +108,7 @@ def convert(
         ConfigError: an argument does not fit the source or the target.
     """
     folder, destination = checkpoint_folder(source), Path(os.path.realpath(target))
+    require_separate(destination, [folder, like, lora])
     source_format = origin or detect_format(folder)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(

@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from archon.cli import (
     train,
 )
 from archon.schema.config import expand_path
-from archon.schema.errors import UserError
+from archon.schema.errors import ConfigError, UserError
 from archon.schema.exhausted import resource_error_message
 from archon.schema.user_code import user_code
 
@@ -57,6 +58,11 @@ USER_ERRNOS = {
     errno.EPERM,
     errno.EROFS,
 }
+
+MAX_WORD, MAX_MESSAGE = 400, 2500
+"""Characters of a word and of a message on stderr; the list of all keys of a section has 2,000."""
+MAY_BE_EMPTY = ("--model", "--prompt", "--token")
+"""Options whose command accepts or explains an empty value."""
 
 # click's base class of usage errors. Releases of typer keep it in different places.
 CommandError: Any = typer.BadParameter.__mro__[2]
@@ -121,10 +127,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with suppress(FileNotFoundError):  # the current folder was removed
             if "" not in sys.path and os.getcwd() not in sys.path:
                 sys.path.append(os.getcwd())
+        arguments = sys.argv[1:] if arguments is None else arguments
+        _require_values(arguments)
         # Commands return their exit code, so that a SystemExit is one of user code, such as a loss or a metric.
         with user_code("code that this command runs"):
             exit_code = app(args=arguments, prog_name="archon", standalone_mode=False)
         sys.exit(exit_code)
+
+
+def _require_values(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an empty argument: an empty path would be the current folder."""
+    for previous, argument in zip(("", *arguments), arguments, strict=False):
+        name, equals, value = argument.partition("=")
+        is_empty = argument == "" or (name.startswith("--") and equals and not value)
+        option = previous if argument == "" else name
+        if is_empty and option not in MAY_BE_EMPTY:
+            where = f"option {option}" if option.startswith("--") else "an argument"
+            raise ConfigError(f"the value of {where} is empty; expected a value, or leave it out")
+
+
+def shorten(message: str) -> str:
+    """Return a message whose words and length are bounded: a received value may have thousands of characters."""
+    message = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][: MAX_WORD // 2]}…", message)
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
 
 
 @contextmanager
@@ -142,7 +167,7 @@ def exit_on_error() -> Iterator[None]:
         message = user_message(error)
         if message is not None:
             # Messages from libraries and user functions may span several lines.
-            message = " ".join(message.splitlines())
+            message = shorten(" ".join(message.splitlines()))
         if os.environ.get("WORLD_SIZE", "1") != "1":
             from archon.parallel.failure import FailureMonitor, exit_rank
 
@@ -150,7 +175,9 @@ def exit_on_error() -> Iterator[None]:
             if failure is not None:
                 exit_rank(error, message, failure)
         if isinstance(error, CommandError):
-            error.show()
+            if context := getattr(error, "ctx", None):
+                sys.stderr.write(f"{context.get_usage()}\nTry '{context.command_path} -h' for help.\n\n")
+            sys.stderr.write(f"Error: {message}\n")
             sys.exit(error.exit_code)
         if message is None:
             raise

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from archon.cli.options import LoRAFolder
-from archon.schema.config import require_folder
+from archon.schema.config import require_output
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
@@ -109,7 +109,7 @@ def command(
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
     config = SweepConfig.parse(planned | chosen | {"engine": engine}, source="bench")
     if trace is not None:
-        require_folder(trace)
+        require_output(trace, ".json", [config.folder])
     sweep = run_sweep(
         config,
         record,

@@ -16,7 +16,7 @@ import typer
 from archon.checkpoint.atomic import named_errors, write_text
 from archon.cli.config import config_command, load_config, to_yaml
 from archon.cli.options import ConfigFile, LoRAFolder, Overrides
-from archon.schema.config import expand_path
+from archon.schema.config import expand_path, require_separate
 from archon.schema.errors import ConfigError
 from archon.schema.urls import require_http_url
 
@@ -70,6 +70,7 @@ def command(
     folder = out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; choose another folder with --out")
+    require_separate(folder, [path, lora, resolved.tokenizer])
     evaluate(resolved, folder, path, url, model, lora)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from archon.cli.options import GPU_NAMES
-from archon.schema.config import require_folder
+from archon.schema.config import require_output
 
 if TYPE_CHECKING:
     from archon.models.hf.state_dict import BaseStateDictAdapter
@@ -63,7 +63,7 @@ def command(
     """Rank the layouts for a number of GPUs."""
     for file in (calibrate, output):
         if file is not None:
-            require_folder(file)
+            require_output(file, ".yaml", [model])
     if calibrate is not None:
         _calibrate(gpu, dtype or "bfloat16", calibrate)
         return

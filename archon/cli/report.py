@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.schema.config import require_output
+
 if TYPE_CHECKING:
     from archon.training.runner import Runner
 
@@ -40,6 +42,8 @@ def command(
 
         if serve is not None:
             raise ConfigError(f"--serve requires a run directory; {run_dir} is a file")
+        if trace is not None:
+            require_output(trace, ".json", [run_dir])
         for path in write_bench_report(run_dir, out):
             print(path)
         if trace is not None:

@@ -88,7 +88,9 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:
         from archon.cli import check
+        from archon.training.runner import require_separate_run
 
+        require_separate_run(Path(config.run_dir), config)
         check.print_check(config, partial(getattr(check, f"check_{command}"), gpu=gpu))
         return 0
     if gpu is not None:

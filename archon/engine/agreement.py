@@ -208,20 +208,20 @@ def find_source(dotted: str) -> Path | None:
 def input_facts(config: BaseModel) -> Facts:
     """Return sizes and digests of the checkpoints, tokenizers, LoRAs and data that a configuration names by path."""
     values: dict[str, str] = {}
-    for path, split in _inputs(config.model_dump(mode="json"), ""):
+    for path, split in input_paths(config.model_dump(mode="json")):
         values |= file_digests(path, split)
     return Facts(SAME_FILES, values)
 
 
-def _inputs(values: Any, key: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the path of each input in a tree of JSON values, and the split of a dataset."""
+def input_paths(values: Any, key: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield the path of each input that a configuration (a tree of JSON values) names, and the split of a dataset."""
     if not isinstance(values, dict) or key in _CHANGING:
         return
     for name in (*_INPUTS, *(("model",) if key == "reward" else ())):
         if isinstance(values.get(name), str) and "\0" not in values[name]:
             yield values[name], values.get("split")
     for name, value in values.items():
-        yield from _inputs(value, name)
+        yield from input_paths(value, name)
 
 
 def file_digests(path: str, split: str | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast, get_args
 
@@ -36,10 +36,12 @@ def expand_path(path: Any) -> Any:
     """Replace `~` and environment variables (`$NAME`, `${NAME}`) in a path; return other values unchanged.
 
     Raises:
-        ConfigError: a variable is not set, or `~name` is no user.
+        ConfigError: the path is empty or contains NUL, a variable is not set, or `~name` is no user.
     """
     if not isinstance(path, str | Path):
         return path
+    if path == "" or "\0" in str(path):  # an empty path would be the current folder
+        raise ConfigError(f"path {str(path)!r}: expected the name of a file or folder")
     expanded = os.path.expanduser(os.path.expandvars(path))
     if missing := re.search(r"\$(?:\{\w+\}|[A-Za-z_]\w*)", expanded):
         raise ConfigError(
@@ -561,9 +563,34 @@ def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: st
     return derive_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
 
 
-def require_folder(file: Path) -> None:
-    """Raise ConfigError if the folder of an output file does not exist."""
+def require_output(file: Path, suffix: str, inputs: Iterable[Path | None] = ()) -> None:
+    """Raise ConfigError unless an output file can be written without loss.
+
+    Its folder must exist. It may replace an earlier file with the same suffix, but nothing inside the folders `inputs`.
+    """
     if not file.absolute().parent.is_dir():
         raise ConfigError(
             f"{file.parent} is not a folder, so {file.name} cannot be written there; create the folder first"
         )
+    if os.path.lexists(file) and not (file.is_file() and file.suffix == suffix):
+        raise ConfigError(f"{file} already exists and is not a {suffix} file; choose another name")
+    require_separate(file, inputs)
+
+
+def require_separate(
+    output: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str] | None], *, may_contain: bool = False
+) -> None:
+    """Raise ConfigError if an output is one of the inputs, lies inside one or contains one; links are followed.
+
+    Writing there would change what is read. Inputs that do not exist, such as hub ids, are ignored. With `may_contain`
+    the output may contain inputs.
+    """
+    target = Path(os.path.realpath(output))
+    for path in inputs:
+        if path is None or not os.path.exists(path):
+            continue
+        source = Path(os.path.realpath(path))
+        contains = target in source.parents and not may_contain
+        if target == source or source in target.parents or contains:
+            relation = "is" if target == source else "is inside" if source in target.parents else "contains"
+            raise ConfigError(f"output {os.fspath(output)} {relation} input {os.fspath(path)}; choose another folder")

@@ -42,17 +42,22 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return name if len(name) <= _SHOWN else f"{name[:half]}…{name[-half:]} ({len(name)} characters)"
 
 
-def open_regular(path: str | os.PathLike[str], error: type[UserError] = ConfigError) -> io.BufferedReader:
-    """Open a regular file for reading in binary mode; raise like `regular_handle`."""
-    return os.fdopen(regular_handle(path, error), "rb")
+def open_regular(
+    path: str | os.PathLike[str], error: type[UserError] = ConfigError, *, allow_pipe: bool = False
+) -> io.BufferedReader:
+    """Open a regular file for reading in binary mode; arguments and errors are those of `regular_handle`."""
+    return os.fdopen(regular_handle(path, error, allow_pipe=allow_pipe), "rb")
 
 
-def regular_handle(path: str | os.PathLike[str], error: type[UserError] = ConfigError) -> int:
+def regular_handle(
+    path: str | os.PathLike[str], error: type[UserError] = ConfigError, *, allow_pipe: bool = False
+) -> int:
     """Return the descriptor of a regular file, open for reading; the caller closes it.
 
     Args:
         path: the file, or a link to it.
         error: class of the error.
+        allow_pipe: accept a pipe that the shell opened for this process, as for `--config <(command)`.
 
     Raises:
         UserError: the class `error`, if there is no such file, it cannot be opened, or it is not a regular file.
@@ -68,16 +73,20 @@ def regular_handle(path: str | os.PathLike[str], error: type[UserError] = Config
             raise error(f"{name}: it is a socket or a device, not a regular file") from None
         raise error(f"{name} cannot be read: {_why(reason)}") from None
     mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    if allow_pipe and stat.S_ISFIFO(mode) and Path(path).parent == Path("/dev/fd"):
+        os.set_blocking(handle, True)
+    elif not stat.S_ISREG(mode):
         os.close(handle)
         kind = next((kind for is_kind, kind in _NAMED_KINDS if is_kind(mode)), "not a file")
         raise error(f"{name}: it is {kind}, not a regular file")
     return handle
 
 
-def read_limited(path: str | os.PathLike[str], limit: int, error: type[UserError] = ConfigError) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; raise like `regular_handle`."""
-    with open_regular(path, error) as file:
+def read_limited(
+    path: str | os.PathLike[str], limit: int, error: type[UserError] = ConfigError, *, allow_pipe: bool = False
+) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes; arguments and errors as in `regular_handle`."""
+    with open_regular(path, error, allow_pipe=allow_pipe) as file:
         try:
             size = os.fstat(file.fileno()).st_size
             data = b"" if size > limit else file.read(limit + 1)

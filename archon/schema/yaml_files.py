@@ -21,7 +21,7 @@ def read_yaml(path: str | os.PathLike[str]) -> str:
             for more than `YAML_VALUES`.
     """
     try:
-        text = read_limited(path, YAML_BYTES).decode("utf-8-sig")
+        text = read_limited(path, YAML_BYTES, allow_pipe=True).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{shown_path(path)}: not a text file; expected YAML") from None
     require_few_values(text, shown_path(path))

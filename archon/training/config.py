@@ -26,6 +26,8 @@ def _require_file_name(value: Any) -> Any:
             f"its keys ({', '.join(map(str, value))}) belong in a separate file: bootstrap: FILE.yaml; "
             "`archon bootstrap --help` lists them"
         )
+    if value == "" or (isinstance(value, str) and "\0" in value):
+        raise ValueError(f"got {value!r}, expected the name of a file, or null")
     return value
 
 

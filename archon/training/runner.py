@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from archon.checkpoint.atomic import named_errors, write_text
-from archon.engine.agreement import PACKAGES, package_versions
+from archon.engine.agreement import PACKAGES, input_paths, package_versions
 from archon.parallel.control_plane import ControlPlane
-from archon.schema.config import MetricsConfig
+from archon.schema.config import MetricsConfig, require_separate
 from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
 from archon.training.progress import Progress, open_display
@@ -201,6 +201,7 @@ class Runner:
     def _claim(self, stack: ExitStack) -> None:
         """Lock the directory and start the sinks until `stack` closes; on the main process."""
         metrics = self._metrics_config
+        require_separate_run(self.directory.path, self.config)
         require_sinks(metrics.sinks)
         self.directory.acquire(self.config, resume=self.resume)
         stack.callback(self.directory.release)
@@ -275,6 +276,14 @@ def current_folder() -> str | None:
         return os.getcwd()
     except FileNotFoundError:
         return None
+
+
+def require_separate_run(run_dir: Path, config: BaseModel) -> None:
+    """Raise ConfigError if a run would write into a checkpoint, tokenizer or LoRA that its configuration names."""
+    models = [path for path, split in input_paths(config.model_dump(mode="json")) if split is None]
+    require_separate(run_dir, models, may_contain=True)
+    for part in ("checkpoints", "export"):
+        require_separate(run_dir / part, models)
 
 
 def versions() -> dict[str, str]:

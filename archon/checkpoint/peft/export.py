@@ -23,6 +23,7 @@ from archon.checkpoint.tokenizer import saved_tokenizer
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
 from archon.models.lora.targets import LoRASize
+from archon.schema.config import require_separate
 from archon.schema.errors import CheckpointError, ConfigError
 
 
@@ -126,6 +127,7 @@ def export_lora(
     lora_name: str | None = None,
 ) -> LoRAWeights:
     """Convert a LoRA to PEFT's format and return it; see `read_lora_weights` and `save_lora`."""
+    require_separate(target, [path, base])
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
     tokenizer = saved_tokenizer(path) or base

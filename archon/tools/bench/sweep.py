@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from archon.schema.config import require_folder
+from archon.schema.config import require_output
 from archon.tools.bench.bench_record import BenchRecord, BenchRow, Losses, Measurement, PointRequest
 from archon.tools.bench.config import Point, SweepConfig
 from archon.tools.bench.launch import one_line, run_ranks
@@ -44,7 +44,7 @@ def run_sweep(
     points = config.points()
     sweep = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
     if record is not None:
-        require_folder(record)
+        require_output(record, ".json", [config.folder])
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
         on_start(point)
