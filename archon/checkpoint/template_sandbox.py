@@ -452,7 +452,7 @@ def _indented(budget: Budget, text: Any, width: Any = 4, *_: Any, **__: Any) -> 
     return len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width))
 
 
-def _as_json(budget: Budget, value: Any, ensure_ascii: Any = False, indent: Any = None, *_: Any, **__: Any) -> int:
+def _as_json(budget: Budget, value: Any, _ensure_ascii: Any = False, indent: Any = None, *_: Any, **__: Any) -> int:
     """Return the characters of JSON; with an indent, each item has a line, indented by its depth."""
     size = budget.size(value)
     width = len(indent) if isinstance(indent, str) else indent or 0
@@ -492,17 +492,17 @@ _FILTER_SIZES: dict[str, Callable[..., int]] = {
     "indent": _indented,
     "replace": _replaced,
     "format": lambda budget, text, *args, **kwargs: _format_size(str(text), (*args, *kwargs.values()), budget),
-    "wordwrap": lambda budget, text, width=79, break_long_words=True, wrapstring=None, *_: (
+    "wordwrap": lambda budget, text, width=79, _break_long_words=True, wrapstring=None, *_, **__: (
         len(text) * (1 + len(wrapstring or "\n"))
     ),
-    "batch": lambda budget, value, linecount, fill_with=None: linecount * _SLOT,
-    "slice": lambda budget, value, slices, fill_with=None: slices * _SLOT,
+    "batch": lambda budget, value, linecount, *_, **__: linecount * _SLOT,
+    "slice": lambda budget, value, slices, *_, **__: slices * _SLOT,
     "round": lambda budget, value, precision=0, method="common": abs(precision) * 2**10,  # of 10**precision
     "sum": _summed,
     "tojson": _as_json,
     "string": lambda budget, value: _text_size(value, budget),
     "pprint": lambda budget, value: _text_size(value, budget),
-    "urlize": lambda budget, text, limit=None, nofollow=False, target=None, rel=None, *_: (
+    "urlize": lambda budget, text, limit=None, _nofollow=False, target=None, rel=None, *_, **__: (
         len(str(text)) * (8 + len(target or "") + len(rel or ""))
     ),
 }

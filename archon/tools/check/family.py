@@ -101,6 +101,10 @@ def _load_spec(target: str) -> ModelSpec:
             sys.modules[name] = module
             file_spec.loader.exec_module(module)
         module = sys.modules[name]
+    elif target.startswith(".") or "/" in target:
+        raise UnknownModelError(
+            f"{target} is no model type; expected one, a module, or a Python file that defines SPEC"
+        )
     else:
         try:
             module = importlib.import_module(target)
