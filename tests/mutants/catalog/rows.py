@@ -11,8 +11,8 @@ MUTANTS = (
     Mutant(
         "a file that is not regular is read",
         "archon/schema/files.py",
-        "    if not stat.S_ISREG(mode):\n",
-        "    if stat.S_ISDIR(mode):\n",
+        "    elif not stat.S_ISREG(mode):\n",
+        "    elif stat.S_ISDIR(mode):\n",
         (f"{FILES}::test_whatever_is_not_a_regular_file_is_refused_before_it_is_read",),
     ),
     Mutant(
