@@ -108,12 +108,12 @@ def convert(
         ConfigError: an argument does not fit the source or the target.
     """
     folder, destination = checkpoint_folder(source), Path(os.path.realpath(target))
-    require_separate(destination, [folder, like, lora])
     source_format = origin or detect_format(folder)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(
             f"{destination}: it exists and is not empty; expected a new folder: name another, or move it"
         )
+    require_separate(destination, [folder, like, lora])
     names_there = None if to == "dcp" else names
     with open_weights(folder, source_format, like, drop_padding=drop_padding, names=names_there) as weights:
         if lora is not None:

@@ -34,7 +34,6 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
-from archon.schema.config import require_separate
 from archon.schema.errors import CheckpointError
 
 # Image and video processors.
@@ -102,8 +101,6 @@ def save_hf(
     stored = stored_dtypes(assets, adapter) if dtype == "like" and assets is not None else {}
     uniform = dtype if isinstance(dtype, torch.dtype) else None
     target = Path(os.path.realpath(path))
-    if assets is not None and target != assets.resolve():  # an export may replace itself
-        require_separate(target, [assets])
     kill_point("export.begin")
     with replaced_export(target, _is_exported, "an export") as folder:
         kill_point("export.staged")

@@ -14,7 +14,6 @@ from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_to
 from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.native import find_checkpoint
-from archon.checkpoint.template_sandbox import bound_templates
 from archon.schema.errors import TokenizerError
 from archon.schema.files import TOKENIZER_BYTES, require_regular_files
 
@@ -72,7 +71,6 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
     # Imported here because importing transformers takes seconds.
     from transformers import AutoTokenizer
 
-    bound_templates()  # code of a workflow calls `apply_chat_template` itself
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
