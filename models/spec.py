@@ -23,7 +23,7 @@ from archon.models.hf.names import DENSE_HF_MAP, HFMap
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.parallel.decoder import parallelize_decoder
 from archon.parallel.tensor import ParallelStyle
-from archon.schema.errors import FamilyError, UnknownModelError
+from archon.schema.errors import FamilyError, UnknownModelError, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +265,7 @@ class _Registry:
                     self._skip(entry, error)
 
     def _skip(self, entry: metadata.EntryPoint, error: BaseException) -> None:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self._warn(f"{_describe(entry)} cannot be loaded and is left out: {reason}")
+        self._warn(f"{_describe(entry)} cannot be loaded and is left out: {describe_error(error)}")
 
     def _warn(self, line: str) -> None:
         self.failures.append(line)

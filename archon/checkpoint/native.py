@@ -53,7 +53,7 @@ from archon.checkpoint.state_file import (
 from archon.checkpoint.state_tree import Encoder, decode, merge_ranks, read_all
 from archon.models.args.base import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, describe_error
 
 # Format numbers in the manifest: written by one process, and by several.
 FORMATS = (1, 2)
@@ -283,7 +283,7 @@ def open_state(
         try:
             state = decode(json.loads((folder / STATE_FILE).read_bytes()), tensors)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = describe_error(error)
             fail(folder / STATE_FILE, f"it is not the state of a checkpoint ({reason}); copy the folder again")
         yield manifest["step"], state
 

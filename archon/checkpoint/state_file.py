@@ -37,7 +37,7 @@ from archon.checkpoint.safetensors_file import (
 from archon.checkpoint.state_tree import Shard
 from archon.checkpoint.tensor_reader import lazy_tensor, read_region
 from archon.parallel.control_plane import ControlPlane
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, describe_error
 
 TENSORS_FILE = "tensors.safetensors"
 INDEX_FILE = "index.json"
@@ -145,7 +145,7 @@ def open_tensors(folder: Path, names: set[str]) -> Iterator[dict[str, LazyTensor
                     read = functools.partial(load, name, dtype, item["boxes"])
                     tensors[name] = LazyTensor(dtype, tuple(item["shape"]), read)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                reason = describe_error(error)
                 fail(folder / INDEX_FILE, f"it is not an index of tensors ({reason}); copy the folder again")
         else:
             file = open_file(TENSORS_FILE)

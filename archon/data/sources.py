@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, AnyStr, BinaryIO, NamedTuple, cast, overload
 
 from archon.checkpoint.hub import hub_snapshot, is_reachable, parse_hub_id
-from archon.schema.errors import DatasetError
+from archon.schema.errors import DatasetError, describe_error
 from archon.schema.files import JSON_BYTES, open_regular, read_limited, shown_path
 from archon.schema.lazy import import_dotted
 from archon.schema.user_code import user_code
@@ -29,17 +29,17 @@ _TABLES = ("data", "rows")  # names of a list of rows in a JSON object
 _OBJECT_FILES = (".json", ".json.gz")  # in JSON Lines an object is a row, also if it is the only one
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
 ROW_BYTES = 2**26
-"""Longest line of a file of rows. It holds the largest image in base64; parsing takes up to 25 times its bytes."""
+"""Maximum bytes of a line. It holds the largest image in base64; parsing takes up to 25 times its bytes."""
 LIST_BYTES = 2**32
-"""Largest JSON file that is one list or object. It is parsed whole, unlike lines, which may be more."""
+"""Maximum bytes of a JSON file that is one list or object, because it is parsed whole. JSON Lines may be larger."""
 ROW_COLUMNS = 10_000
-"""Most columns of a row, and keys of an object in it."""
+"""Maximum number of columns of a row, and of keys of an object in it."""
 ROW_DEPTH = 100
-"""Deepest nesting of lists and objects in a row, below the recursion limit of everything that later copies it."""
+"""Maximum nesting of lists and objects in a row. Code that copies rows is recursive, and Python limits recursion."""
 MEMORY_SHARE = 0.5
-"""Largest part of the machine's memory that the rows of a source may take, after decompression."""
+"""Maximum fraction of the machine's memory for the rows of one file, after decompression."""
 _ROW_OVERHEAD = 512  # bytes of an empty row in memory
-_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream; each of its messages starts with the first half
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of an Arrow stream; every message starts with the first four bytes
 _BATCH_ROWS = 1024  # of a parquet file: rows that are decompressed together
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
@@ -169,7 +169,7 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
 
 
 def _call_function(path: str, split: str) -> list[SourceRow]:
-    """Return the rows of a user's function; exceptions that it raises are not caught, but for exits."""
+    """Return the rows of a user's function. Its exceptions pass through, except exits such as `sys.exit`."""
     function = import_dotted(path.removeprefix(_FUNCTION), "dataset function")
     rows: list[SourceRow] = []
     with user_code(f"dataset function {path}", DatasetError):
@@ -233,7 +233,7 @@ def _decompressed(file: BinaryIO, path: Path, suffix: str) -> Any:
 
 
 class _Budget:
-    """Counter of the bytes that the rows of one file take; raises DatasetError beyond the memory for them."""
+    """Memory budget for the rows of one file; raises DatasetError if it is exceeded."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.n_bytes = path, 0
@@ -249,11 +249,11 @@ class _Budget:
 
 
 def _limited_lines(path: Path, pieces: Iterable[AnyStr], first: int = 1) -> Iterator[AnyStr]:
-    """Yield lines that were read up to `ROW_BYTES` + 1.
+    """Yield lines, and refuse a line that is too long.
 
     Args:
         path: the file, for errors.
-        pieces: the lines.
+        pieces: lines, each read up to `ROW_BYTES` + 1.
         first: number of the first line.
 
     Raises:
@@ -342,7 +342,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_shallow(value: Any) -> None:
-    """Raise ValueError for lists and objects that are nested deeper than `ROW_DEPTH`; a list of rows is one level."""
+    """Raise ValueError for lists and objects nested deeper than `ROW_DEPTH`, not counting the list of rows."""
     level = [value]
     for _ in range(ROW_DEPTH + 1):
         nested = (item.values() if isinstance(item, dict) else item for item in level)
@@ -510,8 +510,9 @@ def _load_saved(folder: Path) -> Any:
     try:
         return library.load_from_disk(str(folder))
     except Exception as error:  # of datasets: JSON, types of columns, missing files
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DatasetError(f"{folder}: saved by datasets, but it cannot be loaded: {reason}; save it again") from error
+        raise DatasetError(
+            f"{folder}: saved by datasets, but it cannot be loaded: {describe_error(error)}; save it again"
+        ) from error
 
 
 def local_files(path: str | Path) -> dict[str, Path]:

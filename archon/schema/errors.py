@@ -7,6 +7,11 @@ traceback.
 from __future__ import annotations
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type and the message of an exception as one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 class UserError(ValueError):
     """User error in a path, a value, a file or a combination of options."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Generic, TypeVar, overload
 
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, describe_error
 from archon.schema.user_code import LEAVING
 
 T = TypeVar("T")
@@ -46,10 +46,10 @@ class NamedObjects(Generic[T]):
                 try:
                     self._objects.setdefault(name, entry.load())
                 except (Exception, *LEAVING) as error:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())
                     package = entry.dist.name if entry.dist is not None else "of an unknown name"
                     raise ConfigError(
-                        f"the {self.what} {name!r} of package {package} ({entry.value}) cannot be loaded: {reason}"
+                        f"the {self.what} {name!r} of package {package} ({entry.value}) cannot be "
+                        f"loaded: {describe_error(error)}"
                     ) from error
         return self._objects.get(name)
 

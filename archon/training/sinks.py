@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, describe_error
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -122,7 +122,7 @@ class Sinks:
             except Exception as error:
                 self.close(failed=True)
                 raise ConfigError(
-                    f"metrics.sinks: {name} cannot be started ({_one_line(error)}); fix it, or leave it out"
+                    f"metrics.sinks: {name} cannot be started ({describe_error(error)}); fix it, or leave it out"
                 ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -148,9 +148,6 @@ class Sinks:
         except Exception as error:  # noqa: BLE001 (a tracker's failure must not end the run)
             del self._open[name]
             self._warn(
-                f"warning: metrics no longer go to {name}, which failed ({_one_line(error)}); metrics.jsonl has them"
+                f"warning: metrics no longer go to {name}, which failed ({describe_error(error)}); metrics.jsonl has "
+                "them"
             )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
