@@ -1,7 +1,7 @@
 # Every target creates .venv if it is missing (see .ci/setup). Variables:
 #   PYTHON=python3.12    interpreter of .venv
 #   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 10, others: 1)
-#   SAMPLE_FUNCTIONS=M  run about one of M test functions (1)
+#   SAMPLE_FUNCTIONS=M   run about one of M test functions (1)
 #   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
 

@@ -1,4 +1,4 @@
-"""Completions of an OpenAI endpoint, whose responses are untrusted: limits of time and bytes, and checked fields."""
+"""Client of OpenAI endpoints. Responses are untrusted: time and bytes are limited, and fields are checked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from archon.schema.errors import RolloutError
 REQUEST_SECONDS = 600.0
 """Limit of a request with its retries, from the first connection to the last byte."""
 TOKEN_BYTES = 2048
-"""Limit of a response's bytes for each token of prompt and answer, beyond `MAX_BYTES`: the text of up to 128 characters
-of 6 bytes twice, and a logprob."""
+"""Bytes of a response for each token of prompt and answer, in addition to `MAX_BYTES`: a logprob, and twice a text of
+128 characters with 6 bytes each, at most."""
 
 
 class Endpoint:
@@ -44,7 +44,7 @@ class Endpoint:
         await self._client.close()
 
     async def complete(self, n_tokens: int, **options: Any) -> Fields:
-        """Return a completion, of the chat if `options` have `messages`.
+        """Request a completion; a chat completion if `options` contains `messages`.
 
         Args:
             n_tokens: maximum tokens of prompt and answer, for the limit of bytes.

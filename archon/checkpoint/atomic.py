@@ -88,7 +88,7 @@ def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError without a file's name; only those of opening a file have one."""
+    """Add `path` to an OSError that names no file. Failed writes name none; only failed opens do."""
     try:
         yield
     except OSError as error:
@@ -198,7 +198,7 @@ def undo_replacement(target: Path) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a text file; a lone surrogate becomes an escape, as in JSON. An OSError names the file, also of a write."""
+    """Write a text file. A lone surrogate becomes an escape, as in JSON, and every OSError names the file."""
     with named_errors(path):
         path.write_text(content, encoding="utf-8", errors="backslashreplace")
 

@@ -115,7 +115,7 @@ def _configured_stop_ids(folder: Path) -> list[int]:
 
 
 def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a model's config, and the one of its text decoder if it is a section of it."""
+    """Return a model's config, and its section of the text decoder if it has one."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 

@@ -60,9 +60,9 @@ USER_ERRNOS = {
 }
 
 MAX_WORD, MAX_MESSAGE = 400, 2500
-"""Characters of a word and of a message on stderr; the list of all keys of a section has 2,000."""
+"""Maximum characters of a word and of a message on stderr. The longest list of known keys has 2,000."""
 MAY_BE_EMPTY = ("--model", "--prompt", "--token")
-"""Options whose command accepts or explains an empty value."""
+"""Options that accept an empty value, or that have their own error for it."""
 
 # click's base class of usage errors. Releases of typer keep it in different places.
 CommandError: Any = typer.BadParameter.__mro__[2]
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.path.append(os.getcwd())
         arguments = sys.argv[1:] if arguments is None else arguments
         _require_values(arguments)
-        # Commands return their exit code, so that a SystemExit is one of user code, such as a loss or a metric.
+        # Commands return their exit code. A SystemExit therefore comes from user code, such as a loss or a metric.
         with user_code("code that this command runs"):
             exit_code = app(args=arguments, prog_name="archon", standalone_mode=False)
         sys.exit(exit_code)
@@ -147,7 +147,7 @@ def _require_values(arguments: Sequence[str]) -> None:
 
 
 def shorten(message: str) -> str:
-    """Return a message whose words and length are bounded: a received value may have thousands of characters."""
+    """Cut long words and long messages: a rejected value may have thousands of characters."""
     message = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][: MAX_WORD // 2]}…", message)
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
 

@@ -388,7 +388,7 @@ def encoded_rows(
 
 
 def _whole_numbers(row: SourceRow, column: str, *, is_id: bool = False) -> list[int]:
-    """Return a column of whole numbers; a truth value is one in a mask, but no token id."""
+    """Return a column of whole numbers. Booleans are accepted in a mask, and refused as token ids."""
     values = require_column(row, column)
     try:
         numbers = [int(value) for value in values]

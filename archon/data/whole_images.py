@@ -1,4 +1,4 @@
-"""Detection of image files with fewer rows of data than their header says, which Pillow fills with one color."""
+"""Detection of image files with fewer rows than their header says. Pillow fills the missing rows with one color."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _png_misses_rows(data: bytes) -> bool:
 
 
 def _jpeg_misses_rows(data: bytes, decoded: PILImage, *, is_progressive: bool) -> bool:
-    """Decode a JPEG again with more data at its end, which changes only an image that needs it.
+    """Decode a JPEG again with extra data at its end; the pixels change only if data was missing.
 
-    libjpeg repeats the last color where data is missing, so only images with one color in their last corner are decoded
-    twice, and progressive ones, whose missing parts it smooths.
+    libjpeg fills missing data with the last color, or smooths it in a progressive image. Other images with several
+    colors in their last corner are therefore complete and are not decoded again.
     """
     from PIL import Image
 

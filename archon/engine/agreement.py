@@ -32,19 +32,19 @@ from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-"""Packages whose versions change results."""
+"""Packages that must have the same version on all ranks, because their version can change results."""
 SAMPLED_BYTES = 2**25
-"""Bytes of a folder that its digest reads (20 ms from the page cache); smaller files are read whole, larger ones in
-evenly spaced chunks."""
+"""Bytes that the digest of a folder reads: 20 ms from the page cache. Small files are read whole, large ones in evenly
+spaced chunks."""
 CHUNK_BYTES = 2**16
 MAX_FILES = 1000
-"""Files of a folder that are compared, the first by name."""
+"""Maximum number of files of a folder that are compared, in the order of their names."""
 SHOWN_CHARACTERS = 200
-"""Characters of a value in a message."""
+"""Maximum characters of a value in a message."""
 
 _INPUTS = ("path", "tokenizer", "data_dir")
 _CHANGING = ("experiences",)
-"""Sections whose files other processes write during a run."""
+"""Sections that are not compared, because other processes write their files during a run."""
 _DOTTED_PATH = re.compile(r"(?:python:)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)")
 _MISSING = "nothing"
 SAME_FILES = "every machine needs the same files"
@@ -176,7 +176,7 @@ def config_facts(config: BaseModel, *, free: Sequence[str] = ()) -> Facts:
 def code_facts(config: BaseModel) -> Facts:
     """Return digests of the source files that the dotted paths of a configuration name.
 
-    Of a module in a package, all files of its folder count. Nothing is imported.
+    For a module in a package, all Python files of its folder are compared. Nothing is imported.
     """
     values: dict[str, str] = {}
     for text in _texts(config.model_dump(mode="json")):
@@ -225,13 +225,14 @@ def input_paths(values: Any, key: str = "") -> Iterator[tuple[str, str | None]]:
 
 
 def file_digests(path: str, split: str | None = None) -> dict[str, str]:
-    """Return size and digest of each file of a checkpoint or a dataset, by name; none if there is no file.
+    """Return size and digest of each file of a checkpoint or a dataset, by name; empty if there is no file.
 
     A digest reads at most `SAMPLED_BYTES` of a folder, so a difference between its chunks is not found.
 
     Args:
-        path: a file, a pattern of files, or a folder. Of a checkpoint's folder, the files that archon reads count.
-        split: split of a dataset: of a folder, the files count whose name contains it, also one level deeper.
+        path: a file, a glob pattern, or a folder. In a checkpoint folder, only files that archon reads are compared.
+        split: split of a dataset. In a folder and its direct subfolders, only files with the split in their name are
+            compared.
     """
     folder = Path(path)
     if not folder.is_dir():

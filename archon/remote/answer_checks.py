@@ -1,4 +1,4 @@
-"""Checks of everything that an inference server sends. A field that is wrong is a failure of that server.
+"""Checks of the responses of inference servers. A wrong field is a failure of its server.
 
 `Fields` reads a response, and `check_answer` accepts the answer to a request: nothing of it is used before.
 """
@@ -22,19 +22,19 @@ from archon.generation.types import GenerationHyperparameters
 from archon.remote.http import ServerError
 
 LOGPROB_TOLERANCE = 1e-3
-"""Largest logprob of an answer. Rounding moves the logprob of a certain token above 0: by 1e-5 in float32 for logits of
-100, and by less than this for a log-softmax over bfloat16 logits that is computed in float32."""
+"""Maximum logprob. Rounding can move the logprob of a certain token above 0: by 1e-5 in float32 with logits of 100, and
+by less than this limit if a log-softmax over bfloat16 logits is computed in float32."""
 MAX_NAME = 200
-"""Characters of a version, a release or a dtype."""
+"""Maximum characters of a version, a release or a dtype."""
 MAX_PATH = 4096
-"""Characters of a model name, which may be a path."""
+"""Maximum characters of a model name, which may be a path."""
 MAX_COUNT = 2**31 - 1
 
 AnswerReason = Literal["stop", "length", "abort"]
 _REASONS: tuple[AnswerReason, ...] = ("stop", "length", "abort")
 
-# The header that numpy.save writes, for three dimensions. numpy's own reader allocates the array that a header claims
-# before it reads its data.
+# The header that numpy.save writes for three dimensions. NumPy's own reader would allocate the claimed size before it
+# reads any data.
 _NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<|][iu][1248])', 'fortran_order': (True|False), "
     rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n",
@@ -122,13 +122,13 @@ class Fields:
         return self.value
 
     def integer(self, low: int = 0, high: int = MAX_COUNT) -> int:
-        """Return an integer from `low` to `high`; true and 1.0 are none."""
+        """Return an integer from `low` to `high`; booleans and floats are refused."""
         if type(self.value) is not int or not low <= self.value <= high:
             raise self.wrong(f"an integer from {low} to {high}")
         return self.value
 
     def content(self) -> str:
-        """Return a string of any characters; half of a surrogate pair is none, and cannot be written to a file."""
+        """Return a string. A lone surrogate is refused, because it cannot be written to a file."""
         if type(self.value) is not str or not _SURROGATES.isdisjoint(self.value):
             raise self.wrong("a string without unpaired surrogates")
         return self.value
@@ -171,7 +171,7 @@ def _is_logprob(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """The fields of an answer where a dialect finds them, unchecked. Weight versions have one of three forms.
+    """Unchecked fields of an answer, as a dialect finds them. Weight versions have one of three forms.
 
     Attributes:
         tokens: token ids.
@@ -216,7 +216,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a request allows its answer to be.
+    """Limits that a request sets for its answer.
 
     Attributes:
         vocab_size: number of token ids.
@@ -245,7 +245,7 @@ def check_answer(raw: RawAnswer, expected: Expected) -> Answer:
         raise raw.logprob_ids.wrong(f"the ids of {raw.tokens.path}")
     # 2. One version for each token.
     versions = _versions(raw, n)
-    # 3. The reason of the end, which has to agree with the tokens.
+    # 3. The stop reason, which must agree with the tokens.
     reason = next((known for known in _REASONS if raw.reason.value == known), None)
     if reason is None:
         raise raw.reason.wrong(f"one of {', '.join(_REASONS)}")
@@ -254,7 +254,7 @@ def check_answer(raw: RawAnswer, expected: Expected) -> Answer:
 
 
 def _check_end(raw: RawAnswer, tokens: list[int], reason: AnswerReason, expected: Expected) -> None:
-    """Raise ServerError if the tokens and the reason of their end contradict each other."""
+    """Raise ServerError if the tokens and the stop reason contradict each other."""
     n, stops = len(tokens), set(expected.stop_token_ids)
     first = None if stops.isdisjoint(tokens) else next(i for i, token in enumerate(tokens) if token in stops)
     if first is not None and first < n - 1:

@@ -54,9 +54,9 @@ In bfloat16, a stale head within the mean limit passes (0.09 after noise 0.03) u
 REMEMBERED_GROUPS = 4096
 PROBE_TOKENS = 64
 MAX_ABORTS = 8
-"""How often a server may end one request with `abort` at one version: a push and a restart do so once."""
+"""Maximum number of times that a server may abort one request at one version. A push or a restart aborts it once."""
 PUSH_BYTES_PER_SECOND = 100 * 10**6
-"""A request of a push may take a second longer for this many bytes: half of what a slow network disk reads."""
+"""Bytes of a pushed folder that extend a request's time limit by one second: half the rate of a slow network disk."""
 
 
 class NoServerError(ConfigError):

@@ -1,4 +1,4 @@
-"""HTTP requests to one server: bounded in time and bytes, and errors that separate server faults from bad requests."""
+"""HTTP requests to one server, limited in time and bytes. Errors distinguish server faults from bad requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 4 * 2**20
-"""Bytes of a response that holds no answer. vLLM's whole configuration is a tenth of it."""
+"""Maximum bytes of a response without an answer. vLLM's whole configuration has a tenth of this."""
 MAX_ERROR_BYTES = 4096
-"""Bytes that are read of the response to a failed request; the message shows 500 characters."""
+"""Bytes that are read of an error response; a message shows 500 characters of them."""
 KEY = "ARCHON_SERVERS_KEY"
 """Environment variable with the API key of the servers."""
 
@@ -33,7 +33,7 @@ class ServerError(RolloutError):
 
 
 class RefusedError(RolloutError):
-    """The server refused the request with `status`. If every server does, the request is at fault."""
+    """The server refused the request with `status`. If all servers refuse it, the request is at fault."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

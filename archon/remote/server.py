@@ -185,7 +185,7 @@ class RemoteServer:
     def sleep(self, seconds: float) -> None:
         """Free the server's GPU. Unfinished answers end with their current tokens and continue later.
 
-        A server whose request fails counts as asleep until the next push.
+        If this request fails, the server counts as asleep until the next push.
         """
         self.asleep = True
         self.dialect.sleep(self.http, seconds)

@@ -566,7 +566,7 @@ def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: st
 def require_output(file: Path, suffix: str, inputs: Iterable[Path | None] = ()) -> None:
     """Raise ConfigError unless an output file can be written without loss.
 
-    Its folder must exist. It may replace an earlier file with the same suffix, but nothing inside the folders `inputs`.
+    Its folder must exist. It may replace an earlier file with the same suffix, but no file inside the folders `inputs`.
     """
     if not file.absolute().parent.is_dir():
         raise ConfigError(

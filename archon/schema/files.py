@@ -1,7 +1,6 @@
-"""Reading of files whose names or contents come from outside: regular files only, and limited bytes.
+"""Reading of files from untrusted sources: only regular files, and only a limited number of bytes.
 
-A named pipe or a device may never end. Every limit is enforced while bytes arrive, since the size on disk says nothing
-about a file that grows or is decompressed.
+A named pipe or a device may never end. Limits are enforced while bytes are read, because a file can grow meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 def open_regular(
     path: str | os.PathLike[str], error: type[UserError] = ConfigError, *, allow_pipe: bool = False
 ) -> io.BufferedReader:
-    """Open a regular file for reading in binary mode; arguments and errors are those of `regular_handle`."""
+    """Open a regular file for binary reading; see `regular_handle` for arguments and errors."""
     return os.fdopen(regular_handle(path, error, allow_pipe=allow_pipe), "rb")
 
 
@@ -85,7 +84,7 @@ def regular_handle(
 def read_limited(
     path: str | os.PathLike[str], limit: int, error: type[UserError] = ConfigError, *, allow_pipe: bool = False
 ) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; arguments and errors as in `regular_handle`."""
+    """Return the content of a regular file of at most `limit` bytes; see `regular_handle` for arguments and errors."""
     with open_regular(path, error, allow_pipe=allow_pipe) as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -98,7 +97,7 @@ def read_limited(
 
 
 def require_regular(path: str | os.PathLike[str], limit: int, error: type[UserError] = ConfigError) -> None:
-    """Raise like `read_limited` for a file that a library will read whole."""
+    """Check a file before a library reads it whole; raises the errors of `read_limited`."""
     with open_regular(path, error) as file:
         size = os.fstat(file.fileno()).st_size
     if size > limit:
@@ -106,7 +105,7 @@ def require_regular(path: str | os.PathLike[str], limit: int, error: type[UserEr
 
 
 def require_regular_files(folder: Path, names: tuple[str, ...], limit: int, error: type[UserError]) -> None:
-    """Raise like `require_regular` for those of `names` that exist in `folder`."""
+    """Call `require_regular` for each of `names` that exists in `folder`."""
     for name in names:
         if os.path.lexists(folder / name):
             require_regular(folder / name, limit, error)

@@ -1,4 +1,4 @@
-"""Calls of user code that must not end the process: an exit in it becomes an error of one line.
+"""Guards around user code: `sys.exit` and similar exceptions become one-line errors and do not end the process.
 
 `os._exit` and a crash cannot be caught inside a process; rewards therefore run in worker processes.
 """
@@ -14,13 +14,13 @@ from archon.schema.errors import ResourceExhaustedError, UserError
 from archon.schema.exhausted import resource_error_message
 
 LEAVING = (SystemExit, GeneratorExit, asyncio.CancelledError, StopIteration, StopAsyncIteration, RecursionError)
-"""Exceptions that leave `except Exception`, a loop or a generator unseen, or whose traceback has thousands of lines.
+"""Exceptions that `except Exception`, a loop or a generator would miss, or that have tracebacks of thousands of lines.
 
 `KeyboardInterrupt` is not among them: the user's Ctrl-C raises it too, and ends a command with one line.
 """
 
 CONTAINED = (*LEAVING, RuntimeError, MemoryError)
-"""Exceptions for `raise_in_one_line`."""
+"""Exceptions that `raise_in_one_line` takes."""
 
 
 class ExitError(UserError):
@@ -28,7 +28,7 @@ class ExitError(UserError):
 
 
 def exit_message(what: str, error: BaseException) -> str:
-    """Return the message for user code that left with `error`: the exception, and its place in the code."""
+    """Return the message for user code that ended with `error`: the exception, and its line in the code."""
     name = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -39,7 +39,7 @@ def exit_message(what: str, error: BaseException) -> str:
 
 @contextmanager
 def user_code(what: str, error: type[UserError] = ExitError) -> Iterator[None]:
-    """Turn an exception of `LEAVING` or exhausted memory inside the block into an error; see `raise_in_one_line`."""
+    """Convert exceptions of `LEAVING` and MemoryError inside the block to one-line errors; see `raise_in_one_line`."""
     try:
         yield
     except CONTAINED as left:
@@ -49,7 +49,7 @@ def user_code(what: str, error: type[UserError] = ExitError) -> Iterator[None]:
 def raise_in_one_line(
     left: BaseException, what: str, error: type[UserError] = ExitError, *, in_task: bool = False
 ) -> NoReturn:
-    """Raise the error of one line for an exception of user code, or the exception itself if it is an ordinary one.
+    """Raise a one-line error for an exception of user code; raise an ordinary exception unchanged.
 
     Args:
         left: an exception of `CONTAINED`.
@@ -73,7 +73,7 @@ def raise_in_one_line(
 
 
 def is_ended(error: BaseException) -> bool:
-    """Return whether a coroutine got `error` because its task was canceled, or because it is closed without a loop."""
+    """Return whether `error` reached a coroutine because its task was canceled, or it was closed without a loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop

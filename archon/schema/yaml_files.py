@@ -1,4 +1,4 @@
-"""Text of YAML files, limited in bytes and in the values that aliases stand for."""
+"""Reading of YAML files, limited in bytes and in the number of values after aliases are expanded."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from archon.schema.errors import ConfigError
 from archon.schema.files import YAML_BYTES, read_limited, shown_path
 
 YAML_VALUES = 100_000
-"""Most values in a file, with aliases replaced: `a: [*b, *b]` over 30 levels stands for a billion."""
+"""Maximum number of values after aliases are expanded; 30 levels of `a: [*b, *b]` would be a billion."""
 
 
 def read_yaml(path: str | os.PathLike[str]) -> str:
     """Return the text of a YAML file.
 
     Raises:
-        ConfigError: there is no such regular file, it has more than `YAML_BYTES`, it is not UTF-8, or its aliases stand
-            for more than `YAML_VALUES`.
+        ConfigError: there is no such regular file, it has more than `YAML_BYTES`, it is not UTF-8, or its aliases
+            expand to more than `YAML_VALUES`.
     """
     try:
         text = read_limited(path, YAML_BYTES, allow_pipe=True).decode("utf-8-sig")
@@ -29,7 +29,7 @@ def read_yaml(path: str | os.PathLike[str]) -> str:
 
 
 def require_few_values(text: str, source: str) -> None:
-    """Raise ConfigError if the aliases of a YAML text stand for more than `YAML_VALUES`, or for themselves.
+    """Raise ConfigError if a YAML text expands to more than `YAML_VALUES` values, or an alias contains itself.
 
     Raises:
         yaml.YAMLError: it is not YAML.

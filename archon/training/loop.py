@@ -293,9 +293,10 @@ def run_until_stopped(
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Make `sys.exit` in a task of this loop the task's error. It would leave the loop, and all other tasks behind.
+    """Turn `sys.exit` in a task of this loop into the task's error.
 
-    So it does with `raise KeyboardInterrupt` while another signal handler than Python's handles Ctrl-C.
+    Otherwise it would stop the loop and abandon all other tasks. `raise KeyboardInterrupt` in a task is treated alike,
+    unless Python's own signal handler is active and the exception may be the user's Ctrl-C.
     """
 
     def create(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -305,7 +306,7 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that never raises an exit. Unlike a wrapping `async def`, it may be canceled before its start."""
+    """Coroutine that turns exits into errors. Unlike a wrapping `async def`, it can be canceled before it starts."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self.inner, self.__qualname__ = inner, getattr(inner, "__qualname__", type(inner).__qualname__)

@@ -20,7 +20,7 @@ LINE_SECONDS = 2.0
 
 
 class Display:
-    """Standard output of a run, which goes on if nobody reads it: a closed pipe or terminal, or a full disk."""
+    """Standard output of a run. The run goes on if output fails: a closed pipe or terminal, or a full disk."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

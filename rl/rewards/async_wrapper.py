@@ -164,7 +164,7 @@ class AsyncRewardWrapper:
             return self._failure(error)
 
     async def _run_in_loop(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward | BaseException:
-        """Run an `async def` reward as a task that is canceled at the time limit, and left if it does not end then."""
+        """Run an `async def` reward as a task. The time limit cancels it; a task that ignores that is abandoned."""
 
         async def call() -> Reward | BaseException:
             try:

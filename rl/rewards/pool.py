@@ -411,7 +411,7 @@ class WorkerPool:
 
 
 def _parse_reply(body: bytes | bytearray) -> dict[str, Any] | None:
-    """Return the message of a worker; None if it is not one."""
+    """Return a worker's message; None if it is invalid."""
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError):

@@ -32,8 +32,8 @@ MARK = "ARCHON_REWARD_WORKER"  # environment variable that a worker and all its 
 MAX_REPLY_BYTES = 1 << 20  # as_reward's largest result takes a quarter: 256 parts with names of 200 characters
 _MAX_TRACEBACK = 8000  # characters, from its end
 _MAX_MESSAGE = 2000  # characters of an exception
-_SWEEP_SECONDS = 10.0  # time to kill processes that start others meanwhile
-# A reward may replace functions of modules. The worker's own are these.
+_SWEEP_SECONDS = 10.0  # limit for killing processes that keep starting others
+# Saved here, because a reward may replace functions of these modules.
 _dumps, _perf_counter, _getpid = json.dumps, time.perf_counter, os.getpid
 
 in_worker = False  # AsyncRewardWrapper checks it: a script without `if __name__ == "__main__"` would make one here
@@ -107,7 +107,7 @@ def _start_guard() -> None:
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill all other processes that were started with `mark` in their environment, until there are none."""
+    """Kill all other processes that were started with `mark` in their environment, until none is left."""
     deadline = time.monotonic() + _SWEEP_SECONDS
     found = True
     while found and time.monotonic() < deadline:

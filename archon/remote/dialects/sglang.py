@@ -27,7 +27,7 @@ class SGLang(Dialect):
         "support for SGLang follows its source and was never run against a real server; every push and the logprobs "
         "of the first batch are verified"
     )
-    token_bytes = 1024  # an id twice, a logprob, and the text, whose tokens have up to 128 characters of 6 bytes
+    token_bytes = 1024  # the id twice, a logprob, and the text: up to 128 characters, each up to 6 bytes in JSON
     reserved_tokens = 2  # SGLang's scheduler subtracts one from the context length, and one from the rest
 
     @classmethod

@@ -103,7 +103,7 @@ def _load_spec(target: str) -> ModelSpec:
         module = sys.modules[name]
     elif target.startswith(".") or "/" in target:
         raise UnknownModelError(
-            f"{target} is no model type; expected one, a module, or a Python file that defines SPEC"
+            f"unknown family {target!r}; expected a model type, a module, or a .py file that defines SPEC"
         )
     else:
         try:
