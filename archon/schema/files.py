@@ -70,7 +70,7 @@ def regular_handle(
     except OSError as reason:
         if reason.errno == errno.ENXIO:
             raise error(f"{name}: it is a socket or a device, not a regular file") from None
-        raise error(f"{name} cannot be read: {_why(reason)}") from None
+        raise error(f"{name}: cannot be read: {_why(reason)}") from None
     mode = os.fstat(handle).st_mode
     if allow_pipe and stat.S_ISFIFO(mode) and Path(path).parent == Path("/dev/fd"):
         os.set_blocking(handle, True)
@@ -90,7 +90,7 @@ def read_limited(
             size = os.fstat(file.fileno()).st_size
             data = b"" if size > limit else file.read(limit + 1)
         except OSError as reason:
-            raise error(f"{shown_path(path)} cannot be read: {_why(reason)}") from None
+            raise error(f"{shown_path(path)}: cannot be read: {_why(reason)}") from None
     if max(size, len(data)) > limit:
         raise error(f"{shown_path(path)} has {max(size, len(data)):,} bytes; expected at most {limit:,}")
     return data

@@ -36,7 +36,7 @@ async def test_a_child_that_a_reward_forks_does_not_answer_the_next_call() -> No
 
 
 async def test_forged_replies_cost_their_sample_and_its_worker() -> None:
-    forged = ["reply with junk", "announce 4 GB"]
+    forged = ["reply with junk", "announce 4 GB", "close all descriptors"]
     found = await outcomes(*[each for fault in forged for each in (fault, "2.0")])
     assert found[1::2] == [2.0] * len(forged)
     for outcome in found[::2]:
